@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine.comm import CoalescedComm, Comm, Work
+from fsdp2.engine.comm import CoalescedComm, Comm, CopyWork, Rows, Work
 
 POISON = 0xFF
 """As every byte it is NaN in each floating-point dtype."""
@@ -140,7 +140,7 @@ def _place(tensor: Tensor) -> tuple[torch.UntypedStorage, int, int]:
 
 def _changes(enemy: Enemy, cls: type[Any]) -> dict[str, Callable[..., Any]]:
     """Returns the collectives of a kind of Comm, each replaced by a hostile one that uses it."""
-    gather, scatter, sum_all = cls.all_gather, cls.reduce_scatter, cls.all_reduce
+    gather, scatter, sum_all, swap = cls.all_gather, cls.reduce_scatter, cls.all_reduce, cls.exchange
 
     def all_gather(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return enemy.issue("all_gather", lambda *private: gather(comm, *private), outputs, inputs)
@@ -158,7 +158,17 @@ def _changes(enemy: Enemy, cls: type[Any]) -> dict[str, Callable[..., Any]]:
         own = tensor.clone()
         return enemy.issue("all_reduce", start, [tensor], [])
 
-    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+    def exchange(comm: Comm, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        def start(received: Sequence[Tensor], copies: Sequence[Tensor]) -> Work:
+            work, rows = swap(comm, copies, what)
+            targets = [row for each in received for row in each.view(comm.size, -1)]
+            return CopyWork([work], [*zip(targets, [row for each in rows for row in each], strict=True)], copies)
+
+        received = [torch.empty_like(each) for each in sent]
+        work = enemy.issue("reduce_scatter", start, received, sent)
+        return work, [each.view(comm.size, -1) for each in received]
+
+    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce, "exchange": exchange}
 
 
 def _poisoning_resize(enemy: Enemy) -> Callable[[torch.UntypedStorage, int], Any]:

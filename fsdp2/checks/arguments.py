@@ -119,9 +119,12 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
-    wire = getattr(policy, "wire_dtype", None)  # ours
+    wire, codec = (getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec"))  # ours
     return MixedPrecisionPolicy(
-        *(getattr(policy, name) for name in names), param_dtype_override_fn=override, wire_dtype=wire
+        *(getattr(policy, name) for name in names),
+        param_dtype_override_fn=override,
+        wire_dtype=wire,
+        gradient_codec=codec,
     )
 
 

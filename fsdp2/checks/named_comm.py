@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import SUM_ALL, DividedWork, Purpose, Work, divide_before
+from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, divide_before
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.gloo_threads import let_callers_finish
@@ -62,8 +62,8 @@ class NamedPairwiseComm(PairwiseComm):
         self,
         kind: str,
         tensors: Sequence[Tensor],
-        outgoing: Sequence[Sequence[Tensor] | Tensor],
-        incoming: Sequence[Sequence[Tensor] | Tensor],
+        outgoing: Sequence[Rows],
+        incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
         header, conversation = header_of(self.purpose, kind, tensors, what), self._conversation

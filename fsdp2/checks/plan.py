@@ -65,8 +65,7 @@ def check_plan(plan: Plan) -> None:
             meshes[id(each.mesh)] = each.mesh
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        if given.mp_policy.wire_dtype is not None:
-            _check_wire(name, given.mp_policy, each.mesh)
+        _check_codec(name, given.mp_policy, each.mesh, parameters[name].dtype)
         if with_options:
             _check_frequencies(each)
         if type(parameters[name]) is not nn.Parameter:
@@ -234,12 +233,20 @@ def _check_can_cut(each: ParameterPlan, data: Tensor) -> None:
         raise NotImplementedError(f"{no_methods(each.name, data, missing)} Cutting it fails: {error}") from error
 
 
-def _check_wire(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh) -> None:
-    if policy.wire_dtype is not None and not mesh.shard_axes:
-        raise ValueError(
-            f"{name}: expected no wire_dtype in mp_policy on a mesh that only replicates, got {policy.wire_dtype}. "
-            "Gradients are summed between replicas in the reduce dtype."
-        )
+def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored: torch.dtype) -> None:
+    """Refuses a choice of how gradients travel where none travel so, or can't."""
+    given = {"wire_dtype": policy.wire_dtype, "gradient_codec": policy.gradient_codec}
+    for argument, value in given.items():
+        if value is not None and not mesh.shard_axes:
+            raise ValueError(
+                f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
+                "Gradients are summed between replicas in the reduce dtype."
+            )
+    if policy.gradient_codec is not None and (stored.is_floating_point or stored.is_complex):
+        try:
+            policy.sent_dtype(stored)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{name}: {error}") from None
 
 
 def _check_names(root: nn.Module) -> None:

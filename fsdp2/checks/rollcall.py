@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Comm, Purpose, Work
+from ..engine.comm import Comm, Purpose, Rows, Work
 from ..engine.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.rank_facts import all_gather_now
 from ..engine.torch_names import default_store, has_backend
@@ -131,13 +131,22 @@ class CheckedComm:
     ) -> Work:
         return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor, what), what)
 
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        self._answer(REDUCING, sent, what)
+        with _telling_where():
+            work, rows = self._comm.exchange(sent, what)
+        return _NotedWork(work), rows
+
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor, what), what)
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
-        self._rollcall.answer(placed_header(self.purpose, kind, tensors, what))
+        self._answer(kind, tensors, what)
         with _telling_where():
             return _NotedWork(start())
+
+    def _answer(self, kind: str, tensors: Sequence[Tensor], what: str) -> None:
+        self._rollcall.answer(placed_header(self.purpose, kind, tensors, what))
 
 
 class _NotedWork:

@@ -34,6 +34,7 @@ class Described(NamedTuple):
     gathered: str
     kind: str
     dim: int
+    codec: str
     requires_grad: bool
 
 
@@ -44,6 +45,7 @@ _FIELDS = {
     "gathered": "the dtype in forward",
     "kind": "tensors of the class",
     "dim": "shards along dim",
+    "codec": "gradients that travel by",
 }
 
 
@@ -63,6 +65,7 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     str(param.compute_dtype(policy)),
                     type(local).__name__,
                     param.dim,
+                    repr(policy.codec_for(local.dtype)),
                     param.sharded.requires_grad,
                 )
             )

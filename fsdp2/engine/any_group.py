@@ -46,7 +46,7 @@ class FallbackComm(AnyComm):
         cls, one = FallbackComm, AnyComm  # their functions, not this object's methods, which would keep it alive
         self._first_gather = _FirstOffered(one._gather, cls._gather_into_list, cls._gather_by_broadcasts)
         self._first_scatter = _FirstOffered(one._scatter, cls._scatter_list, cls._scatter_by_all_reduce)
-        self._first_exchange = _FirstOffered(one._exchange, cls._sum_in_dtype_of_output)
+        self._first_exchange = _FirstOffered(one._exchange, cls._exchange_by_gather)
 
     def _gather(self, output: Tensor, source: Tensor) -> Work:
         return self._first_gather(self, output, source)
@@ -54,8 +54,8 @@ class FallbackComm(AnyComm):
     def _scatter(self, output: Tensor, source: Tensor) -> Work:
         return self._first_scatter(self, output, source)
 
-    def _exchange(self, output: Tensor, source: Tensor) -> Work:
-        return self._first_exchange(self, output, source)
+    def _exchange(self, received: Tensor, source: Tensor) -> Work:
+        return self._first_exchange(self, received, source)
 
     # Ways to gather: fill `output` with the sources of all ranks.
 
@@ -80,7 +80,10 @@ class FallbackComm(AnyComm):
         work = all_reduce(total, group=self.group, async_op=True)
         return CopyWork([work], [(output, total.view(self.size, -1)[self.rank])])
 
-    # Ways to reduce into a wider dtype than the one that travels.
+    # Ways to exchange: fill `received` with this rank's slices of all ranks' sources.
 
-    def _sum_in_dtype_of_output(self, output: Tensor, source: Tensor) -> Work:
-        return self._scatter(output, source.to(output.dtype))
+    def _exchange_by_gather(self, received: Tensor, source: Tensor) -> Work:
+        """Gathers all slices of all ranks: as many times the bytes as there are ranks, sent and in memory."""
+        of_all = source.new_empty(self.size * source.numel())
+        own_slices = of_all.view(self.size, self.size, -1)[:, self.rank]
+        return CopyWork([self._gather(of_all, source)], [(received.view(self.size, -1), own_slices)], [source])

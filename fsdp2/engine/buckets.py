@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import compat, streams
+from .codec import AS_IS, Cast, Codec, Encoder, Member
 from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
 from .streams import costs_launches
@@ -82,12 +83,20 @@ def cuts_on(device: torch.device, world_size: int) -> Cuts:
     return Cuts(MAX_BUCKETS, MAX_BUCKETS_OF_COPIES, MIN_BUCKET_BYTES, 0, MIN_PIECE_BYTES, MAX_PIECES, MIN_PIECE_BYTES)
 
 
-def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes in which gradients travel.
+def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[Codec, ...]:
+    """Returns how gradients travel.
 
     `as_computed`: a gradient that is computed in a narrower dtype than it is summed in travels in the narrower one,
-    unless the policy chooses another.
+    unless the policy chooses how.
     """
+    return tuple(
+        policy.codec_for(spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None)
+        for spec in specs
+    )
+
+
+def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes in which gradients are packed, and travel unless a codec encodes them. See `codecs_of`."""
     return tuple(
         policy.sent_dtype(spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None)
         for spec in specs
@@ -258,12 +267,21 @@ class ReducePlan:
     """
 
     def __init__(
-        self, layout: BucketLayout, specs: tuple[ParamSpec, ...], world_size: int, device: torch.device
+        self,
+        layout: BucketLayout,
+        specs: tuple[ParamSpec, ...],
+        world_size: int,
+        device: torch.device,
+        encoder: Encoder | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout, self.encoder = layout, encoder or Encoder(AS_IS)
+        codec = self.encoder.codec
+        self.exchanges = codec.exchanges
+        # A cast leaves its neighbours alone; another codec may see padding, which else holds anything.
+        self._fills_padding = self.exchanges and not isinstance(codec, Cast)
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.specs, self.world_size = specs, world_size
-        self.nbytes = layout.payload_nbytes * world_size  # of what is sent
+        self.nbytes = codec.sent_nbytes(layout.shard_numel, layout.reduce_dtype) * world_size  # of what is sent
         # Segments that no reduction uses: on CPU it takes as long to make their views as to fill them.
         self._spare: Segments | None = None
         self._has_streams, self._launches = streams.exist_on(device), costs_launches(device)
@@ -289,7 +307,7 @@ class ReducePlan:
     def _split(self, count: int, min_bytes: int) -> list[tuple[int, int]]:
         """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
         layout, world_size = self.layout, self.world_size
-        if self._spec.dim or not (layout.packed or layout.wire_dtype != layout.reduce_dtype):
+        if self._spec.dim or not (layout.packed or self.exchanges or layout.wire_dtype != layout.reduce_dtype):
             return []
         pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, min_bytes)
         return pieces if len(pieces) > 1 else []
@@ -313,6 +331,8 @@ class ReducePlan:
     def pack(self, gradients: Mapping[int, Tensor], segments: Segments) -> None:
         """Copies the bucket's packed gradients to their places, casting to the wire dtype."""
         packed, out_WP = [gradients[i] for i in self.layout.packed], segments.of_ranks
+        if self._fills_padding and not (self._is_even and self._tail_numel == 0):
+            out_WP.zero_()
         dtype = packed[0].dtype
         if not self._is_one_operation(packed, out_WP.dtype):
             segments.fill(packed)
@@ -329,6 +349,20 @@ class ReducePlan:
             compat.chunk_cat(packed, 0, self.world_size, out=uncast)
             out_WP.copy_(uncast)
 
+    @cached_property
+    def members(self) -> list[list[Member]]:
+        """The parameters in each input of the collective: one that is not packed in each, and all others."""
+        layout, sizes = self.layout, [spec.shard_numel for spec in self.specs]
+        direct = [[Member(i, 0, 0, sizes[i], sizes[i])] for i in layout.direct]
+        first = layout.packed_start
+        packed = [Member(i, layout.offsets[i] - first, 0, sizes[i], sizes[i]) for i in layout.packed]
+        return [*direct, packed]
+
+    def member_of_piece(self, first: int, last: int) -> Member:
+        """Returns where a piece of the one gradient lies in the segments of that piece."""
+        size = self._spec.shard_numel
+        return Member(self.layout.indices[0], 0, min(first, size), min(last, size), size)
+
     def _is_one_operation(self, packed: list[Tensor], wire_dtype: torch.dtype) -> bool:
         if not self._is_one_cat:
             return False
@@ -344,9 +378,11 @@ class ReducePlan:
     def pack_piece(self, gradient: Tensor, first: int, last: int, out_WP: Tensor) -> None:
         """Copies elements `first` to `last` of each rank's shard, along dim 0, of one gradient, casting.
 
-        Padding keeps whatever it held.
+        Padding keeps whatever it held, or is zeros for a codec that may see it.
         """
         spec = self._spec
+        if self._fills_padding and not (self._is_even and self._tail_numel == 0):
+            out_WP.zero_()
         flat, shard, last = gradient.reshape(-1), spec.shard_numel, min(last, spec.shard_numel)
         whole = spec.whole_chunks * shard
         places = [out_WP[: spec.whole_chunks, : last - first]]

@@ -16,7 +16,7 @@ from ..checks.named_comm import NamedPairwiseComm
 from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
 from . import comm as core_comm
 from .any_group import FallbackComm
-from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work
+from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
 from .compat import backend_name
 from .events import Observer
 from .gloo import PairwiseComm
@@ -110,6 +110,9 @@ class CustomComm:
             sources.append(source)
         copy = CopyWork(works, copies, sources)
         return copy if averages else DividedWork([copy], outputs, divisor / before)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        return self._comm.exchange(sent, what)
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         return self._comm.all_reduce(tensor, divisor, what)

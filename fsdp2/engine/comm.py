@@ -19,8 +19,13 @@ from torch import Tensor
 from torch.distributed import all_reduce, all_to_all_single
 
 from . import compat
+from .codec import Rows as Rows
 from .layout import MAX_OPERATIONS
-from .streams import AllWork, CopyWork, DividedWork, SumWork, Work
+from .streams import AllWork as AllWork
+from .streams import CopyWork as CopyWork
+from .streams import DividedWork as DividedWork
+from .streams import SumWork as SumWork
+from .streams import Work as Work
 
 # ---- the interface
 
@@ -61,7 +66,7 @@ class Comm(Protocol):
     direct_min_bytes: int
     # Sum, and divide afterwards, even if the backend can average.
     force_sum: bool
-    # Each rank itself sums what other ranks send it, so that it may travel in a narrower dtype.
+    # Each rank itself sums what other ranks send it, in `reduce_scatter`, too: then an exchange costs no more.
     sums_on_arrival: bool
     purpose: Purpose
 
@@ -81,8 +86,14 @@ class Comm(Protocol):
     ) -> Work:
         """Fills outputs[i] with the sum over ranks of this rank's slice of inputs[i], divided by `divisor`.
 
-        inputs[i] is `size` slices in rank order. If its dtype is narrower than that of outputs[i], the slices travel in
-        the narrower dtype and are summed in the wider one, on this rank.
+        inputs[i] is `size` slices in rank order, in the dtype of outputs[i].
+        """
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        """Sends slice r of each of `sent`, `size` slices in rank order, to rank r, and sums nothing.
+
+        Returns a Work, and what has arrived when it was waited for: element r of rows[i] is this rank's slice of rank
+        r's sent[i]. This rank's own may lie in sent[i].
         """
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
@@ -113,7 +124,7 @@ class AnyComm:
 
     direct_min_bytes = 512 * 1024
     force_sum = True
-    sums_on_arrival = False  # unless the dtypes differ: then it takes another collective
+    sums_on_arrival = False
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.purpose = group, group.rank(), purpose
@@ -130,13 +141,15 @@ class AnyComm:
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        works = []
-        for output, source in zip(outputs, inputs, strict=True):
-            # The sum of many ranks' gradients could pass 65504.
-            wide = torch.empty_like(output, dtype=torch.float32) if output.dtype == torch.float16 else output
-            reduce = self._scatter if wide.dtype == source.dtype else self._exchange
-            works.append(_divide_wide(reduce(wide, source), wide, output, divisor))
-        return AllWork(works, [*outputs, *inputs])
+        if outputs and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
+            work, rows = self.exchange(inputs, what)
+            return SumWork([work], inputs, outputs, rows, divisor)
+        return DividedWork([AllWork([*map(self._scatter, outputs, inputs)], inputs)], outputs, divisor)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        received = [torch.empty_like(tensor) for tensor in sent]
+        work = AllWork([*map(self._exchange, received, sent)], [*received, *sent])
+        return work, [theirs.view(self.size, -1) for theirs in received]
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         wide = tensor.float() if tensor.dtype == torch.float16 else tensor
@@ -148,10 +161,9 @@ class AnyComm:
     def _scatter(self, output: Tensor, source: Tensor) -> Work:
         return compat.reduce_scatter_one(output, source, group=self.group, async_op=True)
 
-    def _exchange(self, output: Tensor, source: Tensor) -> Work:
-        received = torch.empty_like(source)
-        work = all_to_all_single(received, source, group=self.group, async_op=True)
-        return SumWork([work], [source, received], [output], [received.view(self.size, -1)], 1)
+    def _exchange(self, received: Tensor, source: Tensor) -> Work:
+        work: Work = all_to_all_single(received, source, group=self.group, async_op=True)
+        return work
 
 
 def _divide_wide(work: Work, wide: Tensor, output: Tensor, divisor: float) -> Work:
@@ -166,7 +178,7 @@ class CoalescedComm:
     # Not measured on several GPUs. The few operations of a call, see MAX_OPERATIONS, run side by side, so that a small
     # one takes no longer than the packed ones, which are copied and exist twice; less than this saves nothing.
     direct_min_bytes = 1024
-    sums_on_arrival = False  # unless the dtypes differ: then it takes another collective
+    sums_on_arrival = False
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
@@ -185,8 +197,6 @@ class CoalescedComm:
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        if outputs[0].dtype != inputs[0].dtype:
-            return self._exchange(outputs, inputs, divisor)
         averages = divisor == self.size and not self.force_sum
         if not averages and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
             inputs = compat.quotients([*inputs], divisor)  # in other memory: autograd may still use the gradients
@@ -209,12 +219,10 @@ class CoalescedComm:
         works = [launch(outputs[i::number], inputs[i::number], *options) for i in range(number)]
         return AllWork(works, [*outputs, *inputs])
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float) -> Work:
-        """Exchanges all to all, a launch for each tensor; waiting for the work sums what arrived."""
-        received = [torch.empty_like(tensor) for tensor in inputs]
-        works = [self.group.alltoall_base(theirs, mine, [], []) for theirs, mine in zip(received, inputs, strict=True)]
-        parts = [theirs.view(self.size, -1) for theirs in received]
-        return SumWork(works, [*inputs, *received], outputs, parts, divisor)
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        received = [torch.empty_like(tensor) for tensor in sent]
+        works = [self.group.alltoall_base(theirs, mine, [], []) for theirs, mine in zip(received, sent, strict=True)]
+        return AllWork(works, [*sent, *received]), [theirs.view(self.size, -1) for theirs in received]
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         if divisor == self.size and not self.force_sum:
@@ -241,6 +249,9 @@ class SoloComm:
         raise AssertionError("one rank has nothing to communicate")
 
     reduce_scatter = all_reduce = all_gather
+
+    def exchange(self, *_: Any) -> tuple[Work, Sequence[Rows]]:
+        raise AssertionError("one rank has nothing to communicate")
 
 
 # Backends that are known to coalesce, also where a debug level wraps them. Others say so themselves.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import SUM_ALL, AllWork, DividedWork, Purpose, SumWork, Work, divide_before
+from .comm import SUM_ALL, AllWork, DividedWork, Purpose, Rows, SumWork, Work, divide_before
 
 GATHERING, REDUCING, SUMMING = "gathering", "reducing", "summing replicas of"
 """The words for what a collective does with a group."""
@@ -44,26 +44,34 @@ class PairwiseComm:
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        slices = [tensor.view(self.size, -1) for tensor in inputs]
-        received = [torch.empty_like(tensor[1:]) for tensor in slices]
-        parts = [
-            # `theirs` has no row for this rank.
-            [mine[rank] if rank == self.rank else theirs[rank - (rank > self.rank)] for rank in range(self.size)]
-            for mine, theirs in zip(slices, received, strict=True)
-        ]
-        exchange = self._exchange(REDUCING, inputs, slices, parts, what)
-        return SumWork([exchange], [*inputs, *received], outputs, parts, divisor)
+        work, rows, received = self._send_slices(inputs, what)
+        return SumWork([work], [*inputs, *received], outputs, rows, divisor)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        work, rows, received = self._send_slices(sent, what)
+        return AllWork([work], [*sent, *received]), rows
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         divisor = divide_before(tensor, divisor)
         return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)
 
+    def _send_slices(self, sent: Sequence[Tensor], what: str) -> tuple[Work, Sequence[Rows], Sequence[Tensor]]:
+        """Exchanges slices, see `exchange`. Returns the memory in which they arrive, too."""
+        slices = [tensor.view(self.size, -1) for tensor in sent]
+        received = [torch.empty_like(tensor[1:]) for tensor in slices]
+        rows = [
+            # `theirs` has no row for this rank.
+            [mine[rank] if rank == self.rank else theirs[rank - (rank > self.rank)] for rank in range(self.size)]
+            for mine, theirs in zip(slices, received, strict=True)
+        ]
+        return self._exchange(REDUCING, sent, slices, rows, what), rows, received
+
     def _exchange(
         self,
         kind: str,
         tensors: Sequence[Tensor],
-        outgoing: Sequence[Sequence[Tensor] | Tensor],
-        incoming: Sequence[Sequence[Tensor] | Tensor],
+        outgoing: Sequence[Rows],
+        incoming: Sequence[Rows],
         what: str = "",
     ) -> Work:
         """Begins to send outgoing[i][r] to each other rank r, and to receive that rank's slice into incoming[i][r].

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from . import compat, reduce
-from .buckets import Bucket, ReducePlan, find_buckets, wire_dtypes
+from .buckets import Bucket, ReducePlan, codecs_of, find_buckets
+from .codec import Codec, Encoder
 from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
@@ -112,9 +114,11 @@ class GroupGradients:
         self.backward_pass: object = None
         self._specs: tuple[ParamSpec, ...] = ()
         self._reduce_dtypes: tuple[torch.dtype, ...] = ()
-        # In which gradients travel: as they are computed; and if sums of several may be among them.
-        self._wire_dtypes: tuple[torch.dtype, ...] = ()
-        self._wire_dtypes_of_sums: tuple[torch.dtype, ...] = ()
+        # How each gradient travels: as it is computed; and if sums of several may be among them.
+        self._codecs: tuple[Codec, ...] = ()
+        self._codecs_of_sums: tuple[Codec, ...] = ()
+        # What their codecs are to get between steps.
+        self._encoders: dict[Codec, Encoder] = {}
         self.buckets: list[Bucket] = []
         # Bytes of all gradients when they are sent.
         self.sent_nbytes = 0
@@ -137,16 +141,20 @@ class GroupGradients:
         """Plans the buckets of the parameters `trainable`."""
         self._specs = specs
         self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
-        self._wire_dtypes = wire_dtypes(specs, policy, self.reduction.shards.sums_on_arrival)
-        self._wire_dtypes_of_sums = wire_dtypes(specs, policy, as_computed=False)
+        self._codecs = codecs_of(specs, policy, self.reduction.shards.sums_on_arrival)
+        self._codecs_of_sums = codecs_of(specs, policy, as_computed=False)
+        ranks = self.reduction.shards.rank, self.reduction.replicas.rank if self.reduction.replicas else 0
+        name = f"{ranks} {self.group.name} {[param.name for param in self._params[:1]]}"
+        self._encoders = {codec: Encoder(codec, name) for codec in {*self._codecs, *self._codecs_of_sums}}
         for parameter in self._hooked:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
-        buckets = find_buckets(specs, self._reduce_dtypes, self._wire_dtypes, trainable, device)
+        dtypes = [codec.packed_dtype(dtype) for codec, dtype in zip(self._codecs, self._reduce_dtypes, strict=True)]
+        buckets = find_buckets(specs, self._reduce_dtypes, dtypes, trainable, device)
         self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
-        per_rank = sum([specs[i].shard_numel * self._wire_dtypes[i].itemsize for i in expected])
-        self.sent_nbytes = per_rank * self.reduction.shards.size
+        sizes = [self._codecs[i].sent_nbytes(specs[i].shard_numel, self._reduce_dtypes[i]) for i in expected]
+        self.sent_nbytes = sum(sizes) * self.reduction.shards.size
         self._hooked = [self._params[i].unsharded for i in expected]
         for bucket in self.buckets:
             arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
@@ -162,9 +170,12 @@ class GroupGradients:
         # As the shards lie, so that both can be used as one tensor; those that gather themselves come behind.
         offsets = dict(enumerate(buffers.layout.shard_offsets if buffers is not None else ()))
         indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
-        wire_dtype = (self._wire_dtypes_of_sums if may_be_sums else self._wire_dtypes)[first]
-        layout = bucket_layout(self._specs, indices, self._reduce_dtypes[first], shards.direct_min_bytes, wire_dtype)
-        return ReducePlan(layout, self._specs, shards.size, self._params[0].unsharded.device)
+        codec, reduce_dtype = (self._codecs_of_sums if may_be_sums else self._codecs)[first], self._reduce_dtypes[first]
+        # Feedback is added to what is sent, hence to a copy.
+        direct_min_bytes = sys.maxsize if codec.feedback else shards.direct_min_bytes
+        layout = bucket_layout(self._specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
+        device = self._params[0].unsharded.device
+        return ReducePlan(layout, self._specs, shards.size, device, self._encoders[codec])
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -283,6 +294,8 @@ class GroupGradients:
             param.unsharded.grad = None
         for bucket in self.buckets:
             bucket.missing, bucket.completed = bucket.size, 0
+        for encoder in self._encoders.values():
+            encoder.discard()
         for i in self.taken:
             self.forget(i)
         self._had_graph &= {*self.unsynchronized, *self.partial}

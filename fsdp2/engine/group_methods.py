@@ -217,14 +217,17 @@ class GroupMethods:
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
-            ValueError: the policy has a `wire_dtype`; or several ranks all hold whole parameters, and scatter nothing.
+            ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
+                parameters, and scatter nothing.
         """
         for state in states_of(self):
-            if reduce_scatter is not None and state.policy.wire_dtype is not None:
-                raise ValueError(
-                    "reduce_scatter: expected None where the policy has a wire_dtype, in which gradients are exchanged "
-                    f"and not reduced, got {reduce_scatter!r}"
-                )
+            chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
+            for argument, value in chosen.items() if reduce_scatter is not None else ():
+                if value is not None:
+                    raise ValueError(
+                        f"reduce_scatter: expected None where the policy has a {argument} which gradients are "
+                        f"exchanged and not reduced, got {reduce_scatter!r}"
+                    )
         why = "Replicas all-reduce their gradients; what they have summed can be changed by set_all_reduce_hook(hook)"
         self._choose_collective("reduce_scatter", reduce_scatter, why)
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .codec import AS_IS, Cast, Codec, check_codec
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -43,11 +45,14 @@ class MixedPrecisionPolicy:
             2) (N - 1) / N bytes per parameter instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks.
             Unsynchronized gradients accumulate in the reduce dtype, and are rounded when they are sent. Replica groups
             (HSDP) sum in the reduce dtype; `replicate` therefore refuses it.
+        gradient_codec: how gradients travel between the ranks of the shard group, in place of `wire_dtype`: a value
+            that encodes each rank's gradient, and sums what arrives (`fsdp2.codecs`; `wire_dtype=dtype` is
+            `fsdp2.codecs.Cast(dtype)`). What is said of `wire_dtype` holds for it. Equal on all ranks.
 
     Raises:
-        TypeError: a dtype is not a torch.dtype.
+        TypeError: a dtype is not a torch.dtype; `gradient_codec` is no codec.
         ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; `wire_dtype` is neither narrower
-            than `reduce_dtype` nor equal to it.
+            than `reduce_dtype` nor equal to it; both `wire_dtype` and `gradient_codec` are given.
     """
 
     param_dtype: torch.dtype | None = None
@@ -56,6 +61,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    gradient_codec: Codec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
@@ -76,6 +82,13 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 f"{where}.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got {wire}."
             )
+        if self.gradient_codec is not None:
+            check_codec(self.gradient_codec, f"{where}.gradient_codec")
+            if wire:
+                raise ValueError(
+                    f"{where}: expected wire_dtype or gradient_codec, got both, {wire} and {self.gradient_codec!r}. "
+                    "Both say how gradients travel: leave one out."
+                )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool | None:
         """Returns True if `parameter` computes in its own dtype, because the user's function says so; False if that
@@ -102,14 +115,22 @@ class MixedPrecisionPolicy:
         """Returns the dtype in which the gradient of a parameter stored as `stored` is reduced."""
         return self.reduce_dtype or stored
 
-    def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
-        """Returns the dtype in which that gradient travels: narrower than the one it is summed in, or equal to it.
+    def codec_for(self, stored: torch.dtype, computed: torch.dtype | None = None) -> Codec:
+        """Returns how that gradient travels.
 
         `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype.
         """
-        summed = self.gradient_dtype(stored)
+        if self.gradient_codec is not None:
+            return self.gradient_codec
         wanted = self.wire_dtype or computed
-        return wanted if wanted is not None and wanted.itemsize < summed.itemsize else summed
+        is_narrower = wanted is not None and wanted.itemsize < self.gradient_dtype(stored).itemsize
+        return Cast(wanted) if wanted is not None and is_narrower else AS_IS
+
+    def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
+        """Returns the dtype in which that gradient is packed: narrower than the one it is summed in, or equal to it.
+        It travels in that dtype, unless a codec encodes it.
+        """
+        return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
 
 
 @dataclass(frozen=True)

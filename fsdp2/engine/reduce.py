@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import compat, streams
 from .buckets import PIECES_IN_FLIGHT, ReducePlan
-from .comm import AllWork, Comm, Work
+from .codec import Member, Rows
+from .comm import AllWork, Comm, SumWork, Work
 from .layout import BucketLayout
 from .streams import Transfer, Transfers
 
@@ -232,10 +233,57 @@ def start(
         outputs.append(output[layout.packed_start :] if outputs else output)
         return_segments = partial(plan.return_segments, segments)
     divisor = comm.size if reduction.divisor is None else reduction.divisor
-    work = comm.reduce_scatter(outputs, inputs, divisor, what) if outputs else None
+    work = None
+    if plan.exchanges and outputs:
+        work, sent = _exchange(plan, comm, outputs, inputs, plan.members[: len(inputs)], divisor, what)
+        if return_segments is not None and not _share_memory(sent[-1], inputs[-1]):
+            return_segments()  # they are encoded
+            return_segments = None
+        inputs = sent
+    elif outputs:
+        work = comm.reduce_scatter(outputs, inputs, divisor, what)
     return PendingReduce(
         layout, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
     )
+
+
+def _exchange(
+    plan: ReducePlan,
+    comm: Comm,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    members: Sequence[Sequence[Member]],
+    divisor: float,
+    what: str,
+) -> tuple[Work, list[Tensor]]:
+    """Begins to exchange encoded gradients, which are summed into `outputs` when the work is waited for. Returns what
+    is sent, too.
+
+    inputs[i]: the segments of all ranks, one behind the other. members[i]: the parameters in them.
+    """
+    encoder = plan.encoder
+    encoded = [encoder.encode(each.view(comm.size, -1), m) for each, m in zip(inputs, members, strict=True)]
+    sent = [each.view(-1) for each in encoded]
+    return exchange_and_sum(comm, outputs, sent, divisor, encoder.codec.sum, what), sent
+
+
+def exchange_and_sum(
+    comm: Comm,
+    outputs: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    divisor: float,
+    add: Callable[[Rows, Tensor], None] | None = None,
+    what: str = "",
+) -> Work:
+    """Begins to exchange the slices of each of `sent`. Waiting for the work sums what has arrived into outputs[i], by
+    `add(rows, total)`, or in the dtype of that, and divides it. Every rank must call it.
+    """
+    work, rows = comm.exchange(sent, what)
+    return SumWork([work], sent, outputs, rows, divisor, add)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def resume(
@@ -256,38 +304,55 @@ def _start_alone(
     """Begins the reduction of a group whose parameters one rank holds whole."""
     layout = plan.layout
     if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
-        return Unreduced({i: _own(gradients[i], layout, reduction.divisor) for i in layout.indices}, plan.nbytes)
-    output = _as_one(gradients, layout, has_hook=reduction.hook is not None)
+        return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
+    output = _as_one(gradients, plan, has_hook=reduction.hook is not None)
     if reduction.replicas is None and reduction.divisor is not None:
         output.div_(reduction.divisor)
     return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
 
 
-def _own(gradient: Tensor, layout: BucketLayout, divisor: float | None) -> tuple[Tensor, int]:
-    shard = gradient.contiguous().to(layout.wire_dtype).to(layout.reduce_dtype)
+def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> tuple[Tensor, int]:
+    layout, shard = plan.layout, _rounded(gradient, i, plan)
     if divisor is not None:
         shard = shard / divisor
     shard = compat.owned(shard.to(layout.storage_dtype))  # later gradients are added to it
     return shard, int(shard.storage_offset())
 
 
-def _as_one(gradients: Mapping[int, Tensor], layout: BucketLayout, has_hook: bool) -> Tensor:
+def _rounded(gradient: Tensor, i: int, plan: ReducePlan) -> Tensor:
+    """Returns one rank's gradient in the reduce dtype, rounded as if it had travelled."""
+    layout, codec = plan.layout, plan.encoder.codec
+    if not plan.exchanges or not gradient.numel():
+        return gradient.contiguous().to(layout.reduce_dtype)
+    packed = gradient.to(layout.wire_dtype).contiguous()
+    if codec.feedback and _share_memory(packed, gradient):
+        packed = packed.clone()  # what was not sent before is added to it
+    size = packed.numel()
+    wire = plan.encoder.encode(packed.view(1, -1), [Member(i, 0, 0, size, size)])
+    total_dtype = torch.float32 if layout.reduce_dtype == torch.float16 else layout.reduce_dtype
+    total = torch.empty(size, dtype=total_dtype, device=gradient.device)
+    codec.sum(wire, total)
+    return total.to(layout.reduce_dtype).view(gradient.shape)
+
+
+def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, has_hook: bool) -> Tensor:
     """Returns one rank's gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
 
     It will be written to: a gradient's own memory is used only if nobody else holds it. Autograd may have given another
     part of the graph, whose backward is still to come, a view of the same memory.
     """
+    layout = plan.layout
+    if plan.exchanges:
+        gradients = {i: _rounded(gradients[i], i, plan) for i in layout.indices}
     some = gradients[layout.indices[0]]
     if some.numel() == layout.shard_numel:  # there is no other, and no padding
-        rounded = some.to(layout.wire_dtype).to(layout.reduce_dtype)
-        if rounded.is_contiguous() and compat.owns_memory(rounded):
-            return rounded.view(-1)
+        whole = some.to(layout.reduce_dtype)
+        if whole.is_contiguous() and compat.owns_memory(whole):
+            return whole.view(-1)
     allocate = torch.zeros if has_hook else torch.empty
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
-        if layout.wire_dtype != layout.reduce_dtype:
-            gradient = gradient.to(layout.wire_dtype)
         output.as_strided((gradient.numel(),), (1,), layout.offsets[i]).copy_(gradient.reshape(-1))
     return output
 
@@ -321,6 +386,13 @@ def start_piece(
     """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
     segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
     plan.pack_piece(gradient, first, last, segments)
-    comm = reduction.shards
-    work = comm.reduce_scatter([output[first:last]], [segments.view(-1)], reduction.divisors()[0], what)
-    return AllWork([work], [segments])
+    comm, outputs, inputs, divisor = (
+        reduction.shards,
+        [output[first:last]],
+        [segments.view(-1)],
+        reduction.divisors()[0],
+    )
+    if not plan.exchanges:
+        return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
+    work, sent = _exchange(plan, comm, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)
+    return AllWork([work], sent)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import compat
+from .codec import Rows, sum_rows
 
 Result = TypeVar("Result")
 
@@ -103,24 +104,28 @@ class DividedWork(AllWork):
 
 
 class SumWork(AllWork):
-    """Adds up what arrived, in rank order on every rank, and divides it."""
+    """Adds up what arrived, in rank order on every rank, and divides it.
+
+    `add(rows, total)` fills `total` with the sum.
+    """
 
     def __init__(
         self,
         works: Sequence[Work],
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        parts: Sequence[Sequence[Tensor] | Tensor],
+        parts: Sequence[Rows],
         divisor: float,
+        add: Callable[[Rows, Tensor], None] | None = None,
     ) -> None:
         super().__init__(works, tensors)
-        self._outputs, self._parts, self._divisor = outputs, parts, divisor
+        self._outputs, self._parts, self._divisor, self._add = outputs, parts, divisor, add or sum_rows
 
     def wait(self) -> None:
         super().wait()
-        waiting, self._parts = self._parts, []
+        waiting, self._parts = self._parts, ()
         for output, parts in zip(self._outputs, waiting):  # noqa: B905  the second wait finds no parts
-            _sum(parts, output, self._divisor)
+            _sum(parts, output, self._divisor, self._add)
         # Those in fp16 are divided as they are summed.
         _divide([output for output in self._outputs if output.dtype != torch.float16] if waiting else [], self._divisor)
 
@@ -146,27 +151,16 @@ def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
         compat.divide_each([*tensors], divisor)
 
 
-def _sum(parts: Sequence[Tensor] | Tensor, output: Tensor, divisor: float) -> None:
-    """Writes the sum of `parts`, tensors or rows of one, to `output`. It adds up in the dtype of `output`; in fp32 if
-    that is fp16, and then divides by `divisor`.
+def _sum(parts: Rows, output: Tensor, divisor: float, add: Callable[[Rows, Tensor], None]) -> None:
+    """Writes the sum of `parts` to `output`. It adds up in the dtype of `output`; in fp32 if that is fp16, and then
+    divides by `divisor`.
     """
     if output.dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-        total = parts[0].float()
-        for part in parts[1:]:
-            total.add_(part)
+        total = torch.empty_like(output, dtype=torch.float32)
+        add(parts, total)
         output.copy_(total.div_(divisor))
         return
-    if isinstance(parts, Tensor) and parts.device.type != "cpu":
-        # One launch. On CPU it would first cast all parts.
-        torch.sum(parts, 0, dtype=output.dtype, out=output)
-        return
-    first, *rest = parts
-    if rest and first.dtype == output.dtype:
-        torch.add(first, rest.pop(0), out=output)
-    else:
-        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
-    for part in rest:
-        output.add_(part)
+    add(parts, output)
 
 
 # ---- copies between the CPU and the device

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 from ..engine.buckets import PIECES_IN_FLIGHT, ReducePlan, find_buckets, wire_dtypes
+from ..engine.codec import AsIs, Cast
 from ..engine.layout import BucketLayout, ParamSpec, bucket_layout
 from ..engine.reduce import Pending
 
@@ -21,6 +22,11 @@ class ReplayedGradients:
         self.trainable = [i for i, p in enumerate(group.planned.parameters) if p.requires_grad]
         self.are_all_trainable = len(self.trainable) == len(specs)
         policy = group.settings.policy
+        if not isinstance(policy.gradient_codec, (AsIs, Cast, NoneType)):
+            raise NotImplementedError(
+                f"plan: expected no gradient_codec but Cast or AsIs, got {policy.gradient_codec!r}: encoded gradients "
+                "are not replayed. Plan with the wire_dtype whose bytes are next to it."
+            )
         self.reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
         self.wire_dtypes = wire_dtypes(specs, policy, self.machine.sums_on_arrival(self.num_shards))
         device = self.machine.torch_device

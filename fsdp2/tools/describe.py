@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.buckets import wire_dtypes
+from ..engine.buckets import codecs_of
 from ..engine.compat import local_of
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import owners_by_id
@@ -168,8 +168,11 @@ def _describe_group(group: FSDPParamGroup, names: dict[nn.Module, str]) -> Group
     trainable = [param.sharded.requires_grad for param in params]
     stored, computed = [spec.storage_dtype for spec in specs], [spec.compute_dtype for spec in specs]
     summed = [policy.gradient_dtype(dtype) for dtype in compress(stored, trainable)]
-    sent = wire_dtypes(specs, policy, comms.reduces.sums_on_arrival)
-    sizes = [spec.numel * dtype.itemsize for spec, dtype in zip(specs, sent, strict=True)]
+    codecs = codecs_of(specs, policy, comms.reduces.sums_on_arrival)
+    dtypes_of_sums = map(policy.gradient_dtype, stored)
+    sizes = [
+        codec.sent_nbytes(spec.numel, dtype) for codec, spec, dtype in zip(codecs, specs, dtypes_of_sums, strict=True)
+    ]
     slots = [next((slot for slot in param.slots if slot.module in names), param.slots[0]) for param in params]
     return GroupDescription(
         name=group.name if group.modules[0] not in names else names[group.modules[0]] or "root",
@@ -207,6 +210,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"some sharded along dim {', '.join(map(str, sorted(dims)))}"
     if now.policy.wire_dtype is not None:
         yield f"wire_dtype={dtype_text(now.policy.wire_dtype)}"
+    if now.policy.gradient_codec is not None:
+        yield f"gradient_codec={now.policy.gradient_codec!r}"
     if is_conditional(group.state):
         yield "conditional"
 

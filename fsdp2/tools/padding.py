@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..checks.arguments import check_mesh
-from ..engine.buckets import find_buckets, wire_dtypes
+from ..engine.buckets import codecs_of, find_buckets
 from ..engine.comm import Comm
 from ..engine.compat import local_of
 from ..engine.events import Observer
@@ -252,13 +252,15 @@ def _reduce_padding(
     device: torch.device,
 ) -> Padded:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
-    dtypes = wire_dtypes(specs, policy, comm.sums_on_arrival)
+    codecs = codecs_of(specs, policy, comm.sums_on_arrival)
+    dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
     nbytes = padded_nbytes = 0
     for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], comm.direct_min_bytes, wire_dtype)
-        nbytes += sum(specs[i].numel for i in indices) * wire_dtype.itemsize
-        padded_nbytes += layout.payload_nbytes * first.world_size
+        codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
+        layout = bucket_layout(specs, indices, summed, comm.direct_min_bytes, wire_dtype)
+        nbytes += codec.sent_nbytes(sum(specs[i].numel for i in indices), summed)
+        padded_nbytes += codec.sent_nbytes(layout.shard_numel, summed) * first.world_size
     return Padded(nbytes, padded_nbytes)
 
 

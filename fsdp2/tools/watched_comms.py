@@ -41,7 +41,7 @@ class Watcher(Protocol):
 
 
 # Position of the tensors of all ranks among the arguments of each method of a Comm.
-_METHODS = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 0}
+_METHODS = {"all_gather": 0, "reduce_scatter": 1, "exchange": 0, "all_reduce": 0}
 _watchers: WeakKeyDictionary[Any, list[Watcher]] = WeakKeyDictionary()
 _numbers = count(1)
 
@@ -71,15 +71,21 @@ def _end(comms: list[ref[Comm]], watcher: Watcher) -> None:
                 del vars(comm)[kind]
 
 
-def _call(watched: ref[Comm], kind: str, *arguments: Any) -> Work:
+def _call(watched: ref[Comm], kind: str, *arguments: Any) -> Any:
     comm, whole = watched(), arguments[_METHODS[kind]]
     assert comm is not None, "its method is called"
     nbytes = sum(each.nbytes for each in ([whole] if isinstance(whole, Tensor) else whole))
-    collective, watchers = Collective(kind, comm.purpose.name, nbytes, next(_numbers)), (*_watchers[comm],)
+    # By an exchange gradients are reduced, too.
+    shown, watchers = "reduce_scatter" if kind == "exchange" else kind, (*_watchers[comm],)
+    collective = Collective(shown, comm.purpose.name, nbytes, next(_numbers))
     with ExitStack() as stack:
         for watcher in watchers:
             stack.enter_context(watcher.launching(collective))
-        return _WatchedWork(getattr(type(comm), kind)(comm, *arguments), collective, watchers)
+        result = getattr(type(comm), kind)(comm, *arguments)
+        if kind == "exchange":
+            work, rows = result
+            return _WatchedWork(work, collective, watchers), rows
+        return _WatchedWork(result, collective, watchers)
 
 
 class _WatchedWork:

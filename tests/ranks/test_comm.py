@@ -21,6 +21,7 @@ from fsdp2.engine.any_group import FallbackComm
 from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
 from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.engine.reduce import exchange_and_sum
 from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
@@ -112,7 +113,7 @@ def what_travels_in_fewer_bits_is_summed_in_more(comm: Comm) -> None:
         inputs = [tensor.clone() for tensor in whole[comm.rank]]
         buffers = [torch.full((numel + 6,), -1.0, dtype=summed) for _, summed in WIRES]
         for divisor in (comm.size, 3.0):
-            work = comm.reduce_scatter([buffer[3:-3] for buffer in buffers], inputs, divisor)
+            work = exchange_and_sum(comm, [buffer[3:-3] for buffer in buffers], inputs, divisor)
             work.wait()
             work.wait()
             for i, (_, summed) in enumerate(WIRES):
@@ -126,10 +127,27 @@ def what_travels_in_fewer_bits_is_summed_in_more(comm: Comm) -> None:
                 assert torch.equal(inputs[i], whole[comm.rank][i]), "inputs must not change"
 
 
+def exchange_exchanges(comm: Comm) -> None:
+    """Row r of what arrives is this rank's slice of rank r: bytes of any dtype, several tensors of odd sizes."""
+    for numel in NUMELS:
+        whole = [
+            [values(rank * 10 + i, (numel + i) * comm.size, dtype) for i, dtype in enumerate(MOVED)]
+            for rank in range(comm.size)
+        ]
+        sent = [tensor.clone() for tensor in whole[comm.rank]]
+        work, rows = comm.exchange(sent)
+        work.wait()
+        for i, dtype in enumerate(MOVED):
+            for rank in range(comm.size):
+                expected = whole[rank][i].view(comm.size, -1)[comm.rank]
+                assert torch.equal(rows[i][rank], expected), (numel, dtype, rank)
+            assert torch.equal(sent[i], whole[comm.rank][i]), "inputs must not change"
+
+
 def sums_of_float16_do_not_overflow(comm: Comm) -> None:
     """4 times 60000, summed where it arrives, is a float32."""
     output = torch.zeros(8)
-    comm.reduce_scatter([output], [torch.full((8 * comm.size,), 60000.0, dtype=torch.float16)], 1).wait()
+    exchange_and_sum(comm, [output], [torch.full((8 * comm.size,), 60000.0, dtype=torch.float16)], 1).wait()
     assert output.eq(torch.tensor(60000.0, dtype=torch.float16).float() * comm.size).all()
 
 
@@ -145,6 +163,7 @@ def nothing_to_do(comm: PairwiseComm) -> None:
     """A group may have nothing to send, on all ranks alike."""
     comm.all_gather([], []).wait()
     comm.reduce_scatter([], [], comm.size).wait()
+    comm.exchange([])[0].wait()
 
 
 def waiting_twice_is_harmless(comm: PairwiseComm) -> None:
@@ -216,6 +235,7 @@ CHECKS = [
     all_gather_in_place,
     all_gather_leaves_its_input,
     reduce_scatter_averages_bitwise,
+    exchange_exchanges,
     what_travels_in_fewer_bits_is_summed_in_more,
     sums_of_float16_do_not_overflow,
     float16_means_do_not_overflow,
@@ -233,7 +253,7 @@ def test_pairwise_exchange(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_to_all_exchange(world_size: int) -> None:
     """What NCCL and others do where gradients travel in fewer bits, on gloo, which has that collective, too."""
-    checks = [what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
+    checks = [exchange_exchanges, what_travels_in_fewer_bits_is_summed_in_more, sums_of_float16_do_not_overflow]
     run_on_comm(world_size, checks, CoalescedComm)
 
 
@@ -253,6 +273,7 @@ def test_each_function_that_a_group_may_lack_has_a_replacement(world_size: int) 
         all_gather_leaves_its_input,
         reduce_scatter_averages,
         all_reduce_averages,
+        exchange_exchanges,
         what_travels_in_fewer_bits_is_summed,
         sums_of_float16_do_not_overflow,
         float16_means_do_not_overflow,
@@ -294,7 +315,7 @@ def what_travels_in_fewer_bits_is_summed(comm: Comm) -> None:
     for wire, summed in WIRES:
         whole = [values(rank, 5 * comm.size, wire) for rank in range(comm.size)]
         output = torch.zeros(5, dtype=summed)
-        comm.reduce_scatter([output], [whole[comm.rank]], 3.0).wait()
+        exchange_and_sum(comm, [output], [whole[comm.rank]], 3.0).wait()
         total = torch.stack(whole).to(summed).sum(0).view(comm.size, 5)[comm.rank]
         torch.testing.assert_close(output, total / 3)
 
@@ -376,7 +397,7 @@ def test_ranks_send_the_least_number_of_bytes(world_size: int) -> None:
         reduced = group.sent
         comm.all_gather(full, shards).wait()
         gathered = group.sent - reduced
-        comm.reduce_scatter(shards, [each.bfloat16() for each in full], comm.size).wait()
+        exchange_and_sum(comm, shards, [each.bfloat16() for each in full], comm.size).wait()
         return reduced, gathered, group.sent - reduced - gathered
 
     def body(rank: int, _: int) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -32,6 +32,7 @@ from fsdp2 import (
     padding_report,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.codecs import Rows, sum_decoded
 from fsdp2.engine import buckets, param_group, strategies
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
@@ -47,6 +48,33 @@ def keep_vectors(param: nn.Parameter) -> torch.dtype | None:
     return param.dtype if param.dim() == 1 else None
 
 
+@dataclasses.dataclass(frozen=True)
+class ToBfloat16:
+    """A codec as a user writes one, from the documentation alone: what it sends are bytes for all that others know.
+
+    What it does must be what `wire_dtype=torch.bfloat16` does, bit for bit.
+    """
+
+    feedback: bool = False
+    exchanges: ClassVar[bool] = True
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return 2 * numel
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        assert not numbers.isnan().any(), "padding holds anything"
+        return numbers.bfloat16().view(torch.uint8)
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(wire.view(BF16))
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        sum_decoded(self, rows, total)
+
+
 POLICIES = {
     "bf16": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
     "fp32": MixedPrecisionPolicy(wire_dtype=BF16),
@@ -54,6 +82,9 @@ POLICIES = {
     "bf16, fp32 vectors": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16, param_dtype_override_fn=keep_vectors),
     # Where ranks sum what they receive, these travel as they come.
     "bf16 as it comes": MixedPrecisionPolicy(BF16, F32),
+    "codec, bf16": MixedPrecisionPolicy(BF16, F32, gradient_codec=ToBfloat16()),
+    "codec, fp32": MixedPrecisionPolicy(gradient_codec=ToBfloat16()),
+    "codec with feedback": MixedPrecisionPolicy(gradient_codec=ToBfloat16(feedback=True)),
     "fp16 as it comes, fp32 vectors": MixedPrecisionPolicy(F16, F32, param_dtype_override_fn=keep_vectors),
 }
 
@@ -132,13 +163,22 @@ def gradients_of_a_rank(
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+def wire_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """The dtype to which gradients are rounded on their way."""
+    return policy.wire_dtype or (BF16 if policy.gradient_codec else None)
+
+
 def mean(parts: list[Tensor]) -> Tensor:
     return functools.reduce(operator.add, parts) / len(parts)
 
 
 def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tensor]:
-    """Full gradients wait in the reduce dtype, and are rounded when they leave; sums between replicas are not."""
+    """Full gradients wait in the reduce dtype, and are rounded when they leave; sums between replicas are not. With
+    feedback, what rounding takes away is in the next gradient that leaves.
+    """
     policy, model = POLICIES[case.policy], plain_model()
+    has_feedback = policy.gradient_codec is not None and policy.gradient_codec.feedback
+    lost: dict[tuple[int, str], Tensor] = {}
     summed = policy.reduce_dtype or F32
     waiting: dict[int, dict[str, Tensor]] = {rank: {} for row in replicas for rank in row}
     partial: list[dict[str, Tensor]] = [{} for _ in replicas]
@@ -151,7 +191,11 @@ def expected_gradients(case: Case, replicas: list[list[int]]) -> dict[str, Tenso
             continue
         for row, kept in zip(replicas, partial, strict=True):
             for name in list(waiting[row[0]]):
-                sent = [waiting[rank].pop(name).to(policy.wire_dtype or summed).to(summed) for rank in row]
+                whole = {rank: waiting[rank].pop(name) for rank in row}
+                if has_feedback:
+                    whole = {rank: value + lost.get((rank, name), 0) for rank, value in whole.items()}
+                sent = [value.to(wire_of(policy) or summed).to(summed) for value in whole.values()]
+                lost |= {(rank, name): whole[rank] - each for rank, each in zip(row, sent, strict=True)}
                 kept[name] = kept.get(name, 0) + mean(sent)
         if each.mode == "reduce":
             for name in list(partial[0]):
@@ -233,13 +277,14 @@ def goes_direct(case: Case) -> bool | None:
         return None  # what has waited is cast before it travels
     if shards == 1 or case.last_dim:
         return None
-    return case.direct and case.policy.startswith(("bf16", "fp16 as it comes"))
+    return case.direct and case.policy.startswith(("bf16", "fp16 as it comes", "codec, fp32"))
 
 
 def run_cases(world_size: int, cases: list[Case]) -> None:
     run_checks(world_size, [(str(case), functools.partial(check_gradients, case)) for case in cases])
 
 
+WITH_A_DEVICE = ("bf16", "fp32", "codec, fp32", "codec with feedback")
 WAYS = [Case(policy, direct=direct) for policy in POLICIES for direct in (True, False)]
 NESTED = [Case(policy, nested=True) for policy in POLICIES]
 
@@ -248,22 +293,22 @@ NESTED = [Case(policy, nested=True) for policy in POLICIES]
 def test_gradients_are_means_of_the_sent_values(world_size: int) -> None:
     """One rounding too many or too few, a sum of two in bf16, a wrong offset: each moves a bit."""
     more = [Case(policy, last_dim=True) for policy in POLICIES]
-    apart = [Case(policy, offload=True, direct=direct) for policy in ("bf16", "fp32") for direct in (True, False)]
+    apart = [Case(policy, offload=True, direct=direct) for policy in WITH_A_DEVICE for direct in (True, False)]
     run_cases(world_size, WAYS + NESTED + more + apart)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_by_all_to_all(world_size: int) -> None:
     """The collective of NCCL and others where dtypes differ, on gloo, which has it as well."""
-    replicas = [Case("bf16", mesh=(2, 2))] if world_size == 4 else []
-    cases = [case for case in WAYS + NESTED + replicas if POLICIES[case.policy].wire_dtype is not None]
+    replicas = [Case(policy, mesh=(2, 2)) for policy in ("bf16", "codec, bf16")] if world_size == 4 else []
+    cases = [case for case in WAYS + NESTED + replicas if wire_of(POLICIES[case.policy]) is not None]
     run_cases(world_size, [dataclasses.replace(case, all_to_all=True) for case in cases])
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1)], ids=str)
 def test_replicas_sum_in_the_reduce_dtype(mesh: tuple[int, int]) -> None:
     """What a replica has summed is rounded no more, neither between passes nor on its way to the other replica."""
-    accumulated = (Pass(mode="scatter"), Pass("l", "wait"), Pass("r", "scatter"), Pass("l"))
+    accumulated = (Pass(mode="scatter"), Pass("l", "wait"), Pass("r", "scatter"), Pass("l"), Pass())
     cases = [Case(policy, passes, mesh) for policy in POLICIES for passes in ((Pass(),), accumulated)]
     run_cases(mesh[0] * mesh[1], cases)
 
@@ -278,6 +323,7 @@ def test_unsynchronized_gradients_are_rounded_when_they_are_sent() -> None:
         (Pass("lr", "wait"), Pass("r"), Pass()),
         (Pass("l,r", "wait"), Pass("r,l", "wait"), Pass("lr")),
         (Pass("l,r", "wait"), Pass("lr"), Pass("lr")),
+        (Pass(), Pass("l"), Pass("r"), Pass()),
     ]
     run_cases(2, [dataclasses.replace(way, passes=each) for way in WAYS for each in passes])
 

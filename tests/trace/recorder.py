@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2.engine.comm import Comm, Work
+from fsdp2.engine.comm import Comm, Rows, Work
 from fsdp2.engine.group import SHARDED, FSDPParamGroup
 from fsdp2.engine.state import groups_below
 
@@ -40,6 +40,10 @@ class RecordingComm:
     ) -> Work:
         self._write("reduce", inputs)
         return self._inner.reduce_scatter(outputs, inputs, divisor, what)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        self._write("reduce", sent)
+        return self._inner.exchange(sent, what)
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         self._write("sum", [tensor])

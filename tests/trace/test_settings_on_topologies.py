@@ -353,6 +353,10 @@ class SeenComm(RecordingComm):
         self._note(divisor)
         return super().reduce_scatter(outputs, inputs, divisor, what)
 
+    def exchange(self, sent: Any, what: str = "") -> Any:
+        self._note(self.size)
+        return super().exchange(sent, what)
+
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Any:
         self._note(divisor)
         return super().all_reduce(tensor, divisor, what)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2.engine.collectives import CustomComm
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
 from fsdp2.engine.layout import MAX_OPERATIONS
+from fsdp2.engine.reduce import exchange_and_sum
 
 RANKS = 8
 F16, F32 = torch.float16, torch.float32
@@ -159,9 +160,11 @@ class Divisions(TorchDispatchMode):
 def test_sums_are_divided_by_one_operation(wire: torch.dtype, divisor: float) -> None:
     """Of any number of tensors, summed by NCCL or where they arrive; none if there is nothing to divide by."""
     outputs: Sequence[Tensor] = [torch.empty(numel) for numel in (4, 1, 3)]
-    work = CoalescedComm(Group(), Purpose()).reduce_scatter(  # type: ignore[arg-type]
-        outputs, [whole(1, wire, output.numel()) for output in outputs], divisor
-    )
+    comm, inputs = CoalescedComm(Group(), Purpose()), [whole(1, wire, output.numel()) for output in outputs]  # type: ignore[arg-type]
+    if wire == F32:
+        work = comm.reduce_scatter(outputs, inputs, divisor)
+    else:
+        work = exchange_and_sum(comm, outputs, inputs, divisor)
     with Divisions() as divisions:
         work.wait()
     assert divisions.names == (["_foreach_div_.Scalar"] if divisor != 1 else [])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp2.engine import buckets, reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
+from fsdp2.engine.codec import Cast, Encoder
 from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.layout import ParamSpec, bucket_layout
@@ -244,7 +245,9 @@ def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch
     layout = bucket_layout([spec], [0], reduce_dtype, RankComm.direct_min_bytes, wire_dtype)
     (comm,) = Exchange(1).comms
     reduction = Reduction(comm, hook=(lambda reduced: None) if is_flattened else None)  # type: ignore[arg-type]
-    flat, offset = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1, CPU), reduction, {}).finish()[0]
+    encoder = None if wire_dtype == reduce_dtype else Encoder(Cast(wire_dtype))
+    plan = ReducePlan(layout, (spec,), 1, CPU, encoder)
+    flat, offset = reduce.start({0: gradient}, plan, reduction, {}).finish()[0]
     assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(wire_dtype).float())
 
 

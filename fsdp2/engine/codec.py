@@ -1,0 +1,245 @@
+"""Says how gradients travel between the ranks of a shard group: as they are, cast, or encoded by a codec of your own.
+
+Shape legend:  W ranks,  P elements of one rank's segment of a bucket,  n elements of that segment as it travels.
+
+A reduction of one bucket packs a segment of P elements for each rank. Then a codec decides (`exchanges`): either the
+process group sums the segments (reduce-scatter), or
+
+    encode    [W, P] numbers  -> [W, n] of any dtype     on the rank that has computed the gradients
+    exchange  row r of all ranks goes to rank r           an all-to-all: bytes, which no process group sums
+    sum       [W, n]          -> [P] in the summed dtype  on the rank that owns the shard, in the order of ranks
+
+and the sum is divided there. Each rank's gradient is so rounded once; sums between replica groups (HSDP) are not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+# What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
+Rows: TypeAlias = "Sequence[Tensor] | Tensor"
+
+
+class Codec(Protocol):
+    """Says how gradients travel. `MixedPrecisionPolicy(gradient_codec=...)` takes one; a class of yours may be one.
+
+    A codec is a value: it is immutable, two equal ones have one hash and one `repr`, and what it returns depends on its
+    arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
+    hold an address. It knows no parameters and no ranks; the engine owns what it keeps between steps.
+
+    `exchanges`: what travels are bytes that this codec encodes and sums. False: numbers that the process group sums;
+    then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
+    to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
+    large as the unsharded gradient in the packed dtype, until buckets are planned anew or a backward pass fails. It is
+    not part of a checkpoint.
+    """
+
+    @property
+    def exchanges(self) -> bool: ...
+
+    @property
+    def feedback(self) -> bool: ...
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which gradients are packed, no wider than `summed`, the dtype of their sums: casting
+        copies them, too. Raises NotImplementedError if gradients of that dtype can't travel so.
+        """
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        """Returns how many bytes a segment of `numel` elements takes as it travels, to plan and to describe."""
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        """Returns what travels, [W, n], of [W, P] numbers in the packed dtype, contiguous; it must not write to these.
+
+        n must depend on P alone. Rows of a multiple of 16 bytes are copied fastest. The result may share memory with
+        `numbers`. `seed`: another number at each call, and on each rank, for codecs that round at random; users' random
+        numbers stay as they are. Padding is zeros.
+        """
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        """Fills `numbers`, [R, P] in any dtype, with what R encoded rows, [R, n], stand for."""
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        """Fills `total`, [P], in the summed dtype (float32 if that is float16), with the sum of what the encoded rows
+        of all ranks stand for: rows[r] has n elements, and comes from rank r. Adding in the order of ranks gives the
+        same bits in each run; `sum_decoded(self, rows, total)` does it.
+        """
+
+
+def sum_rows(parts: Rows, output: Tensor) -> None:
+    """Writes the sum of `parts` to `output`, added in their order and in the dtype of `output`."""
+    if isinstance(parts, Tensor) and parts.device.type != "cpu":
+        # One launch. On CPU it would first cast all parts.
+        torch.sum(parts, 0, dtype=output.dtype, out=output)
+        return
+    first, *rest = parts
+    if rest and first.dtype == output.dtype:
+        torch.add(first, rest.pop(0), out=output)
+    else:
+        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
+    for part in rest:
+        output.add_(part)
+
+
+def sum_decoded(codec: Codec, rows: Rows, total: Tensor) -> None:
+    """Fills `total`, [P], with the sum of the decoded `rows`, in their order: `Codec.sum`, in terms of `decode`.
+
+    It takes memory for one more row; on a device for all of them, where it takes a few launches instead of a few for
+    each row.
+    """
+    if isinstance(rows, Tensor) and rows.device.type != "cpu":
+        numbers = total.new_empty(len(rows), total.numel())
+        codec.decode(rows, numbers)
+        sum_rows(numbers, total)
+        return
+    first, *rest = rows
+    codec.decode(first[None], total[None])
+    decoded = torch.empty_like(total) if rest else total
+    for row in rest:
+        codec.decode(row[None], decoded[None])
+        total.add_(decoded)
+
+
+@dataclass(frozen=True)
+class AsIs:
+    """Gradients travel in the dtype in which they are summed, and the process group sums them."""
+
+    exchanges: ClassVar[bool] = False
+    feedback: ClassVar[bool] = False
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return numel * summed.itemsize
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        return numbers
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(wire)
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        sum_rows(rows, total)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Gradients travel in `dtype`, if that is narrower than the dtype in which they are summed.
+
+    It is what `MixedPrecisionPolicy(wire_dtype=dtype)` chooses.
+    """
+
+    dtype: torch.dtype
+
+    exchanges: ClassVar[bool] = True
+    feedback: ClassVar[bool] = False
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype.itemsize < summed.itemsize else summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return numel * self.packed_dtype(summed).itemsize
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        return numbers  # packing has cast them
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(wire)
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        sum_rows(rows, total)
+
+
+AS_IS = AsIs()
+
+_MEMBERS = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
+
+
+def check_codec(codec: object, where: str) -> None:
+    """Refuses what is no codec. `where`: the argument, for errors.
+
+    Raises:
+        TypeError: it lacks something, or can't be hashed.
+    """
+    missing = [name for name in _MEMBERS if not hasattr(codec, name)]
+    if isinstance(codec, type) or missing:
+        what = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
+        raise TypeError(
+            f"{where}: expected a codec, as fsdp2.codecs.Codec describes it, or None, got {what}: {codec!r}"
+        )
+    try:
+        hash(codec)
+    except TypeError:
+        raise TypeError(
+            f"{where}: expected a codec that can be hashed, a frozen dataclass for example, got {codec!r}"
+        ) from None
+    if " at 0x" in repr(codec):
+        raise TypeError(
+            f"{where}: expected a codec whose repr says how it encodes, which ranks compare: a frozen dataclass for "
+            f"example, got {codec!r}"
+        )
+
+
+class Member(NamedTuple):
+    """Says where elements `first` to `last` of parameter i's shards lie in packed segments: from `offset` on."""
+
+    i: int
+    offset: int
+    first: int
+    last: int
+    # Elements of one rank's padded shard.
+    shard_numel: int
+
+
+class Encoder:
+    """Encodes the gradients of one group by its codec. It owns what a codec is to get between steps: what encoding has
+    changed, and numbers for rounding at random.
+
+    Args:
+        codec: how gradients travel.
+        name: differs between groups and ranks, so that they round differently.
+    """
+
+    def __init__(self, codec: Codec, name: str = "") -> None:
+        self.codec = codec
+        self._first_seed, self._calls = zlib.crc32(name.encode()) << 31, 0
+        # Parameter index -> what has not been sent: [W, shard_numel], in the packed dtype.
+        self._residuals: dict[int, Tensor] = {}
+
+    def discard(self) -> None:
+        """Drops what has not been sent."""
+        self._residuals.clear()
+
+    def encode(self, numbers: Tensor, members: Sequence[Member]) -> Tensor:
+        """Returns what travels, [W, n], of packed segments, [W, P]. With feedback it writes to these.
+
+        `members`: the parameters in the segments.
+        """
+        codec, self._calls = self.codec, self._calls + 1
+        seed = self._first_seed + self._calls
+        if not codec.feedback:
+            return codec.encode(numbers, seed)
+        parts = [numbers[:, each.offset : each.offset + each.last - each.first] for each in members]
+        residuals = [self._residual(each, numbers)[:, each.first : each.last] for each in members]
+        for part, residual in zip(parts, residuals, strict=True):
+            part.add_(residual)
+        wire = codec.encode(numbers, seed)
+        decoded = torch.empty_like(numbers)
+        codec.decode(wire, decoded)
+        # What travels may share memory with the numbers. What is not finite would stay in all later gradients.
+        lost = torch.sub(numbers, decoded, out=decoded).nan_to_num_(0, 0, 0)
+        for each, residual in zip(members, residuals, strict=True):
+            residual.copy_(lost[:, each.offset : each.offset + each.last - each.first])
+        return wire
+
+    def _residual(self, member: Member, numbers: Tensor) -> Tensor:
+        if member.i not in self._residuals:
+            self._residuals[member.i] = numbers.new_zeros(len(numbers), member.shard_numel)
+        return self._residuals[member.i]
