@@ -73,7 +73,8 @@ class FallbackComm(AnyComm):
     # Ways to reduce: fill `output` with the sum of this rank's slices of all ranks' sources.
 
     def _scatter_list(self, output: Tensor, source: Tensor) -> Work:
-        return reduce_scatter(output, [*source.view(self.size, -1)], group=self.group, async_op=True)
+        work: Work = reduce_scatter(output, [*source.view(self.size, -1)], group=self.group, async_op=True)
+        return work
 
     def _scatter_by_all_reduce(self, output: Tensor, source: Tensor) -> Work:
         total = source.clone()

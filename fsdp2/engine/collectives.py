@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from .events import Observer
 from .gloo import PairwiseComm
 from .post_forward import subgroup
 from .streams import exist_on
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
+    from .root import Root
 
 _EXTRA = "collectives"
 
@@ -136,13 +140,13 @@ class CommChoice:
     checked: bool = False
 
 
-def choice_of(group: Any) -> CommChoice:
+def choice_of(group: FSDPParamGroup) -> CommChoice:
     """Returns what a user has chosen for the collectives of a group."""
     choice: CommChoice = group.settings.extras.get(_EXTRA, CommChoice())
     return choice
 
 
-def choose(group: Any, **changes: Any) -> None:
+def choose(group: FSDPParamGroup, **changes: Any) -> None:
     """Changes a user's choice for a group (see `CommChoice`), which communicates so from now on. Every rank must call
     it, between steps.
     """
@@ -153,10 +157,11 @@ def choose(group: Any, **changes: Any) -> None:
     follow(group)
 
 
-def follow(group: Any) -> None:
+def follow(group: FSDPParamGroup) -> None:
     """Has a group communicate as chosen. Every rank must call it."""
     choice, device, usual = choice_of(group), group.mesh.device, _unchecked(group.usual_comms.gathers)
-    gathers, reduces = usual, usual
+    gathers: Comm = usual
+    reduces: Comm = usual
     separates = _separates(group, usual) if choice.separate is None else choice.separate
     if separates and usual.group is not None and usual.size > 1:
         reduces = make_unchecked(subgroup(usual.group, usual.size), device, group.purpose)
@@ -165,11 +170,11 @@ def follow(group: Any) -> None:
     if choice.reduce_scatter is not None:
         reduces = CustomComm(reduces, None, choice.reduce_scatter)
     now = group.comms
-    chosen = [_complete(each, choice, device) for each in (gathers, reduces, now.replicas, now.post_forward)]
-    group.use_comms(type(now)(*chosen))
+    others = [None if each is None else _complete(each, choice, device) for each in (now.replicas, now.post_forward)]
+    group.use_comms(type(now)(_complete(gathers, choice, device), _complete(reduces, choice, device), *others))
 
 
-def _separates(group: Any, usual: Comm) -> bool:
+def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
     """Returns True if gradients are reduced on a process group of their own although the user has not chosen that.
 
     So it is on devices, beyond one machine, where it is sure that all ranks that must take part in making it do: NCCL
@@ -181,14 +186,12 @@ def _separates(group: Any, usual: Comm) -> bool:
     return world is not None and (world.bound_device_id is None or mesh.num_ranks == world.size())
 
 
-def _unchecked(comm: Any) -> Any:
+def _unchecked(comm: Comm) -> Comm:
     return comm.unchecked if isinstance(comm, CheckedComm) else comm
 
 
-def _complete(comm: Any, choice: CommChoice, device: torch.device) -> Any:
+def _complete(comm: Comm, choice: CommChoice, device: torch.device) -> Comm:
     """Returns `comm` as chosen: checked, or no longer; summing only, or no longer."""
-    if comm is None:
-        return None
     plain = _unchecked(comm)
     plain.force_sum = choice.force_sum
     return CheckedComm(plain, make_unchecked, device) if choice.checked and plain.size > 1 else plain
@@ -197,7 +200,7 @@ def _complete(comm: Any, choice: CommChoice, device: torch.device) -> Any:
 class SeparateReductions(Observer):
     """Has groups reduce on a process group of their own, where that is the default, when they are first attached."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.groups:
             is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
             if is_untouched and _separates(group, _unchecked(group.usual_comms.gathers)):
@@ -207,7 +210,7 @@ class SeparateReductions(Observer):
 class DebugLevelFromEnvironment(Observer):
     """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         if level_from_environment():
             for group in root.groups:
                 if _EXTRA not in group.settings.extras:

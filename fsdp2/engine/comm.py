@@ -9,7 +9,7 @@ file of the core that calls a collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from .streams import DividedWork as DividedWork
 from .streams import SumWork as SumWork
 from .streams import Work as Work
 
+if TYPE_CHECKING:
+    from .root import Root
+
 # ---- the interface
 
 
@@ -40,7 +43,7 @@ class Purpose:
 
     def __init__(self, name: str = "facts to compare") -> None:
         self.name, self.label, self.remark = name, name, ""
-        self.root: Callable[[], Any] = lambda: None
+        self.root: Callable[[], Root | None] = lambda: None
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank ("forward", "backward", "by hand"), and how many backwards have ended."""
@@ -103,17 +106,19 @@ class Comm(Protocol):
 # ---- ways to communicate
 
 
-def _options(kind: Any, op: Any) -> Any:
+_Options = TypeVar("_Options", dist.ReduceScatterOptions, dist.AllreduceOptions)
+
+
+def _options(kind: type[_Options], op: dist.ReduceOp.RedOpType) -> _Options:
     options = kind()
-    options.reduceOp = op
+    options.reduceOp = op  # type: ignore[assignment]
     return options
 
 
-_AVERAGE_SCATTER, _SUM_SCATTER, _AVERAGE_ALL, SUM_ALL = (
-    _options(kind, op)
-    for kind in (dist.ReduceScatterOptions, dist.AllreduceOptions)
-    for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM)
-)
+_AVERAGE_SCATTER = _options(dist.ReduceScatterOptions, dist.ReduceOp.AVG)
+_SUM_SCATTER = _options(dist.ReduceScatterOptions, dist.ReduceOp.SUM)
+_AVERAGE_ALL = _options(dist.AllreduceOptions, dist.ReduceOp.AVG)
+SUM_ALL = _options(dist.AllreduceOptions, dist.ReduceOp.SUM)
 
 
 class AnyComm:
@@ -156,10 +161,12 @@ class AnyComm:
         return _divide_wide(all_reduce(wide, group=self.group, async_op=True), wide, tensor, divisor)
 
     def _gather(self, output: Tensor, source: Tensor) -> Work:
-        return compat.all_gather_one(output, source, group=self.group, async_op=True)
+        work: Work = compat.all_gather_one(output, source, group=self.group, async_op=True)
+        return work
 
     def _scatter(self, output: Tensor, source: Tensor) -> Work:
-        return compat.reduce_scatter_one(output, source, group=self.group, async_op=True)
+        work: Work = compat.reduce_scatter_one(output, source, group=self.group, async_op=True)
+        return work
 
     def _exchange(self, received: Tensor, source: Tensor) -> Work:
         work: Work = all_to_all_single(received, source, group=self.group, async_op=True)
@@ -189,7 +196,8 @@ class CoalescedComm:
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if len(outputs) == 1:
-            return self._gather_one(outputs[0], inputs[0])
+            work: Work = self._gather_one(outputs[0], inputs[0])
+            return work
         if len(outputs) <= self._max_operations:
             return self.group.allgather_into_tensor_coalesced([*outputs], [*inputs])
         return self._in_calls(self.all_gather, outputs, inputs)
@@ -204,15 +212,20 @@ class CoalescedComm:
         work = self._scatter(outputs, inputs, _AVERAGE_SCATTER if averages else _SUM_SCATTER)
         return work if averages else DividedWork([work], outputs, divisor)
 
-    def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> Work:
+    def _scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: dist.ReduceScatterOptions) -> Work:
         if len(outputs) == 1:
-            return self._scatter_one(outputs[0], inputs[0], options)
+            work: Work = self._scatter_one(outputs[0], inputs[0], options)
+            return work
         if len(outputs) <= self._max_operations:
             return self.group.reduce_scatter_tensor_coalesced([*outputs], [*inputs], options)
         return self._in_calls(self._scatter, outputs, inputs, options)
 
     def _in_calls(
-        self, launch: Callable[..., Work], outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any
+        self,
+        launch: Callable[..., Work],
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *options: dist.ReduceScatterOptions,
     ) -> Work:
         """Launches more collectives than one call may have, in calls of about equal numbers."""
         number = -(-len(outputs) // self._max_operations)
@@ -245,12 +258,12 @@ class SoloComm:
     group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
     purpose = Purpose()
 
-    def all_gather(self, *_: Any) -> Work:
+    def all_gather(self, *_: object) -> Work:
         raise AssertionError("one rank has nothing to communicate")
 
     reduce_scatter = all_reduce = all_gather
 
-    def exchange(self, *_: Any) -> tuple[Work, Sequence[Rows]]:
+    def exchange(self, *_: object) -> tuple[Work, Sequence[Rows]]:
         raise AssertionError("one rank has nothing to communicate")
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,18 +29,26 @@ if TYPE_CHECKING:
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
+SomeTensor = TypeVar("SomeTensor", bound=Tensor)
+
+
+class _Node(Protocol):
+    """Is a node of `_WithoutGraph`, which keeps what its forward sets."""
+
+    parameter: str
+    alive: _Alive
 
 
 class _WithoutGraph(torch.autograd.Function):
     """Makes a gradient whose graph the reduction has cut off. Its node says so, to backward of a loss made of it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: _Node, anchor: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
         ctx.parameter, ctx.alive = name, _Alive()
         return make()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> None:
         refuse_loss_of_gradient(ctx)
 
 
@@ -59,27 +67,28 @@ def _forget(key: int, _: object) -> None:
     without_graph.pop(key, None)
 
 
-def refuse_loss_of_gradient(node: Any) -> None:
+def refuse_loss_of_gradient(node: object) -> None:
     """Refuses to go on behind `node` of the graph of a loss, if it made the gradient of a sharded parameter.
 
     Raises:
         RuntimeError: it did.
     """
     if _made_gradient(node):
+        name = getattr(node, "parameter", "a sharded parameter")
         raise RuntimeError(
-            f"{node.parameter}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
+            f"{name}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
             "of sharded parameters have no graph, because they are reduced. Call the model and torch.autograd.grad("
             "loss, list(full.values()), create_graph=True) inside `with fsdp2.full_params(model) as full:` instead, "
             "with the same batch on every rank."
         )
 
 
-def without_node(gradient: Any) -> Any:
+def without_node(gradient: SomeTensor) -> SomeTensor:
     """Returns a gradient without the node that refuses to be part of a loss, if it has that node. It is a view."""
-    return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient
+    return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient  # type: ignore[return-value]
 
 
-def _made_gradient(node: Any) -> bool:
+def _made_gradient(node: object) -> bool:
     return getattr(node, "_forward_cls", None) is _WithoutGraph
 
 
@@ -451,7 +460,7 @@ class GroupGradients:
         for i, (flat, offset) in shards.items():
             param = self._params[i]
             local = flat.as_strided(param.local_shape, param.local_stride, offset)
-            gradient: Any = new_dtensor(param.tensor_class, local, param.dtensor_spec)
+            gradient: Tensor = new_dtensor(param.tensor_class, local, param.dtensor_spec)
             sharded = param.sharded
             if is_hooked:
                 for hook in tuple((sharded._backward_hooks or {}).values()):  # a hook may remove itself
@@ -472,7 +481,8 @@ class GroupGradients:
         """Replaces `.grad` by a gradient over the same memory that raises if a loss is made of it."""
         self._had_graph.discard(i)
         param = self._params[i]
-        gradient: Any = param.sharded.grad
+        gradient = param.sharded.grad
+        assert gradient is not None, "it has just been delivered"
         make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.dtensor_spec)
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)
