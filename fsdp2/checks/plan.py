@@ -242,7 +242,7 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
                 "Gradients are summed between replicas in the reduce dtype."
             )
-    if policy.gradient_codec is not None and (stored.is_floating_point or stored.is_complex):
+    if policy.gradient_codec is not None and stored.is_floating_point:
         try:
             policy.sent_dtype(stored)
         except NotImplementedError as error:

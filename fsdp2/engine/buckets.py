@@ -278,7 +278,7 @@ class ReducePlan:
         codec = self.encoder.codec
         self.exchanges = codec.exchanges
         # A cast leaves its neighbours alone; another codec may see padding, which else holds anything.
-        self._fills_padding = self.exchanges and not isinstance(codec, Cast)
+        self._fills_padding = self.exchanges and type(codec) is not Cast
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.specs, self.world_size = specs, world_size
         self.nbytes = codec.sent_nbytes(layout.shard_numel, layout.reduce_dtype) * world_size  # of what is sent

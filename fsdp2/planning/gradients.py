@@ -22,10 +22,10 @@ class ReplayedGradients:
         self.trainable = [i for i, p in enumerate(group.planned.parameters) if p.requires_grad]
         self.are_all_trainable = len(self.trainable) == len(specs)
         policy = group.settings.policy
-        if not isinstance(policy.gradient_codec, (AsIs, Cast, NoneType)):
+        if type(policy.gradient_codec) not in (AsIs, Cast, NoneType):
             raise NotImplementedError(
                 f"plan: expected no gradient_codec but Cast or AsIs, got {policy.gradient_codec!r}: encoded gradients "
-                "are not replayed. Plan with the wire_dtype whose bytes are next to it."
+                "are not replayed. Plan with wire_dtype=torch.bfloat16 in its place."
             )
         self.reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
         self.wire_dtypes = wire_dtypes(specs, policy, self.machine.sums_on_arrival(self.num_shards))

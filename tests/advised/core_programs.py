@@ -39,6 +39,7 @@ from fsdp2 import (
     fully_shard,
     sync_module_states,
 )
+from fsdp2.codecs import Cast
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -48,6 +49,14 @@ def mesh(*sizes: int) -> Any:
 
 
 # ---- arguments
+
+
+@follows("Both say how gradients travel: leave one out")
+def two_ways_to_travel() -> None:
+    options = {"wire_dtype": torch.float32, "gradient_codec": Cast(torch.float32)}
+    refused(lambda: MixedPrecisionPolicy(reduce_dtype=torch.float64, **options), ValueError)
+    for name, value in options.items():
+        train(shard(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, **{name: value})), build())
 
 
 @follows("pass the mesh, too")

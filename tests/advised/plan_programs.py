@@ -1,6 +1,7 @@
 """Follows the advice of errors of optimizers and of plans."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from advised.registry import (
     warned,
 )
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import Cast
 from models import TanhBlock
 
 
@@ -274,6 +276,25 @@ def plans_for_other_meshes() -> None:
     refused(lambda: plan.apply(mesh))
     train(planned(2).apply(mesh), build(stack))
     refused(lambda: planned(4).apply(mesh))
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Cast):
+    """Is a codec that plans do not know."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+
+@follows("Plan with wire_dtype=torch.bfloat16 in its place")
+def planned_with_a_codec() -> None:
+    def planned(**options: Any) -> Any:
+        policy = fsdp2.MixedPrecisionPolicy(**options)
+        return fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cpu", mp_policy=policy)
+
+    refused(lambda: planned(gradient_codec=Own()), NotImplementedError)
+    planned(wire_dtype=torch.bfloat16).apply(init_device_mesh("cpu", (2,)))
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64, gradient_codec=Own(torch.float32))
+    train(fully_shard(build(stack), mp_policy=policy), build(stack))
 
 
 @follows(

@@ -31,6 +31,7 @@ from fsdp2 import (
     fully_shard,
     share_comm_ctx,
 )
+from fsdp2.codecs import AsIs, Cast
 from fsdp2.engine import streams
 from fsdp2.engine.state import groups_below, groups_of
 from helpers import fake_world
@@ -607,7 +608,12 @@ def traced_with(**fields: Any) -> list[str]:
     return trace(build(mp_policy=MixedPrecisionPolicy(**fields)))
 
 
-@checks("MixedPrecisionPolicy(param_dtype)", "MixedPrecisionPolicy(reduce_dtype)", "MixedPrecisionPolicy(wire_dtype)")
+@checks(
+    "MixedPrecisionPolicy(param_dtype)",
+    "MixedPrecisionPolicy(reduce_dtype)",
+    "MixedPrecisionPolicy(wire_dtype)",
+    "MixedPrecisionPolicy(gradient_codec)",
+)
 def dtypes() -> None:
     """The bytes of `b1` that are gathered, of all ranks together, and those that are put into its reduction."""
     bf16 = torch.bfloat16
@@ -616,6 +622,8 @@ def dtypes() -> None:
         ({"param_dtype": bf16}, 192, 256),
         ({"reduce_dtype": bf16}, 320, 128),
         ({"wire_dtype": bf16}, 320, 128),
+        ({"gradient_codec": Cast(bf16)}, 320, 128),
+        ({"gradient_codec": AsIs()}, 320, 256),
         ({"reduce_dtype": torch.float64}, 320, 512),
         ({"reduce_dtype": torch.float64, "wire_dtype": torch.float32}, 320, 256),
         ({"param_dtype": bf16, "reduce_dtype": torch.float32, "wire_dtype": bf16}, 192, 128),
@@ -758,6 +766,7 @@ def test_values_other_than_bools_are_refused_by_name(method: str, flag: str) -> 
 def test_values_that_are_refused() -> None:
     model, replicated = build(), hsdp()
     exchanging = build(mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
+    encoding = build(mp_policy=MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)))
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
         *(
             (ValueError, "max_input_buffers", lambda n=n: model.set_reduce_scatter_max_input_buffers(n))
@@ -777,6 +786,7 @@ def test_values_that_are_refused() -> None:
             for call in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch, share_comm_ctx)
         ),
         (ValueError, "reduce_scatter: .*wire_dtype", lambda: exchanging.set_custom_reduce_scatter(Collective())),
+        (ValueError, "reduce_scatter: .*gradient_codec", lambda: encoding.set_custom_reduce_scatter(Collective())),
         (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
         (RuntimeError, "root", lambda: model.b0.set_manual_backward_finalization(True)),
         (RuntimeError, "root", lambda: model.b0.finalize_backward()),

@@ -36,6 +36,7 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
+from fsdp2.codecs import Cast
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
 from fsdp2.engine.param_group import Comms
 from fsdp2.engine.state import groups_below, require_state
@@ -336,6 +337,10 @@ TABLE: dict[str, Row] = {
     ),
     "mp_policy(wire_dtype)": Row(
         (W, W, W, W, Refused("only replicates"), W, Refused("only replicates"), W, H), options=policy(wire_dtype=BF16)
+    ),
+    "mp_policy(gradient_codec)": Row(
+        (W, W, W, W, Refused("only replicates"), W, Refused("only replicates"), W, H),
+        options=policy(gradient_codec=Cast(BF16)),
     ),
 }
 

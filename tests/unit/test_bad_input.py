@@ -26,9 +26,20 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
+from fsdp2.codecs import Cast
 from helpers import fake_world
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Picky(Cast):
+    """Encodes no gradients of this dtype."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        raise NotImplementedError(f"gradients of {summed} are not encoded by Picky")
 
 
 class Block(nn.Module):
@@ -288,6 +299,22 @@ CASES = {
             "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
             "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
         },
+    ),
+    "gradient_codec: nothing to shard": Case(
+        ValueError,
+        "inner.weight: expected no gradient_codec .* on a mesh that only replicates, got Cast",
+        Block,
+        {
+            "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
+            "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
+            "mp_policy": lambda: MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)),
+        },
+    ),
+    "gradient_codec: gradients that it can't encode": Case(
+        NotImplementedError,
+        "inner.weight: gradients of torch.float32 are not encoded by Picky",
+        Block,
+        {"mp_policy": lambda: MixedPrecisionPolicy(gradient_codec=Picky())},
     ),
     "wire_dtype: a parameter that is not sharded": Case(
         ValueError,

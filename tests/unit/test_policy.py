@@ -13,8 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.checks.arguments import check_policy
+from fsdp2.codecs import AsIs, Cast
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
+CODEC = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"])
@@ -110,7 +112,14 @@ def test_gradients_may_be_sent_in_their_own_dtype(
 
 
 @pytest.mark.parametrize(
-    "policy", [MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16), OffloadPolicy(), CPUOffloadPolicy()], ids=repr
+    "policy",
+    [
+        MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
+        MixedPrecisionPolicy(gradient_codec=Cast(BF16)),
+        OffloadPolicy(),
+        CPUOffloadPolicy(),
+    ],
+    ids=repr,
 )
 def test_policies_are_values(policy: Any) -> None:
     """Shared as a default argument and between groups: nobody may change one; equal ones are interchangeable."""
@@ -128,9 +137,47 @@ def test_objects_with_the_same_fields_are_policies() -> None:
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
     fields |= {"param_dtype_override_fn": print, "wire_dtype": BF16}
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
+    coded = fields | {"wire_dtype": None, "gradient_codec": Cast(BF16)}
+    assert check_policy(SimpleNamespace(**coded)) == MixedPrecisionPolicy(**coded)
     with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.wire_dtype: .*narrower"):
         check_policy(SimpleNamespace(**fields | {"wire_dtype": F64}))
     assert check_policy(TorchPolicy(BF16, F32)) == MixedPrecisionPolicy(BF16, F32)
+
+
+class Addressed(Cast):
+    """Two of them can't be compared between processes."""
+
+    __repr__ = object.__repr__
+
+
+@pytest.mark.parametrize(
+    ("codec", "match"),
+    [
+        (Cast, "got its class"),
+        (BF16, "one without exchanges, feedback, packed_dtype, sent_nbytes, encode, decode, sum"),
+        (SimpleNamespace(exchanges=True, feedback=False, encode=print, decode=print, sum=print), "packed_dtype, sent_"),
+        (Addressed(BF16), "whose repr says how it encodes"),
+    ],
+)
+def test_what_is_no_codec_is_refused(codec: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.gradient_codec: expected a codec.*{match}"):
+        MixedPrecisionPolicy(gradient_codec=codec)
+
+
+def test_a_codec_that_may_change_is_refused() -> None:
+    codec: Any = SimpleNamespace(**{name: getattr(Cast(BF16), name) for name in CODEC})
+    with pytest.raises(TypeError, match="a codec that can be hashed, a frozen dataclass"):
+        MixedPrecisionPolicy(gradient_codec=codec)
+
+
+def test_gradients_travel_in_one_way() -> None:
+    with pytest.raises(
+        ValueError, match=r"wire_dtype or gradient_codec, got both, torch.bfloat16 and Cast\(dtype=torch.b"
+    ):
+        MixedPrecisionPolicy(wire_dtype=BF16, gradient_codec=Cast(BF16))
+    for chosen in ({"wire_dtype": BF16}, {"gradient_codec": Cast(BF16)}):
+        assert MixedPrecisionPolicy(BF16, F32, **chosen).codec_for(F32, BF16) == Cast(BF16)
+    assert MixedPrecisionPolicy(gradient_codec=AsIs()).codec_for(F32, BF16) == AsIs()
 
 
 def test_defaults_and_order_are_those_of_torch() -> None:
