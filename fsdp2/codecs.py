@@ -8,5 +8,6 @@ from .engine.codec import Cast as Cast
 from .engine.codec import Codec as Codec
 from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
+from .engine.int8 import Int8 as Int8
 
-__all__ = ["AsIs", "Cast", "Codec", "Rows", "sum_decoded"]
+__all__ = ["AsIs", "Cast", "Codec", "Int8", "Rows", "sum_decoded"]

@@ -1,0 +1,357 @@
+"""Tests training with gradients of one byte an element: errors are bounded, and alike where they must be alike.
+
+The oracle is plain: every rank's gradients of the unsharded model. Each rank's error is at most a step for each
+element, and a step is the largest gradient of a block divided by 127. (What codecs do in general is tested bit for bit
+in test_wire_dtype.py.)
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+
+from cut_gradients import small_pieces
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, describe, fully_shard
+from fsdp2.codecs import Int8, Rows, sum_decoded
+from helpers import assert_same, full, run_checks, world_sizes
+
+INT8, KEPT = Int8(), Int8(feedback=True)
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Net(nn.Module):
+    """Even and uneven rows, one row, and a lone large matrix in a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 96, bias=False)
+        self.left, self.right = nn.Linear(96, 24), nn.Linear(96, 7, bias=False)
+        self.scale = nn.Parameter(torch.ones(1, 31))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.head(x))
+        return torch.cat([self.left(x), self.right(x)], 1) * self.scale
+
+
+def plain_model() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def batch(rank: int, number: int = 0) -> Tensor:
+    return torch.randn(6, 12, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def shard(model: Net, codec: Any = INT8, **options: Any) -> Any:
+    options.setdefault("mp_policy", MixedPrecisionPolicy(gradient_codec=codec))
+    for module in (model.head, model):
+        fully_shard(module, **options)
+    return model
+
+
+def gradients_of_ranks(model: nn.Module, ranks: int, number: int = 0) -> list[dict[str, Tensor]]:
+    found = []
+    for rank in range(ranks):
+        model.zero_grad()
+        loss_of(model(batch(rank, number))).backward()
+        found.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    return found
+
+
+def bound_of(gradients: list[dict[str, Tensor]], steps: float) -> float:
+    """The largest error of a mean, if no rank's is more than so many of its largest steps."""
+    largest = [max(float(each.abs().max()) for each in own.values()) for own in gradients]
+    return steps * sum(largest) / 127 / len(gradients)
+
+
+def assert_close(model: nn.Module, gradients: list[dict[str, Tensor]], steps: float = 1.0, passes: int = 1) -> None:
+    """Asserts that `.grad` is the mean of the ranks', but for errors; and that there are some."""
+    bound, differs = bound_of(gradients, steps) * passes, False
+    for name, param in model.named_parameters():
+        mean = sum(own[name] for own in gradients) / len(gradients)
+        error = (full(param.grad) - mean * passes).abs().max()
+        assert error <= bound * 1.001 + 1e-6, f"{name}: {error} > {bound}"
+        differs |= bool(error > bound / 100)
+    assert differs, "nothing was encoded"
+
+
+# ---- gradients
+
+
+def gradients_are_close(codec: Int8, cuts: Callable[[], AbstractContextManager[Any]], **options: Any) -> None:
+    ranks = dist.get_world_size()
+    with cuts():
+        model = shard(plain_model(), codec, **options)
+        loss_of(model(batch(dist.get_rank()))).backward()
+    assert_close(model, gradients_of_ranks(plain_model(), ranks), 0.5 if codec.feedback else 1)
+
+
+def a_reduction_in_less_bits() -> None:
+    """Scales and sums in fp32, of gradients that are packed in bf16 and fp16."""
+    for dtype in (BF16, torch.float16):
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype, gradient_codec=INT8)
+        model = shard(plain_model(), mp_policy=policy)
+        loss_of(model(batch(dist.get_rank()))).backward()
+        assert_close(model, gradients_of_ranks(plain_model(), dist.get_world_size()), 1.6)
+
+
+def accumulated() -> None:
+    """Unsynchronized gradients add up in the reduce dtype, and are encoded once."""
+    ranks, model = dist.get_world_size(), shard(plain_model())
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        loss_of(model(batch(dist.get_rank(), number))).backward()
+    parts = [gradients_of_ranks(plain_model(), ranks, number) for number in range(3)]
+    whole = [{name: sum(part[rank][name] for part in parts) for name in parts[0][0]} for rank in range(ranks)]
+    assert_close(model, whole)
+
+
+def same_bits_in_each_run() -> None:
+    """Also users' random numbers stay."""
+    state, found = torch.get_rng_state(), []
+    for _ in range(2):
+        torch.set_rng_state(state)
+        model = shard(copy.deepcopy(plain_model()))
+        before = torch.get_rng_state()
+        for number in range(2):
+            loss_of(model(batch(dist.get_rank(), number))).backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([full(param.grad) for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+WAYS: dict[str, Callable[[], None]] = {
+    "as it is": functools.partial(gradients_are_close, INT8, nullcontext),
+    "in pieces": functools.partial(gradients_are_close, INT8, small_pieces),
+    "feedback": functools.partial(gradients_are_close, KEPT, nullcontext),
+    "feedback, in pieces": functools.partial(gradients_are_close, KEPT, small_pieces),
+    "blocks of 8": functools.partial(gradients_are_close, Int8(8), nullcontext),
+    "fewer bits": a_reduction_in_less_bits,
+    "accumulated": accumulated,
+    "reproducible": same_bits_in_each_run,
+}
+
+
+@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, nightly=[4]))
+def test_errors_are_bounded(world_size: int) -> None:
+    run_checks(world_size, [*WAYS.items()])
+
+
+# ---- replicas
+
+
+def replicas_are_alike(mesh: tuple[int, int], codec: Int8) -> None:
+    """Bit for bit, after steps, too; and their gradients are means of all ranks' but for one error of each."""
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards"))
+    model = shard(plain_model(), codec, mesh=device_mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reference = plain_model()
+    for number in range(3):
+        for mine, param in zip(model.parameters(), reference.parameters(), strict=True):
+            param.data.copy_(full(mine.detach()))
+        loss_of(model(batch(dist.get_rank(), number))).backward()
+        # With feedback an error of earlier steps is in it.
+        steps = 1.0 if not codec.feedback else 0.5 + 0.5 * (number > 0) * 2
+        assert_close(model, gradients_of_ranks(reference, mesh[0] * mesh[1], number), steps)
+        for param in model.parameters():
+            for tensor in (param.grad.to_local(), param.to_local()):
+                parts = [torch.empty_like(tensor) for _ in range(mesh[0])]
+                dist.all_gather(parts, tensor.detach().contiguous(), group=device_mesh.get_group("replicas"))
+                assert all(torch.equal(part, parts[0]) for part in parts)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_replicas_have_the_same_bits(mesh: tuple[int, int]) -> None:
+    checks = {str(codec): functools.partial(replicas_are_alike, mesh, codec) for codec in (INT8, KEPT)}
+    run_checks(mesh[0] * mesh[1], [*checks.items()])
+
+
+# ---- training
+
+
+@dataclasses.dataclass(frozen=True)
+class Nearest:
+    """Rounds to the nearest step, and forgets what it has rounded."""
+
+    exchanges: ClassVar[bool] = True
+    feedback: ClassVar[bool] = False
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return KEPT.sent_nbytes(numel, summed)
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        return KEPT.encode(numbers, seed)
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        KEPT.decode(wire, numbers)
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        sum_decoded(self, rows, total)
+
+
+def distance_after_training(codec: Any, steps: int = 200) -> float:
+    """A regression of which one weight of each block has large gradients that add up to nothing, and all others small
+    ones. Returns how far the others are from their targets, which plain training reaches.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = nn.Linear(32 * ranks, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    targets = torch.linspace(-1, 1, 32 * ranks)
+    noise = torch.zeros(32 * ranks)
+    noise[::32] = 300.0
+    if codec is not None:
+        policy = MixedPrecisionPolicy(gradient_codec=codec)
+        fully_shard(model, mp_policy=policy, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    eye = torch.eye(32 * ranks)
+    for step in range(steps):
+        weights = model(eye).flatten()  # every rank has the whole loss, and noise of its own sign
+        sign = 1 if (step + rank) % 2 else -1
+        (0.5 * (weights - targets).square().sum() + sign * (noise * weights).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    others = torch.arange(32 * ranks) % 32 != 0
+    return float((full(model.weight.detach()).flatten() - targets)[others].abs().max())
+
+
+def feedback_reaches_what_plain_training_reaches() -> None:
+    plain, kept, forgotten = (distance_after_training(codec) for codec in (None, KEPT, Nearest()))
+    assert plain < 0.01
+    assert kept < 0.15, "a step of 300 / 127 at the learning rate of 0.03 is 0.07"
+    assert forgotten > 0.9, "otherwise feedback is not needed here"
+
+
+def trained(codec: Any, in_backward: bool) -> list[Tensor]:
+    model = plain_model()
+    shard(model, codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if in_backward:
+        model.set_optimizer_in_backward(optimizer)  # type: ignore[operator]
+    for number in range(3):
+        loss_of(model(batch(dist.get_rank(), number))).backward()
+        if not in_backward:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [full(param.detach()) for param in model.parameters()]
+
+
+def optimizers_in_backward_see_the_same() -> None:
+    for codec in (INT8, KEPT):
+        for one, other in zip(trained(codec, False), trained(codec, True), strict=True):
+            assert torch.equal(one, other)
+
+
+def overflows_are_skipped() -> None:
+    """On all ranks, of a loss that overflows on one; what was not sent then is no part of later gradients."""
+    for codec in (INT8, KEPT):
+        model = shard(plain_model(), codec)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=2.0**10)
+        for number in range(4):
+            before = [full(param.detach()).clone() for param in model.parameters()]
+            factor = torch.inf if number == 1 and dist.get_rank() == dist.get_world_size() - 1 else 1.0
+            scaler.scale(loss_of(model(batch(dist.get_rank(), number))) * factor).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            moved = [not torch.equal(full(p.detach()), old) for p, old in zip(model.parameters(), before, strict=True)]
+            assert any(moved) == (number != 1), number
+            assert all(full(param.detach()).isfinite().all() for param in model.parameters())
+
+
+class OneOf(nn.Module):
+    """Ranks run different branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.branches[which](x)
+
+
+def conditional_modules_send_zeros() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    plain = OneOf()
+    model = copy.deepcopy(plain)
+    policy = MixedPrecisionPolicy(gradient_codec=KEPT)
+    for branch in model.branches:
+        fully_shard(branch, conditional=True, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    # With feedback, what three passes have sent differs from the sum of their gradients by half a step of the last.
+    total = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+    largest = 0.0
+    for number in range(3):
+        loss_of(model(batch(rank, number), (rank + number) % 2)).backward()
+        for other in range(ranks):
+            plain.zero_grad()
+            loss_of(plain(batch(other, number), (other + number) % 2)).backward()
+            for name, param in plain.named_parameters():
+                if param.grad is not None:
+                    total[name] += param.grad / ranks
+                    largest = max(largest, float(param.grad.abs().max()))
+    for name, param in model.named_parameters():
+        error = (full(param.grad) - total[name]).abs().max()
+        assert 0 < error <= largest / 127, f"{name}: {error}"
+
+
+def what_describe_says() -> None:
+    description = describe(shard(plain_model()))
+    assert "gradient_codec=Int8(block=128, feedback=False)" in str(description)
+    reduced = {each.name: each.reduced_nbytes for each in description.groups}
+    assert reduced["head"] == INT8.sent_nbytes(96 * 12, F32) == 1200, (
+        "1152 bytes, 9 scales, 12 bytes to a multiple of 16"
+    )
+
+
+def a_failed_pass_drops_what_was_not_sent() -> None:
+    """The next pass is as the first of a new model but for random numbers: feedback rounds to the nearest."""
+    model, fresh = shard(plain_model(), KEPT), shard(plain_model(), KEPT)
+    loss_of(model(batch(dist.get_rank(), 1))).backward()
+    model.zero_grad()
+
+    def fail(_: Any) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.head.register_forward_hook(lambda *args: args[2].register_hook(fail) and None)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(model(batch(dist.get_rank(), 2))).backward()
+    handle.remove()
+    for each in (model, fresh):
+        loss_of(each(batch(dist.get_rank(), 3))).backward()
+    for (name, param), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert_same(full(param.grad), full(other.grad), 0, 0, name)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_training(world_size: int) -> None:
+    checks: list[Callable[[], None]] = [
+        optimizers_in_backward_see_the_same,
+        overflows_are_skipped,
+        conditional_modules_send_zeros,
+        what_describe_says,
+        a_failed_pass_drops_what_was_not_sent,
+    ]
+    checks += [feedback_reaches_what_plain_training_reaches] if world_size == 2 else []
+    run_checks(world_size, [(check.__name__, check) for check in checks], timeout=60)
