@@ -6,11 +6,12 @@ situation's name in the printed table.
 """
 
 import copy
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, hf
+from fsdp2.codecs import Cast, sum_decoded
 from models import TanhBlock, Wrapper
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
@@ -2002,6 +2004,45 @@ def gradient_norm(side: Side) -> None:
     side.grads("clipped", model)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """A codec that sends all bytes of float64, those of each element reversed."""
+
+    exchanges: ClassVar[bool] = True
+    feedback: ClassVar[bool] = False
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return numel * summed.itemsize
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        return numbers.view(torch.uint8).view(*numbers.shape, -1).flip(2).flatten(1)
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(wire.view(*numbers.shape, -1).flip(2).flatten(1).view(numbers.dtype))
+
+    def sum(self, rows: Any, total: Tensor) -> None:
+        sum_decoded(self, rows, total)
+
+
+@ends(EXACT, only_ours=True)
+def gradients_by_a_codec(side: Side) -> None:
+    """Gradients that a user's codec encodes, after two passes"""
+    options = {"mp_policy": fsdp2.MixedPrecisionPolicy(gradient_codec=Bytes())} if side.is_sharded else {}
+    model = shard(side, Net(), **options)
+    optimizer = sgd(model)
+    for step in range(3):
+        for number in range(2):
+            if side.is_sharded:
+                model.set_requires_gradient_sync(number == 1)
+            loss_of(model(side.batch(2 * step + number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
 # ---- graphs that leave the usual way
 
 
@@ -2356,6 +2397,14 @@ def train_by_rank(side: Side, model: nn.Module, choices: tuple[Any, Any]) -> Non
 def ranks_in_different_modules(side: Side) -> None:
     """Two ranks call different sharded modules of equal shapes"""
     train_by_rank(side, Towers(side, (7, 7)), (0, 1))
+
+
+@ends(LOUD, "gradients that travel by", only_ours=True)
+def codecs_that_differ(side: Side) -> None:
+    """One rank encodes its gradients, and another sends them as they are"""
+    codec = Cast(torch.float32) if side.rank == 0 else None
+    options = {"mp_policy": fsdp2.MixedPrecisionPolicy(gradient_codec=codec)} if side.is_sharded else {}
+    train(side, shard(side, Net(), **options))
 
 
 @ends(LOUD, "towers")

@@ -182,6 +182,18 @@ def mixed_precision(names: Names) -> None:
         assert {param.dtype for param in names[name].parameters()} == {torch.float32}
 
 
+@guide("Compressed gradients")
+def compressed_gradients(names: Names) -> None:
+    expected = names["loss_of"](trained(names, steps=3), whole(3, 1))
+    start = names["loss_of"](plain_model(names), whole(3, 1))
+    loss = names["loss_of"](names["compressed"], whole(3, 1))
+    assert abs(loss - expected) < 0.1 * abs(start - expected)
+    reference = names["make_sharded"](mp_policy=fsdp2.MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
+    names["loss_of"](reference, names["batch"](0)).backward()
+    for (name, got), want in zip(names["own"].named_parameters(), reference.parameters(), strict=True):
+        assert_same(full(got.grad), full(want.grad), 0, 0, name)
+
+
 @guide("Muon")
 def muon(names: Names) -> None:
     """Muon rounds to bf16, in which gradients that were summed in another order differ visibly, times the rate."""
