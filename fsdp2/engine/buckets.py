@@ -95,14 +95,6 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
     )
 
 
-def wire_dtypes(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes in which gradients are packed, and travel unless a codec encodes them. See `codecs_of`."""
-    return tuple(
-        policy.sent_dtype(spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None)
-        for spec in specs
-    )
-
-
 def find_buckets(
     specs: Sequence[ParamSpec],
     reduce_dtypes: Sequence[torch.dtype],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import NoneType, SimpleNamespace
 from typing import Any
 
-from ..engine.buckets import PIECES_IN_FLIGHT, ReducePlan, find_buckets, wire_dtypes
-from ..engine.codec import AsIs, Cast
+from ..engine.buckets import PIECES_IN_FLIGHT, ReducePlan, codecs_of, find_buckets
+from ..engine.codec import AsIs, Cast, Encoder
 from ..engine.layout import BucketLayout, ParamSpec, bucket_layout
 from ..engine.reduce import Pending
 
@@ -28,7 +28,9 @@ class ReplayedGradients:
                 "are not replayed. Plan with wire_dtype=torch.bfloat16 in its place."
             )
         self.reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
-        self.wire_dtypes = wire_dtypes(specs, policy, self.machine.sums_on_arrival(self.num_shards))
+        self.codecs = codecs_of(specs, policy, self.machine.sums_on_arrival(self.num_shards))
+        each = zip(self.codecs, self.reduce_dtypes, strict=True)
+        self.wire_dtypes = tuple(codec.packed_dtype(summed) for codec, summed in each)
         device = self.machine.torch_device
         self.buckets = find_buckets(specs, self.reduce_dtypes, self.wire_dtypes, self.trainable, device)
         self.sent_nbytes = sum(specs[i].shard_numel * self.wire_dtypes[i].itemsize for i in self.trainable)
@@ -52,7 +54,7 @@ class ReplayedGradients:
         minimum = self.machine.direct_min_bytes(self.num_shards)
         first = ordered[0]
         layout = bucket_layout(self.specs, ordered, self.reduce_dtypes[first], minimum, self.wire_dtypes[first])
-        return ReducePlan(layout, self.specs, self.num_shards, self.machine.torch_device)
+        return ReducePlan(layout, self.specs, self.num_shards, self.machine.torch_device, Encoder(self.codecs[first]))
 
     def nbytes(self, i: int) -> int:
         """Returns the bytes of a parameter's gradient, as autograd computes it."""

@@ -15,6 +15,7 @@ from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine import buckets, gather, reduce
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.buckets import ReducePlan, split_buckets
+from fsdp2.engine.codec import AsIs, Cast, Encoder
 from fsdp2.engine.comm import Purpose
 from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
@@ -183,7 +184,8 @@ def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
     for bucket in split_buckets(specs, dtypes, dtypes, reversed(trainable), 4, 64):
         gradients = {i: case.whole(i, specs[i].compute_dtype, rank) for i in bucket}
         layout = bucket_layout(specs, bucket, case.reduce_dtype, case.direct_min_bytes, case.wire_dtype)
-        plan = ReducePlan(layout, specs, comm.size, torch.device("cpu"))
+        codec = AsIs() if case.wire_dtype is None else Cast(case.wire_dtype)
+        plan = ReducePlan(layout, specs, comm.size, torch.device("cpu"), Encoder(codec))
         pending.append((bucket, reduce.start(gradients, plan, Reduction(comm), {})))
     for bucket, each in reversed(pending):
         shards = each.finish()
