@@ -312,7 +312,8 @@ def _start_alone(
 
 
 def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> tuple[Tensor, int]:
-    layout, shard = plan.layout, _rounded(gradient, i, plan)
+    layout = plan.layout
+    shard = _rounded(gradient, i, plan) if plan.exchanges else gradient.contiguous().to(layout.reduce_dtype)
     if divisor is not None:
         shard = shard / divisor
     shard = compat.owned(shard.to(layout.storage_dtype))  # later gradients are added to it
@@ -320,11 +321,11 @@ def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> t
 
 
 def _rounded(gradient: Tensor, i: int, plan: ReducePlan) -> Tensor:
-    """Returns one rank's gradient in the reduce dtype, rounded as if it had travelled."""
+    """Returns one rank's gradient in the reduce dtype, encoded and decoded as if it had travelled."""
     layout, codec = plan.layout, plan.encoder.codec
-    if not plan.exchanges or not gradient.numel():
-        return gradient.contiguous().to(layout.reduce_dtype)
     packed = gradient.to(layout.wire_dtype).contiguous()
+    if not packed.numel():
+        return packed.to(layout.reduce_dtype)
     if codec.feedback and _share_memory(packed, gradient):
         packed = packed.clone()  # what was not sent before is added to it
     size = packed.numel()
@@ -386,12 +387,8 @@ def start_piece(
     """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
     segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
     plan.pack_piece(gradient, first, last, segments)
-    comm, outputs, inputs, divisor = (
-        reduction.shards,
-        [output[first:last]],
-        [segments.view(-1)],
-        reduction.divisors()[0],
-    )
+    comm, divisor = reduction.shards, reduction.divisors()[0]
+    outputs, inputs = [output[first:last]], [segments.view(-1)]
     if not plan.exchanges:
         return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
     work, sent = _exchange(plan, comm, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)

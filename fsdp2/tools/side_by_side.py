@@ -79,6 +79,8 @@ class Sides:
                 stored, policy = param.local.dtype, group.settings.policy
                 if stored.is_floating_point:
                     yield from (param.compute_dtype(policy), policy.gradient_dtype(stored), policy.sent_dtype(stored))
+                    if policy.gradient_codec is not None and policy.gradient_codec.exchanges:
+                        yield torch.bfloat16  # a codec that is worth its bytes is not more exact
         yield from (t.dtype for t in self.reference.parameters() if t.is_floating_point())
 
     @property

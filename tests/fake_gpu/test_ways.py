@@ -20,6 +20,7 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import Int8
 from fsdp2.engine import comm
 from helpers import run_checks
 
@@ -38,6 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
+    "sent in int8": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8()), "tolerance": ROUNDED},
+    "sent in int8, feedback": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8(8, True)), "tolerance": ROUNDED},
     "kept": {"reshard_after_forward": False},
     "recomputed": {"recompute": False},
     "recomputed, reentrant": {"recompute": True},

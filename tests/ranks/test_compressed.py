@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 
 from cut_gradients import small_pieces
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, describe, fully_shard
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, compare, describe, fully_shard
 from fsdp2.codecs import Int8, Rows, sum_decoded
 from helpers import assert_same, full, run_checks, world_sizes
 
@@ -325,6 +325,12 @@ def what_describe_says() -> None:
     )
 
 
+def compared_with_a_reference() -> None:
+    """What is rounded is no difference."""
+    model, rows = shard(plain_model()), torch.cat([batch(rank) for rank in range(dist.get_world_size())])
+    assert not compare(plain_model(), model, rows, lambda module, x: loss_of(module(x))).differences
+
+
 def a_failed_pass_drops_what_was_not_sent() -> None:
     """The next pass is as the first of a new model but for random numbers: feedback rounds to the nearest."""
     model, fresh = shard(plain_model(), KEPT), shard(plain_model(), KEPT)
@@ -351,6 +357,7 @@ def test_training(world_size: int) -> None:
         overflows_are_skipped,
         conditional_modules_send_zeros,
         what_describe_says,
+        compared_with_a_reference,
         a_failed_pass_drops_what_was_not_sent,
     ]
     checks += [feedback_reaches_what_plain_training_reaches] if world_size == 2 else []
