@@ -146,7 +146,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
                 param.names = own
         for state in states:
             for group in state.groups:
-                group.root = None
+                group.root = None  # type: ignore[assignment]
         for module, cls in zip(plan.roots, classes, strict=True):
             module.__dict__.pop(STATE, None)
             module.__class__ = cls
@@ -257,15 +257,8 @@ def _make_groups(
             params = [
                 FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
             ]
-        choice, restore_among = given.reshard_after_forward, strategies().restore_among
-        reshard = choice if choice is None or isinstance(choice, bool) else choice != 1
-        settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
-        cls = strategies().group_class(mesh.device, FSDPParamGroup)
-        groups.append(cls(modules, params, mesh, settings))
-        if choice is not None and reshard is not choice and 1 < choice < mesh.size:
-            if restore_among is None:
-                raise NotImplementedError("reshard_after_forward: the core alone takes a bool or None")
-            restore_among(groups[-1], choice)
+        settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
+        groups.append(FSDPParamGroup(modules, params, mesh, settings))
     return groups
 
 

@@ -20,8 +20,8 @@ from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Work
 from .compat import backend_name
 from .events import Observer
 from .gloo import PairwiseComm
-from .post_forward import subgroup
 from .streams import exist_on
+from .subgroups import subgroup
 
 _EXTRA = "collectives"
 

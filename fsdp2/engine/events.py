@@ -197,9 +197,6 @@ class Strategies:
         make_comm: (process group or None, device, purpose) -> Comm.
         tensor_class: class of sharded parameters and of their gradients.
         class_attributes: called with a module's class; what they return is added to its sharded class.
-        make_buffers: (layout, rank, device, transfers, **options) -> a group's buffers; None: GroupBuffers.
-        restore_among: (group, k) gives a group a post-forward mesh of k neighbours (reshard_after_forward=k).
-        group_class: (device, FSDPParamGroup) -> class of groups on that device.
         distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
         rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a subclass; None: as of others.
         gathers_itself: (local tensor) -> True if it has fsdp_pre_all_gather and fsdp_post_all_gather.
@@ -209,7 +206,6 @@ class Strategies:
         make_prefetcher: (root) -> Prefetcher.
         before_next_write: calls a bound method before the next write to a shard; now, if writes are not seen.
         deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
-        find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
         tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
         map_tensors: (value, change, everywhere, copied, known) -> the changed value. `everywhere`: in plain objects,
             too; `copied`: receives (container, copy); `known`: what stands for containers, by their identities.
@@ -219,9 +215,6 @@ class Strategies:
     make_comm: Callable[..., Comm] = make_comm
     tensor_class: type[DTensor] = DTensor
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
-    make_buffers: Callable[..., Any] | None = None
-    restore_among: Callable[[Any, int], None] | None = None
-    group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
     distribute: Callable[..., Any] = distribute
     rows_of_subclass: Callable[..., Tensor] | None = None
     gathers_itself: Callable[[Tensor], bool] = lambda local: False
@@ -231,7 +224,6 @@ class Strategies:
     make_prefetcher: Callable[[Any], Any] | None = None
     before_next_write: Callable[[Callable[[], object]], object] = lambda action: action()
     deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
-    find_replacements: Callable[..., Any] | None = None
     tensors_in: Callable[..., list[Tensor]] = tensors_in
     map_tensors: Callable[..., Any] = map_tensors
 

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket
-from .group import SHARDED, FSDPParamGroup
 from .large_gradients import LargeGradients
 from .reduce import Shards
-from .streams import exist_on
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -140,10 +138,12 @@ def at_home(method: Method) -> Method:
 
 
 class GradientsOnStreams(LargeGradients):
-    """The gradients of a group on a device with streams: reduced on the group's home stream."""
+    """Holds the gradients of a group on a device with streams: reduced on the group's home stream."""
 
     def __init__(self, group: Any, *args: Any) -> None:
-        self.streams: GroupStreams = group.streams
+        streams: GroupStreams | None = group.streams
+        assert streams is not None, "the device has streams"
+        self.streams: GroupStreams = streams
         super().__init__(group, *args)
 
     _complete = at_home(LargeGradients._complete)
@@ -168,64 +168,3 @@ class GradientsOnStreams(LargeGradients):
         """Notes that the user is about to get these."""
         for flat, _ in shards.values():
             self.streams.lend(flat)
-
-
-class GroupOnStreams(FSDPParamGroup):
-    """A group on a device with streams: what is done with its memory is done on its home stream."""
-
-    gradients_class = GradientsOnStreams
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.streams = GroupStreams(args[2].device)
-        super().__init__(*args, **kwargs)
-
-    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
-        if self.phase is SHARDED and self.streams.choose_home(ahead, self._holds_memory):
-            with self.streams.at_home(joins=False):
-                super().start_unshard(for_backward)
-        else:
-            super().start_unshard(for_backward, ahead)
-
-    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
-        super().unshard(for_backward, registers)
-        self.streams.use()
-
-    def _finish_gather(self) -> None:
-        with self.streams.at_home(joins=False):
-            super()._finish_gather()
-
-    def reshard(self, free: bool = True) -> None:
-        if self.phase is SHARDED and not self._holds_memory():
-            super().reshard(free)
-        else:
-            self._reshard_at_home(free)
-
-    def before_unpack(self) -> None:
-        if self.reached_by is None:
-            self.pre_backward()
-        else:
-            self.streams.use()
-
-    def pre_backward(self, recomputes: bool = False) -> None:
-        super().pre_backward(recomputes)
-        self.streams.use()
-
-    def _holds_memory(self) -> bool:
-        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
-
-    _reshard_at_home = at_home(FSDPParamGroup.reshard)
-    shrink = at_home(FSDPParamGroup.shrink)
-    unshard_again = at_home(FSDPParamGroup.unshard_again)
-
-
-class GroupOfAnySize(FSDPParamGroup):
-    """A group on a device without streams."""
-
-    gradients_class = LargeGradients
-
-
-def group_class(device: torch.device, usual: Any) -> Any:
-    """Returns the class of groups on `device`: the strategy for the core."""
-    return GroupOnStreams if exist_on(device) else GroupOfAnySize

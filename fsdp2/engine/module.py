@@ -117,9 +117,7 @@ class FSDPModule:
             recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reshard_after_forward", reshard_after_forward)
-        for group in set_groups(self, recurse, reshard_after_forward=reshard_after_forward):
-            if group.comms.post_forward is not None:
-                group.use_comms(group.comms._replace(post_forward=None))
+        set_groups(self, recurse, reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Chooses whether backward frees the unsharded parameters.

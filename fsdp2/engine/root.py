@@ -16,7 +16,7 @@ from . import compat
 from .autograd import SavedTensors
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
 from .events import NO_EVENTS, Events, Observer, strategies
-from .policy import Hold, RootSettings
+from .policy import SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .user_code import are_in_force, outside, run_hidden
 
@@ -276,7 +276,10 @@ class Root:
             for group in self.groups:
                 if group.reached_by is not None and group.params:
                     group.needs_no_input_hooks = False
-                group.finish_backward()
+                buffers = group.parameters.buffers
+                is_freed = group.phase is SHARDED and buffers is not None and not buffers.is_allocated
+                if group.reached_by is not None or group.hold is not Hold.NOTHING or not is_freed:
+                    group.finish_backward()  # else its last gradient has resharded it
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()

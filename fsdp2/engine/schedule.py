@@ -172,7 +172,7 @@ class Prefetcher:
 
     def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
         for group in chosen:
-            if group.phase is Phase.SHARDED:
+            if group.phase in _RESTING:
                 yield group
                 if group.root.prefetcher is self:  # what is under another root stays until that runs
                     self.prefetched.add(group)
@@ -184,8 +184,12 @@ class Prefetcher:
         return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
 
 
+_RESTING = (Phase.SHARDED, Phase.SECONDARY)
+_NOT_GATHERED = (*_RESTING, Phase.GATHERING)
+
+
 def _bytes_to_gather(group: Any) -> int:
-    return group.parameters.nbytes if group.phase in (Phase.SHARDED, Phase.GATHERING) else 0
+    return group.parameters.nbytes if group.phase in _NOT_GATHERED else 0
 
 
 def _bytes_of(group: Any) -> int:

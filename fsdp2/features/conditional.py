@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..engine.compat import backend_name
 from ..engine.events import Observer
-from ..engine.group import SHARDED, FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
@@ -175,7 +175,7 @@ class Consensus(Observer):
         try:
             if kind == REDUCE:
                 group.gradients.reduce_with_zeros()
-            elif group.phase is not SHARDED:
+            elif not group.is_resting:
                 group.unshard_again()
             else:
                 group.unshard(registers=False)

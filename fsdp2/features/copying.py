@@ -21,7 +21,6 @@ from ..engine.events import strategies
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import NOT_BUILT, FSDPParam
 from ..engine.policy import GroupSettings
-from ..engine.post_forward import restore_among
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..engine.user_code import hides_modes
 
@@ -81,15 +80,11 @@ class _GroupDescription:
         self.params = [
             {name: value for name, value in vars(param).items() if name not in _BUILT} for param in group.params
         ]
-        comm = group.comms.post_forward
-        self.post_forward_size = None if comm is None else comm.size
 
     def build(self) -> FSDPParamGroup:
-        cls = strategies().group_class(self.mesh.device, FSDPParamGroup)
-        group = cls(self.modules, [_copied_param(each) for each in self.params], self.mesh, self.settings)
+        params = [_copied_param(each) for each in self.params]
+        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings)
         group.name = self.name
-        if self.post_forward_size is not None:
-            restore_among(group, self.post_forward_size)
         follow(group)
         return group
 

@@ -236,7 +236,7 @@ class SubclassGather:
     def __init__(self, params: Sequence[FSDPParam], parameters: Any, policy: MixedPrecisionPolicy) -> None:
         self.params, self._mesh = params, parameters.mesh
         self.members = [_OneParameter(param, self._mesh, policy) for param in params]
-        if parameters.buffer_options:
+        if parameters.neighbours is not None:
             refuse_secondary_shards(params[-1].name)
         # True if all ranks are known to gather tensors of the same sizes.
         self._is_compared = self._mesh.size == 1

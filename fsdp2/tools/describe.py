@@ -190,9 +190,7 @@ def _describe_group(group: FSDPParamGroup, names: dict[nn.Module, str]) -> Group
 
 def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     now, usual = group.settings, GroupSettings()
-    if group.comms.post_forward is not None:
-        yield f"reshard_after_forward={group.comms.post_forward.size}"
-    elif now.reshard_after_forward is not None:
+    if now.reshard_after_forward is not None:
         yield f"reshard_after_forward={now.reshard_after_forward}"
     for name in (
         *("reshard_after_backward", "unshard_in_backward", "reduce_gradients", "all_reduce", "reduce_unused"),

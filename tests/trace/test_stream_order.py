@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.engine import buckets, comm, home_streams, large_gradients, param_group, streams
+from fsdp2.engine import buckets, comm, large_gradients, streams
+from fsdp2.engine import group as groups
 from fsdp2.engine.home_streams import GradientsOnStreams, GroupStreams
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
@@ -159,7 +160,7 @@ def offloaded(build: Callable[..., Any] = build) -> Any:
     """Shards rest on the CPU, and the device is the CPU's own memory under another name."""
     with (
         mock.patch.object(DataMesh, "device", torch.device("cpu", 0)),
-        mock.patch.object(param_group, "make_transfers", Transfers),
+        mock.patch.object(groups, "make_transfers", Transfers),
     ):
         return build(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
@@ -605,7 +606,7 @@ class Possessive(GroupStreams):
 
 
 def of_streams(kind: type[GroupStreams]) -> Any:
-    return mock.patch.object(home_streams, "GroupStreams", kind)
+    return mock.patch.object(groups, "GroupStreams", kind)
 
 
 def not_waited_for(collective: str) -> Any:
