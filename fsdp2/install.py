@@ -1,4 +1,4 @@
-"""Adds the strategies and observers of all folders to the core. Each is named here with the module that defines it."""
+"""Adds the observers of all folders to the engine. Each is named here with the module that defines it."""
 
 from __future__ import annotations
 
@@ -8,51 +8,21 @@ from .bridge.torch_interface import RegisteredStates
 from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
-from .engine import (
-    collectives,
-    compiled_backward,
-    module_class,
-    nested,
-    owners,
-    parameter_methods,
-    passes,
-    tensor_parallel,
-    transforms,
-)
+from .engine import collectives, compiled_backward, owners, parameter_methods, passes, subclasses, transforms
 from .engine.events import Observer, extend
 from .engine.requires_grad import RequiresGrad
 from .engine.unsharded_versions import UnshardedVersions
-from .features import (
-    conditional,
-    large_submodules,
-    optimizer_in_backward,
-    subclasses,
-)
-from .module import FSDPModule
+from .features import conditional, large_submodules, optimizer_in_backward
 from .tools import describe, profiler_ranges
 from .tools.audit import AuditAtDebugLevel
 from .tools.padding import WasteLog
 
 
 def install() -> None:
-    """Extends the core. `import fsdp2` calls it, once."""
+    """Extends the engine. `import fsdp2` calls it, once."""
     extend(
-        module_class=FSDPModule,
-        make_comm=collectives.make_comm,
-        make_prefetcher=conditional.make_prefetcher,
-        distribute=tensor_parallel.distribute,
-        rows_of_subclass=subclasses.rows_of_subclass,
-        gathers_itself=subclasses.gathers_itself,
-        gather_extension=subclasses.SubclassGather,
-        deliver=optimizer_in_backward.deliver,
-        tensors_in=nested.tensors_in,
-        map_tensors=nested.map_tensors,
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(
-            entry_points.class_attributes,
-            module_class.class_attributes,
-            describe.class_attributes,
-        ),
+        class_attributes=(entry_points.class_attributes, describe.class_attributes),
         observers=(
             _each(passes.OutOfStep),
             _each(RequiresGrad),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.events import strategies
+from ..engine.events import extensions
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..engine.owners import all_groups, owners_by_id
@@ -276,7 +276,7 @@ def _explain_replaced(error: RuntimeError, entry: nn.Module) -> None:
     owners, state = owners_by_id(), state_of(entry)
     for name, parameter in module._parameters.items():
         owned = owners.get(id(parameter))
-        is_copy = owned is None and type(parameter) is strategies().tensor_class is not DTensor
+        is_copy = owned is None and type(parameter) is extensions().tensor_class is not DTensor
         if is_copy or (owned is not None and not any(slot.module is module for slot in owned.param.slots)):
             where = type(module).__name__ if state is None else _expression(module, state)
             whose = "a copy of a sharded parameter" if owned is None else f"{owned.param.name}, of another module,"

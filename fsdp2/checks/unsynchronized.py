@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of, new_dtensor, no_torch_function, set_local
-from ..engine.events import Observer, strategies
+from ..engine.events import Observer, extensions
 from ..engine.group import FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
@@ -96,7 +96,7 @@ def _set_to_zero(gradients: Any) -> Any:
         if isinstance(gradient, UnsynchronizedGrad):
             zeros = torch.zeros_like(local_of(gradient), memory_format=torch.contiguous_format)
             set_local(gradient, zeros)
-            gradient.__class__ = strategies().tensor_class  # type: ignore[assignment]
+            gradient.__class__ = extensions().tensor_class  # type: ignore[assignment]
         elif isinstance(gradient, DTensor):
             local_of(gradient).zero_()
         else:

@@ -33,7 +33,7 @@ RANKS_OF_A_MACHINE = 8
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group: the strategy for the core.
+    """Returns the Comm for a process group.
 
     Over gloo its collectives carry their names, and at the debug level ranks compare what they are about to do.
     """

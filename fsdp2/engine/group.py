@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from . import compat
@@ -449,7 +450,8 @@ class FSDPParamGroup:
             with outside():
                 return self.pre_backward(recomputes)
         root = self.root
-        root.enter_backward(recomputes)
+        if root.backward is None or torch.is_grad_enabled():
+            root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
             if root.settings.saved_tensor_hooks:

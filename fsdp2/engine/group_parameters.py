@@ -16,13 +16,13 @@ from torch.autograd.graph import increment_version
 from . import compat
 from .comm import Comm
 from .compat import local_of, requires_grad_of, version_of
-from .events import strategies
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
 from .mesh import DataMesh
 from .parameter import FSDPParam
 from .policy import GroupSettings
+from .subclasses import SubclassGather
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
@@ -144,7 +144,7 @@ class GroupParameters:
         self.storage_device, self._transfers = device, transfers
         self.registration = Registration()
         self.buffers: Memory | None = None
-        self.extension: Any = None  # see SubclassGather in features/subclasses.py
+        self.extension: SubclassGather | None = None
         self.specs: tuple[ParamSpec, ...] = ()
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
@@ -223,8 +223,8 @@ class GroupParameters:
                 "group are unsynchronized, or in flight. Do that between steps."
             )
         self.params[:] = ordered
-        extended, make = [param for param in ordered if spec_of[param].extended], strategies().gather_extension
-        self.extension = make(extended, self, self._settings.policy) if extended and make is not None else None
+        extended = [param for param in ordered if spec_of[param].extended]
+        self.extension = SubclassGather(extended, self, self._settings.policy) if extended else None
         return tuple(spec_of[param] for param in ordered)
 
     def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:

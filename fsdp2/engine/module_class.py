@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from ..checks import entry_points
-from ..features.copying import copying_methods
 from . import transforms
 from .compat import runs_transform, untraced
 from .parameter_methods import parameter_methods
@@ -19,13 +18,12 @@ from .state import STATE, require_state, run_forward
 
 
 def class_attributes(cls: Any) -> dict[str, Any]:
-    """Returns what the class of a sharded module of class `cls` has besides its own: the strategy for the core."""
+    """Returns what the class of a sharded module of class `cls` has besides its own."""
     return {
         "__call__": _call_of(cls),
         "forward": Forward(cls),
         "_get_name": _name_of(cls),
         **parameter_methods(cls),
-        **copying_methods(cls),
         **({"recompile": _recompile_of(cls)} if hasattr(cls, "recompile") else {}),
     }
 

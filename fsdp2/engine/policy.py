@@ -219,7 +219,7 @@ class GroupSettings:
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
-        extras: what extensions of the core have been told about this group, by their names.
+        extras: what other parts have been told about this group, by their names.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -260,7 +260,7 @@ class RootSettings:
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
-        extras: what extensions of the core have been told, by their names.
+        extras: what other parts have been told, by their names.
     """
 
     prefetch_budget: int | None = None
@@ -268,3 +268,9 @@ class RootSettings:
     is_last_backward: bool = True
     finalize_backward: bool = True
     extras: dict[str, Any] = field(default_factory=dict)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError if `value` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -15,10 +16,11 @@ from torch import nn
 from . import compat
 from .autograd import SavedTensors
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
-from .events import NO_EVENTS, Events, Observer, strategies
+from .events import NO_EVENTS, Events, Observer, extensions
 from .policy import SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .user_code import are_in_force, outside, run_hidden
+from .write_notices import notices
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
@@ -100,16 +102,16 @@ class Root:
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
-        chosen = strategies()
-        self.tensors_in, make = chosen.tensors_in, chosen.make_prefetcher
-        self.prefetcher: Prefetcher = Prefetcher(self.groups) if make is None else make(self)
+        self.prefetcher = Prefetcher(self.groups)
+        # Delivers offloaded gradients on another thread, if an optimizer steps in backward.
+        self.deliver_beside: Callable[[Any, Any, object], Future[None] | None] | None = None
         for each in self.states:
             each.root = self
         for group in self.groups:
             group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.rename(names)
             group.purpose.root = weakref.ref(self)
-        observers = [make(self) for make in chosen.observers]
+        observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:
@@ -191,7 +193,7 @@ class Root:
                 if self.viewed:
                     self.free_viewed()
                 if self._transfers:
-                    strategies().before_next_write(self.settle_transfers)
+                    notices.before_next_write(self.settle_transfers)
 
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""

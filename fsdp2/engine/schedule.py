@@ -11,7 +11,6 @@ from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from .events import strategies
 from .policy import Hold, Phase, RootSettings
 from .reduce import Pending
 
@@ -282,7 +281,9 @@ class ReductionQueue:
         if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
-        self.returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))
+        deliver = gradients.group.root.deliver_beside
+        delivery = None if deliver is None else deliver(gradients, pending, of_pass)
+        self.returning.append(entry._replace(delivery=delivery))
         self._finish_returning(MAX_RETURNING)
 
     def _finish_returning(self, all_but: int) -> None:

@@ -200,8 +200,13 @@ class Consensus(Observer):
 
 
 def make_consensus(root: Any) -> Consensus | None:
-    """Returns an observer for roots with conditional modules on more than one rank."""
-    if not root.group.mesh.axis_groups or not any(map(is_conditional, root.states)):
+    """Returns an observer for roots with conditional modules on more than one rank. Their groups are gathered ahead as
+    ConditionalCursor says.
+    """
+    if not any(map(is_conditional, root.states)):
+        return None
+    root.prefetcher = Prefetcher(root.groups, ConditionalCursor)
+    if not root.group.mesh.axis_groups:
         return None
     return Consensus(root)
 
@@ -238,8 +243,3 @@ class ConditionalCursor(Cursor[Any]):
         """Yields the groups that follow, up to the next conditional module, which may be left out this time."""
         expected = super().ahead() if self._now is None else self._now.ahead()
         yield from takewhile(lambda group: not is_conditional(group.state), expected)
-
-
-def make_prefetcher(root: Any) -> Prefetcher:
-    """Returns the Prefetcher of a root: the strategy for the core."""
-    return Prefetcher(root.groups, ConditionalCursor if any(map(is_conditional, root.states)) else Cursor)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checks.empty_memory import is_marked, mark, note_emptied_buffers
-from ..dtensor.write_notices import notices
 from ..engine.compat import new_dtensor, no_torch_function
 from ..engine.owners import owners_by_id
 from ..engine.parameter import fqn
 from ..engine.state import modules_below, state_of
+from ..engine.write_notices import notices
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint

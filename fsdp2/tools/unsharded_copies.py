@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..dtensor.write_notices import notices
+from ..engine.comm import all_gather_now
 from ..engine.compat import local_if_any
 from ..engine.group import FSDPParamGroup
 from ..engine.layout import gather_layout
 from ..engine.memory import Memory
 from ..engine.parameter import FSDPParam
-from ..engine.rank_facts import all_gather_now
+from ..engine.write_notices import notices
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (

@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-from fsdp2.engine.param_group import Comms
 from recorder import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +37,7 @@ from fsdp2 import (
     share_comm_ctx,
 )
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
+from fsdp2.engine.group import Comms
 from fsdp2.engine.state import groups_below, require_state
 from fsdp2.features import conditional
 from helpers import fake_world, public_methods

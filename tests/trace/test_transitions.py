@@ -127,6 +127,13 @@ def keeps_secondary_shards() -> Any:
     return model
 
 
+def secondary_shards_are_dropped() -> Any:
+    model = build(reshard_after_forward=2)
+    model(torch.randn(4, SIZE, requires_grad=True))  # no backward follows
+    step(model)
+    return model
+
+
 def mixed_precision_on_two_axes() -> Any:
     model = build(shape=(2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for _ in range(3):
@@ -312,6 +319,7 @@ PROGRAMS = (
     accumulates,
     keeps_after_forward,
     keeps_secondary_shards,
+    secondary_shards_are_dropped,
     mixed_precision_on_two_axes,
     replicates,
     offloads,
