@@ -8,9 +8,8 @@ from .bridge.torch_interface import RegisteredStates
 from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
-from .engine import collectives, compiled_backward, owners, parameter_methods, passes, subclasses, transforms
+from .engine import collectives, parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
-from .engine.requires_grad import RequiresGrad
 from .engine.unsharded_versions import UnshardedVersions
 from .features import conditional, large_submodules, optimizer_in_backward
 from .tools import describe, profiler_ranges
@@ -24,11 +23,7 @@ def install() -> None:
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(entry_points.class_attributes, describe.class_attributes),
         observers=(
-            _each(passes.OutOfStep),
-            _each(RequiresGrad),
             unnoticed_writes.make_unnoticed_writes,
-            _each(owners.Roots),
-            _each(owners.ShardStorages),
             _each(RegisteredStates),
             _each(collectives.SeparateReductions),
             _each(collectives.DebugLevelFromEnvironment),
@@ -43,7 +38,6 @@ def install() -> None:
             _each(WasteLog),
             _each(profiler_ranges.ProfilerRanges),
             _each(_TorchFunc),
-            _each(compiled_backward.CompiledBackwards),
         ),
     )
     profiler_ranges.install()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.events import Observer, extend
@@ -18,7 +19,7 @@ from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData
 from .optimizer_steps import ShardingCalls
-from .sharded_dtensor import ShardedDTensor, forget_replacements
+from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
 from .table import FIXES, NAMES, Fix
 
 
@@ -29,6 +30,8 @@ class Fixes(Observer):
         correct_torch()
         for group in root.new_groups:
             self.rebuilt(group)
+            if any(param.leaf_class is not nn.Parameter for param in group.params):
+                look_up_in_user_classes()
 
     def rebuilt(self, group: FSDPParamGroup) -> None:
         for param in group.params:

@@ -135,6 +135,18 @@ class Observer:
     def loaded(self, group: Any) -> None:
         """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
+    def given_memory(self, group: Any, params: Sequence[Any], buffers: Sequence[Tensor], are_empty: bool) -> None:
+        """Parameters of the group, and buffers below its modules, that were on the meta device have memory now.
+
+        `are_empty`: `to_empty` gave it to them, without values.
+        """
+
+    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+        """A call of a module of `state` has raised. An observer may raise a better error.
+
+        `name`: the method; None: it is not known. `inputs`: (args, kwargs), as the caller has given them, or None.
+        """
+
     def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
         (param, what is registered in its place).
@@ -175,6 +187,11 @@ class Events:
         """Does not tell `observer` of the events `names`, from the next time on that they happen."""
         observer.ignored = observer.ignored.union(names)
         vars(self).update(vars(Events(self.observers)))
+
+    def follow_if(self, wanted: bool, observer: Observer, *names: str) -> None:
+        """Tells `observer` of the events `names` from now on if `wanted`, else no more."""
+        if wanted is (names[0] in observer.ignored):
+            (self.follow if wanted else self.ignore)(observer, *names)
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""

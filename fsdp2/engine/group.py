@@ -85,6 +85,8 @@ class FSDPParamGroup:
         self.needs_no_input_hooks = not params
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
         self.backward_hooks: list[dict[int, Any]] = []
+        # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
+        self.placeholders: set[int] = set()
         self.events: Events = NO_EVENTS
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
@@ -158,8 +160,14 @@ class FSDPParamGroup:
             self.use_comms(self.comms._replace(post_forward=self._neighbours()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
+        self.note_change()
         for notify in self.events.settings_changed:
             notify(self)
+
+    def note_change(self) -> None:
+        """Notes that settings or trainable parameters may have changed."""
+        if self.root is not None:
+            self.root.changed.add(self)
 
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""

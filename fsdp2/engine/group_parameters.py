@@ -20,6 +20,7 @@ from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
 from .mesh import DataMesh
+from .owners import note_shards
 from .parameter import FSDPParam
 from .policy import GroupSettings
 from .subclasses import SubclassGather
@@ -322,6 +323,7 @@ class GroupParameters:
 
     def _watch(self) -> None:
         self.registration.watch(self.params)
+        note_shards(self.params)
         for notify in self._gradients.group.events.rebuilt:
             notify(self._gradients.group)
 
@@ -336,6 +338,11 @@ class GroupParameters:
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
         self.follow_requires_grad()
 
+    def follow_if_changed(self) -> None:
+        """Calls `follow_requires_grad` if other sharded parameters require a gradient than before."""
+        if self.buffers is not None and self.registration.trainable() != self.trainable:
+            self.follow_requires_grad()
+
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
         self.references = None  # which the buckets have, too
@@ -345,6 +352,7 @@ class GroupParameters:
                 param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
+        self._gradients.group.note_change()
 
     # ---- what a tensor belongs to
 

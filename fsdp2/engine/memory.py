@@ -37,21 +37,18 @@ class PendingGather:
             self._memory.allocate()
         self._plan.finish()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart:
-            self._free_segments()
+        if self._plan.packs_apart and not self._memory.keeps_storage:
+            self._plan.free()
 
     def abandon(self) -> None:
-        """Waits until the all-gather no longer writes to the memory, so that it can be freed."""
+        """Waits until the all-gather no longer writes to the memory, so that it can be freed. Frees what has arrived
+        apart from the unsharded parameters.
+        """
         work, self._work = self._work, None
         if work is not None:
             work.wait()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart:
-            self._free_segments()
-
-    def _free_segments(self) -> None:
-        """Frees what has arrived apart from the unsharded parameters, unless the user wants to keep memory."""
-        if not self._memory.keeps_storage:
+        if self._plan.packs_apart and not self._memory.keeps_storage:
             self._plan.free()
 
 

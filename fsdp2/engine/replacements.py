@@ -19,6 +19,11 @@ from .torch_names import is_wrapped
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
 
+REPLACE_BEFORE = (
+    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the "
+    "rest."
+)
+
 # Group -> tied parameters of which several objects were registered at the last call of `find_replacements`. A parameter
 # holds its modules, which hold the group.
 _untied: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()

@@ -146,7 +146,7 @@ class Consensus(Observer):
         while not self._is_joining:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
-                self._root.notify(self._root.events.out_of_step)
+                self._root.note_out_of_step()
                 raise RuntimeError(
                     f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
                     f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks.unsynchronized import SteppedGrad, put_placeholder, take_placeholder
 from ..engine import streams
 from ..engine.events import Observer
 from ..engine.gradients import GroupGradients
 from ..engine.group import FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize
+from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
 from ..engine.reduce import Pending
 from ..engine.write_notices import notices
 

@@ -15,10 +15,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checks.unsynchronized import UnsynchronizedGrad
 from ..dtensor.compat import spec_of
 from ..engine.compat import local_of, no_torch_function
 from ..engine.events import extensions
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.write_notices import notices
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read
-from ..checks.compare_ranks import widest_mesh
-from ..checks.unsynchronized import UnsynchronizedGrad
+from ..engine.compare_ranks import widest_mesh
 from ..engine.compat import local_of
 from ..engine.nested import tensors_in
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.rank_facts import gather_objects
 from ..engine.subclasses import gathers_itself
 from .audit import Held, sharded_groups, tensors_of

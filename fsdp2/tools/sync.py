@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
+from ..engine.compare_ranks import bounds_over, widest_mesh
 from ..engine.compat import PLAIN, holds_values, inner_tensors, no_torch_function
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh

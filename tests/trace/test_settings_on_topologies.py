@@ -426,8 +426,8 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
 
     with (
         mock.patch.dict(os.environ, row.environment if with_it else {}),
-        mock.patch("fsdp2.checks.running_stats.connects", connects),
-        mock.patch("fsdp2.checks.running_stats.all_reduce_over", note_statistics),
+        mock.patch("fsdp2.features.running_stats.connects", connects),
+        mock.patch("fsdp2.features.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
     ):
         model = topology.build(options, row.ignores and with_it)
