@@ -64,7 +64,7 @@ def drop_calls(model: nn.Module) -> None:
 def drop_headers(model: nn.Module) -> None:
     """Drops the check, on gloo, that each message is the one that this rank expects."""
     from fsdp2.engine.gloo import PairwiseComm
-    from fsdp2.engine.param_group import Comms
+    from fsdp2.engine.group import Comms
 
     for group in _groups(model):
         comms = [

@@ -9,11 +9,9 @@ from .checks.table import set_checks
 from .dtensor.fixes import dtensor_fixes
 from .engine.forward_method import register_fsdp_forward_method
 from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
-from .engine.module import UnshardHandle
 from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .engine.root_methods import GradientReductionHandle
 from .install import install as _install
-from .module import FSDPModule, share_comm_ctx
+from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from .optim.averages import AveragedModel
 from .optim.flat import flatten_optimizer
 from .optim.muon import muon

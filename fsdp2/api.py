@@ -1,4 +1,4 @@
-"""Defines fully_shard() and replicate() for users: those of the core, with all checks and conditional modules."""
+"""Defines fully_shard() and replicate()."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from .checks.rollcall import level_from_environment
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
-from .engine.module import check_bool
-from .engine.policy import MixedPrecisionPolicy, OffloadPolicy
-from .module import FSDPModule
+from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
+from .module import FSDPModule, sharded_class
 
 
 @overload
@@ -166,7 +165,7 @@ def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...
     level_from_environment()
     checked = check_arguments(module, *given)
     extras = {"conditional": True} if conditional else {}
-    return apply(module, Arguments(find_mesh(), *checked)._replace(extras=extras))
+    return apply(module, Arguments(find_mesh(), *checked)._replace(extras=extras), sharded_class)
 
 
 # torch's functions have this attribute, too. It returns the state that they left on a module, or None.

@@ -1,4 +1,4 @@
-"""Adds the strategies and observers of all folders to the core. Each is named here with the module that defines it."""
+"""Adds the observers of all folders to the engine. Each is named here with the module that defines it."""
 
 from __future__ import annotations
 
@@ -8,64 +8,22 @@ from .bridge.torch_interface import RegisteredStates
 from .checks import entry_points, named_comm, table, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
-from .engine import (
-    collectives,
-    compiled_backward,
-    home_streams,
-    module_class,
-    nested,
-    owners,
-    parameter_methods,
-    passes,
-    post_forward,
-    replacements,
-    tensor_parallel,
-    transforms,
-)
+from .engine import collectives, parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
-from .engine.requires_grad import RequiresGrad
 from .engine.unsharded_versions import UnshardedVersions
-from .features import (
-    conditional,
-    large_submodules,
-    optimizer_in_backward,
-    subclasses,
-)
-from .module import FSDPModule
+from .features import conditional, large_submodules, optimizer_in_backward
 from .tools import describe, profiler_ranges
 from .tools.audit import AuditAtDebugLevel
 from .tools.padding import WasteLog
 
 
 def install() -> None:
-    """Extends the core. `import fsdp2` calls it, once."""
+    """Extends the engine. `import fsdp2` calls it, once."""
     extend(
-        module_class=FSDPModule,
-        make_comm=collectives.make_comm,
-        make_buffers=post_forward.make_buffers,
-        restore_among=post_forward.restore_among,
-        make_prefetcher=conditional.make_prefetcher,
-        group_class=home_streams.group_class,
-        distribute=tensor_parallel.distribute,
-        rows_of_subclass=subclasses.rows_of_subclass,
-        gathers_itself=subclasses.gathers_itself,
-        gather_extension=subclasses.SubclassGather,
-        find_replacements=replacements.find_replacements,
-        deliver=optimizer_in_backward.deliver,
-        tensors_in=nested.tensors_in,
-        map_tensors=nested.map_tensors,
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(
-            entry_points.class_attributes,
-            module_class.class_attributes,
-            describe.class_attributes,
-        ),
+        class_attributes=(entry_points.class_attributes, describe.class_attributes),
         observers=(
-            _each(passes.OutOfStep),
-            _each(RequiresGrad),
             unnoticed_writes.make_unnoticed_writes,
-            _each(owners.Roots),
-            _each(owners.ShardStorages),
             _each(RegisteredStates),
             _each(collectives.SeparateReductions),
             _each(collectives.DebugLevelFromEnvironment),
@@ -80,7 +38,6 @@ def install() -> None:
             _each(WasteLog),
             _each(profiler_ranges.ProfilerRanges),
             _each(_TorchFunc),
-            _each(compiled_backward.CompiledBackwards),
         ),
     )
     profiler_ranges.install()

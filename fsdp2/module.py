@@ -1,18 +1,30 @@
-"""Defines FSDPModule, the methods that a user may call on a sharded module, and share_comm_ctx."""
+"""Defines FSDPModule, the methods that a user may call on a sharded module, share_comm_ctx, and sharded classes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from threading import RLock
 from typing import Any
 
-from . import engine
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from .bridge.torch_interface import require_torch_state
-from .engine.group_methods import GroupMethods, groups_of_all
-from .engine.passes import share_reductions
-from .engine.root_methods import RootMethods
+from .engine import collectives, streams
+from .engine.events import extensions
+from .engine.module_class import class_attributes
+from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
+from .engine.policy import Hold, check_bool
+from .engine.state import groups_below, groups_of, require_state, states_of
+from .engine.user_code import hides_modes
+from .features.copying import copying_methods
+from .features.optimizer_in_backward import use_in_backward
+from .tools.audit import AuditAtDebugLevel
 
 
-class FSDPModule(engine.FSDPModule, GroupMethods, RootMethods):
+class FSDPModule:
     """The class that `fully_shard` and `replicate` add to the class of a module.
 
     The class of a sharded module is a subclass of its own class and of FSDPModule. So `isinstance(model, FSDPModule)`
@@ -31,8 +43,737 @@ class FSDPModule(engine.FSDPModule, GroupMethods, RootMethods):
         ```
     """
 
+    # ---- parameters and gradients of groups
+
+    @hides_modes
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the parameters of this module's own groups and registers the unsharded ones in its modules.
+
+        Unsharded parameters are plain tensors in the policy's `param_dtype`. They stay until `reshard` is called, or
+        until a forward with grad or a backward that reshards has ended. Forwards without grad use them, however many
+        there are; they gather again, once, after a weight has changed. What you write to unsharded parameters is lost:
+        write inside `full_params(module, writeback=True)`. Every rank must call it.
+
+        Args:
+            async_op: True returns at once, with a handle. `wait` of the handle, or the next forward of this module,
+                finishes the all-gather. If a forward finishes it, the parameters stay no longer than after an
+                all-gather of its own.
+
+        Returns:
+            An UnshardHandle with `async_op=True`, else None.
+
+        Example:
+            `block.unshard(async_op=True)` begins the all-gather of a block before other work.
+        """
+        check_bool("async_op", async_op)
+        groups = groups_of(self)
+        for group in groups:
+            group.reshard_stale()
+            group.hold = max(group.hold, Hold.NEXT_PASS)
+            group.start_unshard()
+        handle = UnshardHandle(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    @hides_modes
+    def reshard(self) -> None:
+        """Frees the unsharded parameters of this module's own groups and registers the sharded ones.
+
+        The sharded parameters take the `requires_grad` that the unsharded ones have been given. It does not
+        communicate.
+
+        Raises:
+            RuntimeError: an unsharded parameter was written to, or its `.data` was assigned; the change is lost.
+        """
+        groups = groups_of(self)
+        try:
+            for group in groups:
+                group.parameters.take_requires_grad()
+                for notify in group.events.before_reshard:
+                    notify(group)
+        finally:
+            for group in groups:
+                group.hold = min(group.hold, Hold.NEXT_PASS)
+                group.reshard_if_idle()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Chooses whether the backward passes that follow reduce gradients over the ranks.
+
+        While it is False, unsharded gradients accumulate on each rank, in the reduce dtype. `.grad` then holds a
+        placeholder that raises when it is used, except by `zero_grad`. The next backward that reduces includes the
+        accumulated gradients. Every rank must call it. Unsharded gradients need as much memory as all parameters in the
+        reduce dtype.
+
+        Args:
+            requires_gradient_sync: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+
+        Example:
+            `model.set_requires_gradient_sync(i == last)` before each backward of an accumulation.
+        """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
+        set_groups(self, recurse, reduce_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).
+
+        While it is False, each replica reduce-scatters its own gradients, and each rank accumulates its sharded ones.
+        `.grad` then holds a placeholder that raises when it is used, except by `zero_grad`. The next backward with True
+        sums all of them. Where there are no replicas (a mesh of one axis that shards, one rank), gradients are complete
+        at once. Every rank must call it.
+
+        Args:
+            requires_all_reduce: False for all backward passes of an accumulation but the last. The default is True.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("requires_all_reduce", requires_all_reduce)
+        set_groups(self, recurse, all_reduce=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Chooses whether forward frees the unsharded parameters, so that backward gathers them again.
+
+        It replaces what `fully_shard` was given, also an int. It has no effect where a rank holds whole parameters (one
+        rank, or replicas only) in the dtype in which they compute: modules then compute with these themselves. Every
+        rank must call it.
+
+        Args:
+            reshard_after_forward: True frees them: less memory, one more all-gather. False keeps them until backward
+                ends.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("reshard_after_forward", reshard_after_forward)
+        set_groups(self, recurse, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Chooses whether backward frees the unsharded parameters.
+
+        While it is False, the next forward uses them without an all-gather, for example in gradient accumulation,
+        unless a parameter has changed. A step of any torch optimizer and any operation in place are noticed. Call
+        `reshard` after a change that is not: by a collective of your own, or through the `.data` of a local tensor. It
+        has no effect where a rank holds whole parameters. Every rank must call it.
+
+        Args:
+            reshard_after_backward: True, the default, frees them. False keeps them.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("reshard_after_backward", reshard_after_backward)
+        set_groups(self, recurse, reshard_after_backward=reshard_after_backward)
+
+    # ---- how groups communicate, and what they keep
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
+        """Chooses whether backward gathers the parameters as soon as it reaches the module.
+
+        While it is False, they are gathered only if backward reads one of them. That saves an all-gather for a module
+        whose backward reads no weight, such as an embedding. It has no effect where a rank holds whole parameters.
+        Every rank must call it.
+
+        Args:
+            unshard_in_backward: True, the default, gathers them.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+        """
+        check_bool("unshard_in_backward", unshard_in_backward)
+        set_groups(self, recurse, unshard_in_backward=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Chooses which modules are gathered ahead when the forward of this module begins.
+
+        The list replaces the order that the last pass has recorded, for this module only, and stays in force.
+        All-gathers begin in the order of the list. Modules under another root stay unsharded until that root runs.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules. An empty list gathers nothing ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+
+        Example:
+            `first.set_modules_to_forward_prefetch([second, third])` gathers two blocks ahead.
+        """
+        set_groups(self, False, forward_prefetch=groups_of_all("modules", modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Chooses which modules are gathered ahead when backward reaches this module.
+
+        The list replaces the reverse of the order of the forwards, for this module only, and stays in force. For
+        modules under another root, and where ranks hold whole parameters, see `set_modules_to_forward_prefetch`. Every
+        rank must call it, with the same modules.
+
+        Args:
+            modules: sharded modules, in the order in which their all-gathers begin. An empty list gathers nothing
+                ahead.
+
+        Raises:
+            ValueError: an element is not a sharded module.
+        """
+        set_groups(self, False, backward_prefetch=groups_of_all("modules", modules))
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
+
+        Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
+        Gradients are then reduced when backward leaves the module, not before. A parameter that no rank uses gets a
+        gradient of zeros instead of None, also on one rank. For whole modules that only some ranks run, use
+        `fully_shard(module, conditional=True)`. Every rank must call it.
+
+        Args:
+            enable: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("enable", enable)
+        for group in set_groups(self, recurse, reduce_unused=enable):
+            group.needs_no_input_hooks = False
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
+
+        Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
+        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
+        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
+        must call it.
+
+        Args:
+            factor: a positive number. 1.0 sums gradients.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+
+        Raises:
+            ValueError: not a positive number.
+
+        Example:
+            `model.set_gradient_divide_factor(1.0, recurse=True)` for a loss that is divided by the tokens of all ranks.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+            raise ValueError(f"factor: expected a positive number, got {factor!r}")
+        set_groups(self, recurse, divide_factor=float(factor))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Bounds how many reductions of gradients may be in flight while the next one is packed.
+
+        Each reduction in flight holds its input, a bucket of unsharded gradients. The default, 1, costs the least
+        memory. With 2 or more, compute waits less for a slow network; each step up costs the gradients of about one
+        more group. Small reductions do not count one by one: up to a quarter of a typical group's gradients may be in
+        flight in any case. The largest number that was set below the root holds, from the next forward on. It has no
+        effect on one rank.
+
+        Args:
+            max_input_buffers: at least 1.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: less than 1.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+        set_groups(self, recurse, max_reductions=max_input_buffers)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Calls `set_gradient_divide_factor`, whose old name this is, for the groups of this module.
+
+        Args:
+            factor: a positive number.
+        """
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Chooses whether gradients are summed by the backend and divided afterwards, also where it could average by
+        itself.
+
+        The result is the same up to rounding. It is for backends, or algorithms of NCCL, that offer sums only. gloo and
+        one rank never let the backend average, so it has no effect there. Every rank must call it.
+
+        Args:
+            enable: True sums. False, the default, lets the backend average where it can.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+        """
+        check_bool("enable", enable)
+        for group in chosen_groups(self, recurse):
+            collectives.choose(group, force_sum=enable)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None] | None, *, stream: Any = None, recurse: bool = False
+    ) -> None:
+        """Calls `hook(reduced)` with each flat tensor of reduced gradients of this rank, before they become `.grad`.
+
+        The tensor has one dimension and the reduce dtype; it holds the shards of one bucket. The hook may change it in
+        place, for example to reduce over further ranks. On a mesh that replicates it is called after the all-reduce. On
+        one rank it is called, too, with the gradients of that rank. If only modules without parameters have a hook,
+        which is never called, the next optimizer step raises a RuntimeError. Every rank must call it.
+
+        Args:
+            hook: a function of one tensor. None removes it.
+            stream: the torch.Stream on which the hook runs. The hook must not enter it again: torch 2.11 keeps one
+                context in each. None: the stream that computes. Only on a mesh without replicas.
+            recurse: True also sets it for the sharded modules inside this one. The default is False, as in torch.
+
+        Raises:
+            TypeError: `hook` is neither a function nor None.
+            ValueError: a stream on a mesh that replicates, or on a mesh of CPUs, which have no streams.
+
+        Example:
+            `model.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), recurse=True)`
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook: expected a function or None, got {hook!r}")
+        groups = chosen_groups(self, recurse)
+        for group in groups if stream is not None else ():
+            if group.comms.replicas is not None:
+                raise ValueError("stream: expected None on a mesh that replicates, got a stream")
+            if not streams.exist_on(group.mesh.device):
+                raise ValueError(f"stream: expected None on {group.mesh.mesh}, which has no streams: leave it out")
+        run = hook if hook is None or stream is None else _on_stream(hook, stream)
+        for group in groups:
+            group.set(reduce_hook=run)
+
+    def set_custom_all_gather(self, all_gather: Any) -> None:
+        """Gathers the groups of this module by an object of yours, in one flat call for each group.
+
+        The object has two methods. `allocate(size, *, dtype, device)` returns the output, a flat tensor; the input is
+        this rank's part of it. `__call__(output_tensor, input_tensor, group, async_op)` fills the output, and returns a
+        Work to wait for, or None when it is done. Both tensors are bytes (uint8), whatever the dtypes of the
+        parameters. `reshard_after_forward=k` gathers in backward without it. On one rank it is never called. If only
+        modules without parameters were given one, the next optimizer step raises a RuntimeError. Every rank must call
+        it.
+
+        Args:
+            all_gather: such an object. None: the usual all-gather.
+
+        Raises:
+            TypeError: it can't be called, or has no `allocate`.
+            ValueError: there are several ranks, and all hold whole parameters, so that it would never be called.
+        """
+        self._choose_collective("all_gather", all_gather, "Nothing is gathered")
+
+    def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
+        """Reduces the gradients of this module's groups by an object of yours, in one flat call for each bucket.
+
+        The object has two methods. `allocate(size, *, dtype, device)` returns a flat tensor in the reduce dtype; it is
+        called for the input and for the output. `__call__(output_tensor, input_tensor, group, op, async_op)` reduces,
+        and returns a Work to wait for, or None when it is done. On one rank, and for modules without parameters, see
+        `set_custom_all_gather`. Every rank must call it.
+
+        Args:
+            reduce_scatter: such an object. None: the usual reduce-scatter.
+
+        Raises:
+            TypeError: it can't be called, or has no `allocate`.
+            ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
+                parameters, and scatter nothing.
+        """
+        for state in states_of(self):
+            chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
+            for argument, value in chosen.items() if reduce_scatter is not None else ():
+                if value is not None:
+                    raise ValueError(
+                        f"reduce_scatter: expected None where the policy has a {argument} which gradients are "
+                        f"exchanged and not reduced, got {reduce_scatter!r}"
+                    )
+        why = "Replicas all-reduce their gradients; what they have summed can be changed by set_all_reduce_hook(hook)"
+        self._choose_collective("reduce_scatter", reduce_scatter, why)
+
+    def _choose_collective(self, kind: str, collective: Any, why: str) -> None:
+        groups = groups_of(self)
+        if collective is not None:
+            if not callable(collective) or not callable(getattr(collective, "allocate", None)):
+                raise TypeError(f"{kind}: expected a callable with a method `allocate`, or None, got {collective!r}")
+            meshes = [group.mesh for group in groups]
+            if all(mesh.size == 1 for mesh in meshes) and any(mesh.num_ranks > 1 for mesh in meshes):
+                raise ValueError(
+                    f"{kind}: expected None on {meshes[0].mesh}, all ranks of which hold whole parameters: it would "
+                    f"never be called. {why}. Leave set_custom_{kind} out."
+                )
+        for group in groups:
+            collectives.choose(group, **{kind: collective})
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Chooses whether gradients are reduced on a process group of their own.
+
+        A backend that runs one collective at a time per process group, such as NCCL, can then gather and reduce at the
+        same time. It makes new process groups. So every rank that shares the shards must call it; if
+        `init_process_group` was given a `device_id`, NCCL splits the group of all ranks, and every rank of the program
+        must. It has no effect where ranks hold whole parameters.
+
+        Without a call, gradients are reduced on a group of their own on devices whose shards are spread over more than
+        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program.
+
+        Args:
+            enable: True reduces on a group of its own. False: on that of the mesh.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("enable", enable)
+        for group in chosen_groups(self, recurse):
+            collectives.choose(group, separate=enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepts False, which is what happens anyway. True is not supported.
+
+        Args:
+            enable: False.
+
+        Raises:
+            NotImplementedError: `enable` is True.
+        """
+        check_bool("enable", enable)
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out."
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Is not supported: collectives run on memory of torch's allocator.
+
+        Args:
+            backend: as in torch; any value raises.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Chooses whether the memory of unsharded parameters is kept when they are resharded, so that pointers into it
+        stay valid.
+
+        It holds from the first all-gather on, and until a parameter is replaced by one of another dtype. It is for CUDA
+        graphs of a part of a module that are captured while it is unsharded: replay them where it is unsharded again.
+        It costs the memory of all unsharded parameters. Where a rank holds whole parameters in the dtype in which they
+        compute, pointers stay valid anyway. Every rank must call it.
+
+        A CUDA graph of whole steps, collectives included, needs no setting. Capture it after three eager steps, with
+        `.grad` None, without `set_reshard_after_backward(False)`, and leave `zero_grad` out of the loop that replays.
+
+        Args:
+            keep: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("keep", keep)
+        set_groups(self, recurse, keep_storage=keep)
+
+    def set_free_viewed_storage(self, free: bool, *, recurse: bool = True) -> None:
+        """Chooses whether unsharded parameters are freed although something has kept one, or a view of one, since a
+        forward.
+
+        By default they stay: until backward has ended where a forward with grad has left one on `ctx` of an autograd
+        function, in a list, or with hooks for saved tensors; and for as long as there is a view of one. Such readers
+        are unnoticed, and in a freed parameter they would find any values, or end the process. A warning names them
+        once (check "kept memory"). With True the memory is freed, as torch's FSDP2 does. Choose that for a module whose
+        autograd functions keep weights on `ctx`, if its own backward alone reads them: bitsandbytes' layers do so. A
+        parameter itself, other than a view, still raises an error when it is read in Python while it is freed. Where a
+        rank holds whole parameters in the dtype in which they compute, nothing is freed.
+
+        Args:
+            free: False is the default.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+        """
+        check_bool("free", free)
+        set_groups(self, recurse, free_viewed_storage=free)
+
+    # ---- all groups under a root
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Chooses whether a backward ends the forwards that have run, or further backward passes go through them.
+
+        With several backward passes through the same forwards (`retain_graph=True`, a loss for each output), pass False
+        before all but the last. Then the record of the forwards is kept, so that their groups are gathered ahead in
+        each of these passes. Where ranks hold whole parameters nothing is gathered. Numbers are right in any case. It
+        may be called on any module under the root, and acts on the whole model.
+
+        Args:
+            is_last_backward: True, the default: no backward comes back to the forwards that have run. False: one does.
+        """
+        check_bool("is_last_backward", is_last_backward)
+        require_state(self).root.set(is_last_backward=is_last_backward)
+
+    @hides_modes
+    def reset_iter_state(self) -> None:
+        """Drops what an exception in forward or backward has left half done. On the root only.
+
+        That is: unsharded parameters, gradients on their way, and unsynchronized gradients. After a failed backward
+        this happens by itself, but then the gradients of earlier, complete passes stay. Every rank must call it.
+
+        Raises:
+            RuntimeError: not the root.
+        """
+        reset(root_of(self, "reset_iter_state"))
+
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
+
+        Besides the group that runs, as many of the groups that follow are gathered as have at most `nbytes` together,
+        in their compute dtypes. The same bound says how many groups stay unsharded behind the last one of a forward.
+        Where ranks hold whole parameters in the dtype in which they compute, nothing is gathered. Every rank must call
+        it.
+
+        Args:
+            nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
+                they are together no larger than a typical group.
+
+        Raises:
+            TypeError: neither an int nor None.
+            RuntimeError: not the root.
+            ValueError: less than 0.
+
+        Example:
+            `model.set_prefetch_budget(2 * bytes_of_a_block)` gathers two blocks ahead.
+        """
+        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
+            raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
+        if nbytes is not None and nbytes < 0:
+            raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
+        root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+
+    def set_saved_tensor_hooks(self, enabled: bool) -> None:
+        """Chooses how backward finds out that it needs the unsharded parameters of a group. On the root only.
+
+        Args:
+            enabled: True, the default: each weight that autograd has saved is watched, and gathered when backward reads
+                it, whatever way the gradient came. False: gradients must enter each sharded module through a tensor
+                that it returned, as torch's FSDP2 expects. That saves about a third of the host time. Autograd refuses
+                a gradient that comes another way, for example from a tensor that a forward hook has kept: "one of the
+                variables needed for gradient computation has been modified by an inplace operation". Keep the hooks for
+                functions that save a weight's `.data`, which is not watched then.
+
+        Raises:
+            RuntimeError: not the root, or during a forward or backward.
+        """
+        check_bool("enabled", enabled)
+        root = root_of(self, "set_saved_tensor_hooks")
+        if root.running or root.is_in_backward():
+            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
+        root.set(saved_tensor_hooks=enabled)
+        for group in root.groups:
+            group.versions = ()  # what earlier graphs have saved is refused
+        if not enabled:
+            root.note_unseen()
+
+    def set_running_stats_averaging(self, enabled: bool) -> None:
+        """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.
+
+        They are averaged, all in one all-reduce, when a forward in training mode ends, so they are right whenever they
+        are read; where checkpointing runs a BatchNorm again in backward, when that is over. BatchNorm still normalises
+        with the statistics of each rank's own rows. Every rank must call it.
+
+        Args:
+            enabled: True, the default. False: each rank keeps those of its own rows. On one rank both are the same.
+
+        Raises:
+            RuntimeError: not the root.
+        """
+        check_bool("enabled", enabled)
+        root = root_of(self, "set_running_stats_averaging")
+        root.set(extras={**root.settings.extras, "average_running_stats": enabled})
+
+    def set_debug_level(self, level: int) -> None:
+        """Chooses what ranks verify of each other while they train. On the root only, on every rank.
+
+        Args:
+            level: 1: before each collective of any group below the root, on any backend, ranks compare which group it
+                is, what is done with it (also forward or backward), and the sizes of its tensors. If they differ, all
+                raise before anything is sent. If a rank does not answer in time, or has died, the errors of the others
+                list where each process was. Before the next forward of the root, the first rank logs what `check`
+                finds. Ranks wait for each other at each collective, so training is slower. On one rank nothing is
+                compared. 0: none of this; on gloo, group, kind and sizes are compared all the same. The default is that
+                of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: not the root, or during a forward or backward.
+        """
+        if level not in (0, 1) or isinstance(level, bool):
+            raise ValueError(f"level: expected 0 or 1, got {level!r}")
+        root = root_of(self, "set_debug_level")
+        if root.running or root.is_in_backward():
+            raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
+        for group in root.groups:
+            collectives.choose(group, checked=level == 1)
+        root.events.of(AuditAtDebugLevel).ask(root, level == 1)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Has the next forward of the root wait for `event`, once, before it reads the parameters.
+
+        It is for an optimizer that steps on a stream of its own: the forward waits for the event in addition to what
+        the current stream has been given to do. It may be called on any module under the root.
+
+        Args:
+            event: a torch.Event that was recorded behind the step. None: wait for none.
+
+        Raises:
+            TypeError: `event` has no method `wait`.
+        """
+        if event is not None and not callable(getattr(event, "wait", None)):
+            raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
+        wait_for(require_state(self).root, event)
+
+    @hides_modes
+    def set_optimizer_in_backward(self, optimizer: Optimizer | None) -> None:
+        """Has backward step `optimizer` on gradients as soon as they are reduced, and clear them. On the root only.
+
+        Few gradients then exist at once. Do not call `optimizer.step()` yourself. When backward returns, all steps are
+        done (with `set_manual_backward_finalization`, when that is finished). With CPUOffloadPolicy the steps, and
+        hooks of parameters, run on another thread while backward goes on: neither may communicate.
+
+        A pass without synchronisation (`set_requires_gradient_sync`, `set_requires_all_reduce`) does not step; the one
+        that reduces its gradients steps once. After a step, `.grad` holds a placeholder that raises when it is used:
+        clipping by norm and GradScaler need all gradients before the first step. A backward that raises may have
+        stepped on some parameters. Every rank must call it.
+
+        Args:
+            optimizer: one that keeps its state per parameter, as those of torch.optim do. None: you step again.
+
+        Raises:
+            TypeError: neither an optimizer nor None.
+            ValueError: it needs a closure, or has parameters that are not sharded here.
+            RuntimeError: not the root, or during a backward pass. Later, in backward: a second gradient of a parameter
+                that was stepped on in the same pass (reentrant checkpointing).
+        """
+        root = root_of(self, "set_optimizer_in_backward")
+        if root.is_in_backward():
+            raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
+        use_in_backward(root, optimizer)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Chooses whether reductions may be in flight after backward, until `finalize_backward`. On the root only.
+
+        Args:
+            enabled: True: `.grad` is complete only after `finalize_backward`, also on one rank. Call it before you clip
+                or step. False, the default: `.grad` is complete when backward returns.
+
+        Raises:
+            RuntimeError: not the root, or during a backward pass.
+        """
+        check_bool("enabled", enabled)
+        root = root_of(self, "set_manual_backward_finalization")
+        if root.is_in_backward():
+            raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
+        root.set(finalize_backward=not enabled)
+
+    @hides_modes
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Finishes the reductions of all backward passes since the last call, and sets `.grad`. On the root only.
+
+        It also reduces unsynchronized gradients of earlier passes, if synchronisation has been switched on again since
+        (`set_requires_gradient_sync`). Every rank must call it.
+
+        Args:
+            async_op: True returns a handle whose `wait` finishes the work. Call `wait` before gradients are used, and
+                before other work on this root begins.
+
+        Returns:
+            A GradientReductionHandle with `async_op=True`, else None.
+
+        Raises:
+            RuntimeError: not the root.
+        """
+        check_bool("async_op", async_op)
+        root = root_of(self, "finalize_backward")
+        reduce_unsynchronized(root)
+        handle = GradientReductionHandle(root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     def _get_fsdp_state(self) -> Any:
         return require_torch_state(self)
+
+
+class UnshardHandle:
+    """An all-gather in flight, started by `FSDPModule.unshard(async_op=True)`."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._groups = groups
+
+    @hides_modes
+    def wait(self) -> None:
+        """Finishes the all-gather and registers the unsharded parameters. Further calls do nothing. The next forward of
+        the module waits by itself.
+        """
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if group.hold < Hold.NEXT_PASS:  # a forward, or reshard(), has given it up since
+                continue
+            group.unshard(for_backward=group.root.backward is not None)
+            group.root.use(group)
+            group.hold = Hold.USER
+            group.root.settle_transfers()
+
+
+def chosen_groups(module: Any, recurse: bool) -> list[Any]:
+    """Returns the groups that a method with `recurse` acts on."""
+    check_bool("recurse", recurse)
+    return groups_below(module) if recurse else groups_of(module)
+
+
+def set_groups(module: Any, recurse: bool, **changes: Any) -> list[Any]:
+    """Changes settings of the groups that a method acts on, and returns these."""
+    groups = chosen_groups(module, recurse)
+    for group in groups:
+        group.set(**changes)
+    return groups
+
+
+def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
+    """Returns the groups of `modules`, the value of the argument `name`.
+
+    Raises:
+        ValueError: one is not a sharded module.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")
+    return tuple(group for module in modules for group in groups_of(module))
+
+
+def _on_stream(hook: Callable[[Tensor], None], stream: torch.Stream) -> Callable[[Tensor], None]:
+    """Returns `hook` run on `stream`, ordered behind and before what the current stream does."""
+
+    def run(reduced: Tensor) -> None:
+        current = torch.accelerator.current_stream(reduced.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(reduced)
+        current.wait_stream(stream)
+
+    return run
+
+
+class GradientReductionHandle:
+    """Reductions in flight, which `FSDPModule.finalize_backward(async_op=True)` leaves to be finished."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._resets = root.num_resets
+
+    @hides_modes
+    def wait(self) -> None:
+        """Finishes them. Further calls do nothing.
+
+        Raises:
+            RuntimeError: `reset_iter_state` was called since.
+        """
+        root, self._root = self._root, None
+        if root is None:
+            return
+        if root.num_resets != self._resets:
+            raise RuntimeError("the reductions this handle waits for were dropped by reset_iter_state")
+        finalize(root)
+
+
+def root_of(module: Any, what: str) -> Any:
+    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    state = require_state(module)
+    if state.root.state is not state:
+        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
+    return state.root
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -54,5 +795,36 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 @cache
 def public_methods() -> frozenset[str]:
     """Returns the names that fully_shard adds to a module."""
-    classes = (FSDPModule, engine.FSDPModule, GroupMethods, RootMethods)
-    return frozenset(name for cls in classes for name in vars(cls) if not name.startswith("_"))
+    return frozenset(name for name in vars(FSDPModule) if not name.startswith("_"))
+
+
+# ---- the class of sharded modules
+
+_lock = RLock()  # ranks may be threads of one process, and a class must be made once
+
+
+def sharded_class(cls: type) -> type:
+    """Returns the class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
+
+    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
+    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
+    """
+    with _lock:
+        made: type = _sharded_class(cls)
+        return made
+
+
+@cache
+def _sharded_class(cls: Any) -> Any:
+    body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    for attributes in extensions().class_attributes:
+        body.update(attributes(cls))
+    body.update(class_attributes(cls))
+    body.update(copying_methods(cls, _new_sharded))
+    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
+
+
+def _new_sharded(cls: type) -> nn.Module:
+    """Returns a sharded module of class `cls` to be filled by `__setstate__`. Pickles of sharded modules name it."""
+    sharded: Any = sharded_class(cls)
+    return object.__new__(sharded)  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 import fake_gpu
 from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
 from fsdp2.engine import events
-from fsdp2.engine.build import sharded_class
+from fsdp2.module import sharded_class
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
@@ -281,14 +281,13 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def strategies_replaced(**changes: Any) -> Iterator[None]:
-    """Context: other strategies are in force for modules sharded inside. Added ones are removed afterwards."""
-    before = events._Current.strategies
-    events._Current.strategies = dataclasses.replace(before, **changes)
+def extensions_restored() -> Iterator[None]:
+    """Context: what is added to the engine inside (`extend`) is removed afterwards."""
+    before = events._Current.extensions
     try:
         yield
     finally:
-        events._Current.strategies = before
+        events._Current.extensions = before
 
 
 def public_methods() -> frozenset[str]:

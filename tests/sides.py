@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule
-from fsdp2.checks.unsynchronized import UnsynchronizedGrad
+from fsdp2.engine.placeholders import UnsynchronizedGrad
 from helpers import assert_same, assert_same_names, own_part, shard_batch
 
 

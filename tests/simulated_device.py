@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fsdp2.engine import param_group
+from fsdp2.engine import group as groups
 from fsdp2.engine.mesh import DataMesh
 
 DEVICE = torch.device("cpu", 0)
@@ -159,7 +159,7 @@ def simulated_device() -> Iterator[SimulatedTransfers]:
     transfers = SimulatedTransfers()
     with (
         mock.patch.object(DataMesh, "device", DEVICE),
-        mock.patch.object(param_group, "make_transfers", return_value=transfers),
+        mock.patch.object(groups, "make_transfers", return_value=transfers),
     ):
         yield transfers
         transfers.check_end()

@@ -13,11 +13,9 @@ from typing import Any
 from ..api import fully_shard, replicate
 from ..engine.forward_method import register_fsdp_forward_method
 from ..engine.meshes import DataParallelMeshDims
-from ..engine.module import UnshardHandle
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..engine.root_methods import GradientReductionHandle
 from ..engine.state import require_state
-from ..module import FSDPModule, share_comm_ctx
+from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"

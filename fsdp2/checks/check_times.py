@@ -8,16 +8,15 @@ switch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.compare_ranks import RankObserver
 from ..engine.events import Observer
 from ..engine.inputs import HandedInputs
-from ..engine.mesh import DataMesh
-from .compare_ranks import ComparedNumbers
 
 _PERIOD = 128
 
@@ -46,37 +45,6 @@ class Check(Observer):
 
     def detached(self, root: Any) -> None:
         """Is called when the check has been switched off for this root. It must undo what it did to modules."""
-
-
-class Comparison(NamedTuple):
-    """Describes one time at which the ranks of a root compare numbers.
-
-    `number`: how often they have communicated. `is_anew`: it is the first time, or all ranks have loaded weights since.
-    `mesh`: the mesh over which they compare; None if it connects no ranks.
-    """
-
-    root: Any
-    number: int
-    is_anew: bool
-    mesh: DataMesh | None
-
-
-class RankObserver(Observer):
-    """Compares something between ranks. All that is due at one time for one root shares an all-reduce.
-
-    `at_evaluation`: True if ranks are to compare, too, when the model is evaluated first after training. It must be
-    alike on all ranks.
-    """
-
-    always = False
-    at_evaluation = False
-
-    def refuse(self, root: Any) -> None:
-        """Raises RuntimeError if this rank, hence each one, finds a mistake. Ranks have compared nothing yet."""
-
-    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
-        """Yields what to compare, and over which mesh. Ranks must differ in the values of the numbers only."""
-        yield from ()
 
 
 class RankCheck(Check, RankObserver):

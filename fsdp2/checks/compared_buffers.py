@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh, widest_mesh
 from ..engine.compat import local_if_any
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
@@ -25,10 +26,9 @@ from ..engine.parameter import fqn
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.state import names_below
-from .check_times import Comparison, RankCheck
+from ..features.running_stats import SETTING, find_running_stats
+from .check_times import RankCheck
 from .checksum import checksum, joint_checksum, read
-from .compare_ranks import ComparedNumbers, groups_by_mesh, widest_mesh
-from .running_stats import SETTING, find_running_stats
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
 _RANDOM_STATES = (torch.get_rng_state().numel(), 16)

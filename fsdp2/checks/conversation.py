@@ -26,7 +26,7 @@ def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
     for purpose in [*purposes]:
         root = purpose.root()
         if root is not None:
-            root.notify(root.events.out_of_step)
+            root.note_out_of_step()
 
 
 class Exchange:

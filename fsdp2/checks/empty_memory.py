@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh
 from ..engine.compat import no_torch_function
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam, fqn
-from ..engine.state import groups_of, names_below
-from .check_times import Comparison, ForwardCheck, RankCheck
+from ..engine.parameter_methods import buffers_on_meta
+from ..engine.state import names_below
+from .check_times import ForwardCheck, RankCheck
 from .checksum import values_of
-from .compare_ranks import ComparedNumbers, compare, groups_by_mesh
-from .levels import is_on
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_NAMES = 1 << 32  # more than any group has
@@ -74,7 +74,7 @@ class _Empty:
 _empty: weakref.WeakKeyDictionary[FSDPParamGroup, _Empty] = weakref.WeakKeyDictionary()
 
 
-def note_emptied_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
+def note_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
     """Notes that these parameters of the group, which were on the meta device, have just been given memory."""
     with no_torch_function():
         found = [(weakref.ref(param), weakref.ref(param.local), version_if_counted(param.sharded)) for param in params]
@@ -82,16 +82,12 @@ def note_emptied_parameters(group: FSDPParamGroup, params: Iterable[FSDPParam]) 
         _empty.setdefault(group, _Empty()).params.extend(found)
 
 
-def note_emptied_buffers(module: nn.Module, params: Iterable[FSDPParam], buffers: Iterable[Any]) -> None:
-    """Marks what `to_empty` of a sharded module has just given memory, and notes the buffers."""
-    if not is_on("empty memory"):
-        return
-    for param in params:
-        mark(param.local)
+def note_buffers(group: FSDPParamGroup, buffers: Iterable[Tensor]) -> None:
+    """Marks buffers below modules of the group, which have just been given memory without values, and notes them."""
     for buffer in buffers:
         mark(buffer)
         noted = (weakref.ref(buffer), version_if_counted(buffer))
-        _empty.setdefault(groups_of(module)[0], _Empty()).buffers.append(noted)
+        _empty.setdefault(group, _Empty()).buffers.append(noted)
 
 
 def unwritten_params(group: FSDPParamGroup) -> list[FSDPParam]:
@@ -132,6 +128,16 @@ def find_unwritten(groups: Iterable[FSDPParamGroup]) -> set[FSDPParam | Tensor]:
 
 class EmptyMemory(RankCheck):
     """Refuses to train with memory that nobody has initialised, the first time, and the first after loading."""
+
+    def given_memory(
+        self, group: FSDPParamGroup, params: Sequence[FSDPParam], buffers: Sequence[Tensor], are_empty: bool
+    ) -> None:
+        if not are_empty:  # a function of a user's own may have given them values, too
+            note_parameters(group, params)
+            return
+        for param in params:
+            mark(param.local)
+        note_buffers(group, buffers)
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         if comparison.is_anew:
@@ -187,16 +193,6 @@ def _buffers_in(group: FSDPParamGroup) -> Iterator[tuple[str, Tensor]]:
 
 
 # ---- what has no memory
-
-
-def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Returns where those of `modules` have buffers with elements, and without memory for them."""
-    return [
-        (module, name)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and buffer.numel()
-    ]
 
 
 class BuffersOnMeta(ForwardCheck):

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.events import strategies
+from ..engine.events import extensions
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..engine.owners import all_groups, owners_by_id
 from ..engine.parameter import FSDPParam
+from ..engine.replacements import REPLACE_BEFORE
 from ..engine.state import FSDPState, names_below, state_of
 from ..engine.torch_names import watch_calls
 from .before_sharding import facts_of
@@ -37,10 +38,6 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), type, torch.dtype, 
 _ON_DTYPES = re.compile("dtype|scalar type|should be the same")
 # What torch says of an operation on sharded parameters and a plain tensor, and of one that it can't do on shards.
 _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
-REPLACE_BEFORE = (
-    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the "
-    "rest."
-)
 
 
 class EntryPoints(Check):
@@ -57,6 +54,12 @@ class EntryPoints(Check):
                 layer = reference()
                 if layer is not None:
                     leave_fast_path(layer)
+
+    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+        if name is not None:
+            explain(error, module, name)
+        if inputs is not None:
+            explain_dtypes(error, module, *inputs)
 
     def detached(self, root: Any) -> None:
         for group in root.groups:
@@ -276,7 +279,7 @@ def _explain_replaced(error: RuntimeError, entry: nn.Module) -> None:
     owners, state = owners_by_id(), state_of(entry)
     for name, parameter in module._parameters.items():
         owned = owners.get(id(parameter))
-        is_copy = owned is None and type(parameter) is strategies().tensor_class is not DTensor
+        is_copy = owned is None and type(parameter) is extensions().tensor_class is not DTensor
         if is_copy or (owned is not None and not any(slot.module is module for slot in owned.param.slots)):
             where = type(module).__name__ if state is None else _expression(module, state)
             whose = "a copy of a sharded parameter" if owned is None else f"{owned.param.name}, of another module,"

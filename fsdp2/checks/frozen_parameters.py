@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh
 from ..engine.compat import no_torch_function
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
@@ -18,8 +19,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import gather_by_rank
-from .check_times import Comparison, RankCheck
-from .compare_ranks import ComparedNumbers, groups_by_mesh
+from .check_times import RankCheck
 
 
 class FrozenParameters(RankCheck):

@@ -12,16 +12,24 @@ import torch
 from torch import Tensor
 
 from ..engine.collectives import choice_of
+from ..engine.compare_ranks import (
+    ComparedNumbers,
+    Comparison,
+    RankObserver,
+    compare,
+    connects,
+    group_of_all_ranks,
+    groups_of_all_ranks,
+    widest_mesh,
+)
 from ..engine.compat import version_of
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.inputs import HandedInputs
 from ..engine.mesh import DataMesh
-from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
 from ..engine.unsharded_versions import UnshardedVersions, refuse_written
-from .check_times import Check, Comparison, ForwardCheck, RankObserver, is_capturing, is_check_time, next_check_time
-from .compare_ranks import ComparedNumbers, compare, connects, widest_mesh
+from .check_times import Check, ForwardCheck, is_capturing, is_check_time, next_check_time
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
 from .reads import PassReads
 
@@ -151,23 +159,6 @@ def make_rank_comparisons(root: Any) -> RankComparisons:
     return (ReplicaComparisons if widest_mesh(root.groups).size == 1 else RankComparisons)(root)
 
 
-def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
-    """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out."""
-    mesh = widest_mesh(root.groups)
-    return [
-        group
-        for group in root.groups
-        if group.params
-        and (group.mesh is mesh or group.mesh == mesh)
-        and group.settings.reduce_when is not ReduceWhen.ASKED
-    ]
-
-
-def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
-    """Returns the first of `groups_of_all_ranks`."""
-    return next(iter(groups_of_all_ranks(root)), None)
-
-
 class ForwardChecks(Observer):
     """Has the forward checks of a root check forwards of its groups.
 
@@ -219,7 +210,7 @@ class ForwardChecks(Observer):
         for check in checks:
             check.before_forward(group, is_first, is_thorough=is_debug or check.always)
         self._running[group] = checks
-        follow_if(True, self._root, self, "inputs_returned", "forward_ended")
+        self._root.events.follow_if(True, self, "inputs_returned", "forward_ended")
         # Had a check raised, the group would still be due.
         self._due.pop(group, None)
         self._follow_forwards()
@@ -241,7 +232,7 @@ class ForwardChecks(Observer):
     def _end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
         """Returns the checks of the group's forward, which is over."""
         checks = self._running.pop(group, [])
-        follow_if(bool(self._running), self._root, self, "inputs_returned", "forward_ended")
+        self._root.events.follow_if(bool(self._running), self, "inputs_returned", "forward_ended")
         return checks
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
@@ -258,33 +249,27 @@ class ForwardChecks(Observer):
         return [each for each in self._root.events.observers if isinstance(each, ForwardCheck)]
 
     def _follow_forwards(self) -> None:
-        follow_if(bool(self._due or self._always), self._root, self, "inputs_cast", "forward_began")
+        self._root.events.follow_if(bool(self._due or self._always), self, "inputs_cast", "forward_began")
 
     # ---- what the host reads
 
     def judge_at_end(self, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
         """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
         self._reads.add(numbers, judge)
-        follow_if(True, self._root, self, "pass_ended")
+        self._root.events.follow_if(True, self, "pass_ended")
 
     def pass_ended(self, root: Any) -> None:
-        follow_if(False, root, self, "pass_ended")
+        root.events.follow_if(False, self, "pass_ended")
         self._reads.judge()
 
     def pass_failed(self, root: Any) -> None:
-        follow_if(False, root, self, "pass_ended")
+        root.events.follow_if(False, self, "pass_ended")
         self._reads.drop()
 
 
 def judge_at_end(root: Any, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
     """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends that runs under `root`. It may raise."""
     root.events.of(ForwardChecks).judge_at_end(numbers, judge)
-
-
-def follow_if(wanted: bool, root: Any, observer: Observer, *names: str) -> None:
-    """Has `root` tell `observer` of the events `names` from now on if `wanted`, else no more."""
-    if wanted is (names[0] in observer.ignored):
-        (root.events.follow if wanted else root.events.ignore)(observer, *names)
 
 
 class WrittenParameters(Check):

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from ..engine.build import ParameterPlan, Plan
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
-from ..engine.events import strategies
 from ..engine.mesh import DataMesh
-from ..engine.module import FSDPModule
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import Slot, fqn
 from ..engine.policy import MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import names_below
-from ..engine.torch_names import Memory, memory_of, size_at_first
-from ..features.subclasses import (
+from ..engine.subclasses import (
     count_pre_arguments,
+    gathers_itself,
     missing_methods,
     no_methods,
     refuse_secondary_shards,
     rows_of_subclass,
 )
+from ..engine.torch_names import Memory, memory_of, size_at_first
+from ..module import public_methods
 from .arguments import Placements
 from .before_sharding import begin, facts_of
 
@@ -215,7 +215,7 @@ def _check_frequencies(each: ParameterPlan) -> None:
 def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
     """Checks a parameter that says itself how it is gathered: it is resharded as a whole, and gathered among all."""
     data = local_if_any(each.slots[0].get())
-    if strategies().gathers_itself(data):
+    if gathers_itself(data):
         if missing_methods(data):
             _check_can_cut(each, data)
         else:
@@ -251,20 +251,13 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
 
 def _check_names(root: nn.Module) -> None:
     """Refuses a module that has what the methods of its new class would hide."""
-    added = _public_names(strategies().module_class or FSDPModule)
+    added = public_methods()
     places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root), *map(vars, type(root).__mro__)]
     clash = sorted(set().union(*[place.keys() & added for place in places]))
     if clash:
         raise TypeError(
             f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
         )
-
-
-@lru_cache
-def _public_names(cls: type) -> frozenset[str]:
-    """Returns the names that fully_shard adds to a module, which gets the methods of `cls`."""
-    parts = [part for part in cls.__mro__ if part is not object]
-    return frozenset(name for part in parts for name in vars(part) if not name.startswith("_"))
 
 
 # ---- memory

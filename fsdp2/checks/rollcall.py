@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Comm, Purpose, Rows, Work
+from ..engine.comm import Comm, Purpose, Rows, Work, all_gather_now
 from ..engine.gloo import GATHERING, REDUCING, SUMMING
-from ..engine.rank_facts import all_gather_now
 from ..engine.torch_names import default_store, has_backend
 from .conversation import tell_out_of_step
 from .headers import TABLE, Header, digest_of, header_of, out_of_step, placed_header, text_of, without_sizes

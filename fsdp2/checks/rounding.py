@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison, connects, greatest
 from ..engine.compat import local_if_any
 from ..engine.mesh import DataMesh
-from .check_times import Comparison, ForwardCheck, RankCheck
-from .compare_ranks import ComparedNumbers, connects, greatest
+from .check_times import ForwardCheck, RankCheck
 from .observers import judge_at_end
 
 _SAMPLE = 4096

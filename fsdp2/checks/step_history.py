@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import sharded_owner, some_of
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import stepped_on_accumulation
-from .check_times import Comparison, RankCheck
-from .compare_ranks import ComparedNumbers
+from .check_times import RankCheck
 
 # The classes of options whose numbers can't change. A scheduler puts another object in their place.
 _UNCHANGING = frozenset({bool, float, int, str, tuple, NoneType})

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
-from .check_times import Comparison, RankCheck
-from .compare_ranks import ComparedNumbers, groups_by_mesh
+from .check_times import RankCheck
 from .headers import trainable_remark
-from .observers import follow_if
 
 _SAME_CODE = "Build and set up the model by the same code on all ranks"
 
@@ -89,10 +88,10 @@ class Structure(RankCheck):
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
         # Many groups may change at once: headers are told before the next collective.
-        follow_if(True, group.root, self, "before_gather", "before_reduce")
+        group.root.events.follow_if(True, self, "before_gather", "before_reduce")
 
     def before_gather(self, group: FSDPParamGroup) -> None:
-        follow_if(False, group.root, self, "before_gather", "before_reduce")
+        group.root.events.follow_if(False, self, "before_gather", "before_reduce")
         self._remark(group.root)
 
     def before_reduce(self, group: FSDPParamGroup) -> None:

@@ -21,6 +21,8 @@ from ..dtensor import optimizer_steps
 from ..engine.build import Plan
 from ..engine.events import Observer, extend
 from ..engine.owners import all_groups
+from ..engine.placeholders import UnsynchronizedGradients
+from ..features.running_stats import make_running_stats
 from .before_sharding import facts_of_call
 from .check_times import Check, ForwardCheck, RankCheck
 from .compared_buffers import Buffers
@@ -34,12 +36,10 @@ from .observers import ForwardChecks, MovedData, RankComparisons, WrittenParamet
 from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
-from .running_stats import make_running_stats
 from .step_history import OptimizersOnAccumulation, StepHistory, note_step
 from .structure import Structure
 from .unmanaged_parameters import UnmanagedParameters, note_plain
 from .unsharded_content import UnseenWrites
-from .unsynchronized import UnsynchronizedGradients
 
 
 class Row(NamedTuple):

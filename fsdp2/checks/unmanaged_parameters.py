@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.compat import graph_task
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -23,10 +24,8 @@ from ..engine.owners import all_groups, names_of_unsharded, sharded_owner, some_
 from ..engine.parameter import fqn
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import is_sharded_by_fsdp1
-from .check_times import Comparison, RankCheck
+from .check_times import RankCheck
 from .checksum import checksum, joint_checksum, read
-from .compare_ranks import ComparedNumbers
-from .observers import follow_if
 
 _MOST_GRADIENTS = 16
 
@@ -69,7 +68,7 @@ class UnmanagedParameters(RankCheck):
             each.ignore_gradients()
 
     def _follow_backwards(self, root: Any) -> None:
-        follow_if(any(each.is_open for each in self._plain.values()), root, self, "backward_ended")
+        root.events.follow_if(any(each.is_open for each in self._plain.values()), self, "backward_ended")
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         mesh = comparison.mesh

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine.events import Observer, strategies
+from ..engine.events import Observer
+from ..engine.write_notices import notices
 
 
 class UnnoticedWrites(Observer):
@@ -16,7 +17,7 @@ class UnnoticedWrites(Observer):
 
     def pass_ended(self, root: Any) -> None:
         self._unsettled = [(group, group.shard_versions()) for group in root.groups if group.transfers is not None]
-        strategies().before_next_write(self._compare)
+        notices.before_next_write(self._compare)
 
     def pass_began(self, root: Any) -> None:
         self._compare()

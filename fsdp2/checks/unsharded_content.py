@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..engine.buffers import GroupBuffers
 from ..engine.compat import PLAIN
 from ..engine.gather import view_bytes
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.inputs import HandedInputs
+from ..engine.memory import Memory
 from ..engine.parameter import FSDPParam
 from ..engine.state import FSDPState
 from ..engine.unsharded_versions import refuse_written
@@ -64,7 +64,7 @@ class UnshardedContent:
         return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
 
 
-def _words_of(buffers: GroupBuffers, every: int) -> list[Tensor]:
+def _words_of(buffers: Memory, every: int) -> list[Tensor]:
     """Returns every so many of the words in which each unsharded parameter lies, as int64."""
     whole = view_bytes(buffers.unsharded, 0, buffers.unsharded.numel() // 8, torch.int64)
     return [

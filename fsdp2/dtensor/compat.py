@@ -1,6 +1,6 @@
 """Collects the private names of DTensor that the fixes use, each with its reason, and functions built on them.
 
-Names that the core uses as well are in engine/compat.py.
+Names that the engine uses as well are in engine/compat.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..engine import compat
 from ..engine import torch_names as ext_compat
 from ..engine.compat import local_of, new_dtensor
-from ..engine.events import strategies
+from ..engine.events import extensions
 
 # True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
@@ -73,12 +73,12 @@ def allow_in_foreach(cls: type[DTensor]) -> None:
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Returns a DTensor of the class of sharded parameters, without a copy, a check or an autograd node."""
-    return new_dtensor(strategies().tensor_class, local, spec)
+    return new_dtensor(extensions().tensor_class, local, spec)
 
 
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Returns this rank's shard of a tensor that all ranks have, without communication."""
-    return ext_compat.cut(full, mesh, placements, strategies().tensor_class)
+    return ext_compat.cut(full, mesh, placements, extensions().tensor_class)
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..engine.compat import local_of, new_dtensor, set_local
 from ..engine.nested import map_tensors, tensors_in
+from ..engine.write_notices import notices
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     cut,
@@ -26,7 +27,6 @@ from .compat import (
 )
 from .local_copies import LocalCopy, address_of, version_of
 from .sharded_dtensor import ShardedDTensor, handle_operations, handler_of
-from .write_notices import notices
 
 View = Callable[[Tensor], Tensor]
 

@@ -1,25 +1,26 @@
 """Puts the fixes of table.py in force, and switches them.
 
-`install` connects this folder to the core. Nothing of torch is changed before the first module is sharded.
+`install` connects this folder to the engine. Nothing of torch is changed before the first module is sharded.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.events import Observer, extend
 from ..engine.group import FSDPParamGroup
 from ..engine.once import once
 from ..engine.torch_names import keep_out_of_graphs
+from ..engine.write_notices import notices
 from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData
 from .optimizer_steps import ShardingCalls
-from .sharded_dtensor import ShardedDTensor, forget_replacements
+from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
 from .table import FIXES, NAMES, Fix
-from .write_notices import notices
 
 
 class Fixes(Observer):
@@ -29,6 +30,8 @@ class Fixes(Observer):
         correct_torch()
         for group in root.new_groups:
             self.rebuilt(group)
+            if any(param.leaf_class is not nn.Parameter for param in group.params):
+                look_up_in_user_classes()
 
     def rebuilt(self, group: FSDPParamGroup) -> None:
         for param in group.params:
@@ -36,13 +39,12 @@ class Fixes(Observer):
 
 
 def install() -> None:
-    """Makes the core use ShardedDTensor for sharded parameters, and adds the observers of this folder. It is called
+    """Makes the engine use ShardedDTensor for sharded parameters, and adds the observers of this folder. It is called
     once, before any module is sharded.
     """
     _use_class(ShardedDTensor)
     extend(
         observers=(lambda root: Fixes(), lambda root: AssignedData(), lambda root: ShardingCalls()),
-        before_next_write=notices.before_next_write,
     )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..checks.entry_points import REPLACE_BEFORE
 from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of
 from ..engine.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
+from ..engine.replacements import REPLACE_BEFORE
 from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .crossings import owner_of
 from .foreach_operations import overloads

@@ -23,6 +23,7 @@ from ..engine.compat import local_of, new_dtensor, no_torch_function
 from ..engine.once import once
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
+from ..engine.write_notices import notices
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
     explain_plans,
@@ -33,7 +34,6 @@ from .compat import (
     spec_of,
     written_by,
 )
-from .write_notices import notices
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Explainer = Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]

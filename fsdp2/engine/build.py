@@ -1,12 +1,10 @@
-"""Implements fully_shard() and replicate(): they collect the parameters of modules, shard them, and attach hooks."""
+"""Does what fully_shard() and replicate() do: collects the parameters of modules, shards them, and attaches hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,15 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .compat import backend_name, untraced
-from .events import strategies
+from .compat import backend_name
+from .events import extensions
 from .group import FSDPParamGroup
-from .mesh import DataMesh, Distribution, data_mesh, distribute, replicated_data_mesh
-from .module import FSDPModule
+from .mesh import DataMesh, Distribution, data_mesh
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
 from .root import Root
-from .state import STATE, FSDPState, modules_below, names_below, run_forward, state_of, states_among
+from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
+from .tensor_parallel import distribute
 from .user_code import hides_modes
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -75,30 +73,13 @@ class Plan:
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
-def fully_shard(module: Modules, *, mesh: DeviceMesh | DataMesh, **arguments: Any) -> Modules:
-    """Shards the parameters of `module` over the ranks of `mesh`, in place, and returns `module`.
-
-    `arguments` are further fields of Arguments. `fsdp2.fully_shard` names and describes them; it adds checks, and
-    arguments of extensions. Every rank of the mesh must call it.
-    """
-    return apply(module, Arguments(mesh, **arguments))
-
-
-def replicate(module: Modules, *, mesh: DeviceMesh, **arguments: Any) -> Modules:
-    """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP.
-
-    `arguments` are further fields of Arguments, see `fsdp2.replicate`. Every rank of the mesh must call it.
-    """
-    return apply(module, Arguments(replicated_data_mesh(mesh), **arguments))
-
-
 @hides_modes
-def apply(module: Modules, given: Arguments) -> Modules:
-    """Does what `fully_shard` and `replicate` do."""
+def apply(module: Modules, given: Arguments, make_class: Callable[[type], type]) -> Modules:
+    """Does what `fully_shard` and `replicate` do. `make_class`: returns the class that a module of a class gets."""
     plan = _plan(module, given)
-    for check in strategies().plan:
+    for check in extensions().plan:
         check(plan)
-    classes = [sharded_class(type(root)) for root in plan.roots]
+    classes = [make_class(type(root)) for root in plan.roots]
     _check_backends(plan)
     with _forgotten_if_it_fails(plan) as states:
         # From here on nothing is refused.
@@ -146,7 +127,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
                 param.names = own
         for state in states:
             for group in state.groups:
-                group.root = None
+                group.root = None  # type: ignore[assignment]
         for module, cls in zip(plan.roots, classes, strict=True):
             module.__dict__.pop(STATE, None)
             module.__class__ = cls
@@ -206,9 +187,7 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
             if isinstance(placement, tuple):  # also a mesh of its own
                 placement, mesh = placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
-        distribution = (distribute if type(parameter) is nn.Parameter else strategies().distribute)(
-            parameter, mesh, dim
-        )
+        distribution = distribute(parameter, mesh, dim)
         return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
@@ -257,15 +236,8 @@ def _make_groups(
             params = [
                 FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
             ]
-        choice, restore_among = given.reshard_after_forward, strategies().restore_among
-        reshard = choice if choice is None or isinstance(choice, bool) else choice != 1
-        settings = GroupSettings(policy, reshard_after_forward=reshard, pin_memory=pin, extras=given.extras)
-        cls = strategies().group_class(mesh.device, FSDPParamGroup)
-        groups.append(cls(modules, params, mesh, settings))
-        if choice is not None and reshard is not choice and 1 < choice < mesh.size:
-            if restore_among is None:
-                raise NotImplementedError("reshard_after_forward: the core alone takes a bool or None")
-            restore_among(groups[-1], choice)
+        settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
+        groups.append(FSDPParamGroup(modules, params, mesh, settings))
     return groups
 
 
@@ -275,30 +247,3 @@ def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.de
     if not hasattr(policy, "pin_memory") or device == cpu:
         return device, False
     return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()
-
-
-# ---- the class of sharded modules
-
-_lock = RLock()  # ranks may be threads of one process, and a class must be made once
-
-
-def sharded_class(cls: type) -> type:
-    """Returns the class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
-
-    FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
-    layouts of their own); what overrides nn.Module therefore stands in the new class itself.
-    """
-    with _lock:
-        return _sharded_class(cls)
-
-
-@cache
-def _sharded_class(cls: Any) -> Any:
-    @untraced
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
-
-    body = {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    for attributes in strategies().class_attributes:
-        body.update(attributes(cls))
-    return type(cls)(f"FSDP{cls.__name__}", (cls, strategies().module_class or FSDPModule), body)

@@ -20,8 +20,8 @@ from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
 from .compat import backend_name
 from .events import Observer
 from .gloo import PairwiseComm
-from .post_forward import subgroup
 from .streams import exist_on
+from .subgroups import subgroup
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
@@ -37,7 +37,7 @@ RANKS_OF_A_MACHINE = 8
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group: the strategy for the core.
+    """Returns the Comm for a process group.
 
     Over gloo its collectives carry their names, and at the debug level ranks compare what they are about to do.
     """

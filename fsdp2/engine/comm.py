@@ -3,7 +3,7 @@
 A `Comm` moves bytes between the ranks of one process group and returns at once; whoever needs the bytes waits on the
 `Work` that it returns. Every method is a collective: all ranks of the group must call it, in the same order, with
 tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. This is the only
-file of the core that calls a collective.
+file of the engine that calls a collective.
 """
 
 from __future__ import annotations
@@ -288,3 +288,19 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
         )
     coalesces = name in _COALESCING or (name not in ("", "gloo") and compat.coalesces(group, device))
     return CoalescedComm(group, purpose) if coalesces else AnyComm(group, purpose)
+
+
+def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
+    """Returns `own` of each rank of `comm`, in rank order. All of these must call it, with as many bytes."""
+    if comm.size == 1:
+        return [bytes(own)]
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    of_all = mine.new_empty(comm.size, mine.numel())
+    comm.all_gather([of_all.view(-1)], [mine]).wait()
+    return [_bytes(each) for each in of_all]
+
+
+def _bytes(row: Tensor) -> bytes:
+    data = bytearray(row.numel())  # numpy, which could do that, need not be there
+    torch.frombuffer(data, dtype=torch.uint8).copy_(row)
+    return bytes(data)

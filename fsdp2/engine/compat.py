@@ -1,4 +1,4 @@
-"""Collects the private names of torch that the core uses, each with the reason why no public name will do."""
+"""Collects the private names of torch that the engine uses, each with the reason why no public name will do."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns 'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's only, a group may have several.
 
     Returns '' for a group written in Python that has no backend, or has gloo: messages between pairs of ranks, which
-    the core sends over gloo, would bypass the collectives that such a group has of its own.
+    the engine sends over gloo, would bypass the collectives that such a group has of its own.
 
     Raises:
         RuntimeError: any other group that has no backend for `device`.

@@ -7,24 +7,16 @@ recorded, Root finds out when backward begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from .events import Observer
 from .once import once
 from .owners import all_groups
-from .root import refuse_compiled_backward
 from .torch_names import before_backward_is_recorded
 
 
-class CompiledBackwards(Observer):
-    """Watches compiled autograd once the first module is sharded."""
-
-    def attached(self, root: Any) -> None:
-        _watch()
-
-
 @once
-def _watch() -> None:
+def watch_compiled_backwards() -> None:
+    """Watches compiled autograd from the first root on."""
     before_backward_is_recorded(_check)
 
 
@@ -34,3 +26,15 @@ def _check(leaves: Sequence[Any]) -> None:
         for param in group.params:
             if id(param.unsharded) in identities:
                 refuse_compiled_backward(group, param.name)
+
+
+def refuse_compiled_backward(group: Any, name: str) -> NoReturn:
+    """Raises NotImplementedError: compiled autograd calls hooks, but not what is queued for the end of a backward.
+
+    `group`: one that the backward reaches. `name`: the FQN of a parameter.
+    """
+    raise NotImplementedError(
+        f"{group}: compiled autograd runs this backward, and would reduce no gradients ({name}, ...). Compile the "
+        "model alone, torch.compile(model), and call backward outside of compiled functions, without "
+        "torch._dynamo.config.compiled_autograd."
+    )

@@ -1,8 +1,7 @@
-"""Joins the rest of the package to the core: by events that observers follow, and by strategies, which are values.
+"""Tells observers of events: how the rest of the package, and users, follow what the engine does.
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
-are overridden. A *strategy* is a value that replaces a decision of the core: how ranks communicate, which class sharded
-parameters have. `extend` adds both for the whole process, before modules are sharded. fsdp2/README.md shows an example.
+are overridden. `extend` adds observers for the whole process, before modules are sharded. fsdp2/README.md shows one.
 """
 
 from __future__ import annotations
@@ -15,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from .comm import Comm, make_comm
-from .mesh import distribute
-from .user_code import map_tensors, tensors_in
 
 
 class Observer:
@@ -108,7 +103,8 @@ class Observer:
         """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
 
     def gradients_delivered(self, group: Any, params: Sequence[Any], of_pass: object) -> None:
-        """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (strategy `deliver`)."""
+        """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (offloaded parameters
+        that an optimizer steps on in backward)."""
 
     def gradients_computed(self, root: Any) -> None:
         """Backward, or `reduce_unsynchronized`, has begun its reductions; all-reduces between replicas may follow."""
@@ -138,6 +134,18 @@ class Observer:
 
     def loaded(self, group: Any) -> None:
         """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
+
+    def given_memory(self, group: Any, params: Sequence[Any], buffers: Sequence[Tensor], are_empty: bool) -> None:
+        """Parameters of the group, and buffers below its modules, that were on the meta device have memory now.
+
+        `are_empty`: `to_empty` gave it to them, without values.
+        """
+
+    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+        """A call of a module of `state` has raised. An observer may raise a better error.
+
+        `name`: the method; None: it is not known. `inputs`: (args, kwargs), as the caller has given them, or None.
+        """
 
     def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
@@ -180,6 +188,11 @@ class Events:
         observer.ignored = observer.ignored.union(names)
         vars(self).update(vars(Events(self.observers)))
 
+    def follow_if(self, wanted: bool, observer: Observer, *names: str) -> None:
+        """Tells `observer` of the events `names` from now on if `wanted`, else no more."""
+        if wanted is (names[0] in observer.ignored):
+            (self.follow if wanted else self.ignore)(observer, *names)
+
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
         return self._of_class.get(cls)
@@ -189,69 +202,38 @@ NO_EVENTS = Events()
 
 
 @dataclass(frozen=True)
-class Strategies:
-    """Holds decisions of the core that the rest of the package replaces.
+class Extensions:
+    """Holds what other folders, and users, add to the engine for the whole process.
 
     Args:
         observers: called with each new root; each returns an observer, or None.
-        make_comm: (process group or None, device, purpose) -> Comm.
-        tensor_class: class of sharded parameters and of their gradients.
-        class_attributes: called with a module's class; what they return is added to its sharded class.
-        make_buffers: (layout, rank, device, transfers, **options) -> a group's buffers; None: GroupBuffers.
-        restore_among: (group, k) gives a group a post-forward mesh of k neighbours (reshard_after_forward=k).
-        group_class: (device, FSDPParamGroup) -> class of groups on that device.
-        distribute: (parameter, mesh, dim) -> Distribution of a tensor subclass, a DTensor for example.
-        rows_of_subclass: (tensor, dim, DataMesh, device) -> this rank's rows of a subclass; None: as of others.
-        gathers_itself: (local tensor) -> True if it has fsdp_pre_all_gather and fsdp_post_all_gather.
-        gather_extension: (params, GroupParameters, policy) -> what gathers these, see features/subclasses.py.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
-        module_class: class that sharded modules get besides their own; None: core.FSDPModule.
-        make_prefetcher: (root) -> Prefetcher.
-        before_next_write: calls a bound method before the next write to a shard; now, if writes are not seen.
-        deliver: (gradients, pending, of_pass) -> a future, if another thread delivers offloaded gradients.
-        find_replacements: (group, accept_whole, may_be_untied) -> [(param, what a user has registered for it)].
-        tensors_in: (*values) -> all tensors in the inputs or outputs of a module.
-        map_tensors: (value, change, everywhere, copied, known) -> the changed value. `everywhere`: in plain objects,
-            too; `copied`: receives (container, copy); `known`: what stands for containers, by their identities.
+        class_attributes: called with a module's class; what they return is added to its sharded class.
+        tensor_class: class of sharded parameters and of their gradients.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
-    make_comm: Callable[..., Comm] = make_comm
-    tensor_class: type[DTensor] = DTensor
-    class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
-    make_buffers: Callable[..., Any] | None = None
-    restore_among: Callable[[Any, int], None] | None = None
-    group_class: Callable[[torch.device, Any], Any] = lambda device, usual: usual
-    distribute: Callable[..., Any] = distribute
-    rows_of_subclass: Callable[..., Tensor] | None = None
-    gathers_itself: Callable[[Tensor], bool] = lambda local: False
-    gather_extension: Callable[..., Any] | None = None
     plan: tuple[Callable[[Any], None], ...] = ()
-    module_class: type | None = None
-    make_prefetcher: Callable[[Any], Any] | None = None
-    before_next_write: Callable[[Callable[[], object]], object] = lambda action: action()
-    deliver: Callable[..., Any] = lambda gradients, pending, of_pass: None
-    find_replacements: Callable[..., Any] | None = None
-    tensors_in: Callable[..., list[Tensor]] = tensors_in
-    map_tensors: Callable[..., Any] = map_tensors
+    class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
+    tensor_class: type[DTensor] = DTensor
 
 
 class _Current:
-    strategies = Strategies()
+    extensions = Extensions()
 
 
-def strategies() -> Strategies:
-    """Returns the current strategies."""
-    return _Current.strategies
+def extensions() -> Extensions:
+    """Returns what has been added so far."""
+    return _Current.extensions
 
 
 def extend(**changes: Any) -> None:
-    """Changes the strategies of this process. A tuple is added to the present one; other values replace it.
+    """Adds to the fields of Extensions. A tuple is added to the present one; another class replaces the present one.
 
     Call it before the first `fully_shard`: some are read at each use, others once for a module, a root or a class.
     """
-    now = _Current.strategies
+    now = _Current.extensions
     joined: dict[str, Any] = {
         n: (*getattr(now, n), *each) if isinstance(each, tuple) else each for n, each in changes.items()
     }
-    _Current.strategies = replace(now, **joined)
+    _Current.extensions = replace(now, **joined)

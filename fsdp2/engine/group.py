@@ -1,43 +1,433 @@
-"""Unshards and reshards a group at each step of forward and backward, and reduces the gradients that are left."""
+"""Takes a group of parameters through a step: unshards and reshards it, and reduces the gradients that are left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from . import compat
+from .collectives import make_comm
+from .comm import Comm, Purpose
 from .compat import num_dispatch_modes, num_function_modes, runs_transform
+from .events import NO_EVENTS, Events
+from .gradients import GroupGradients
+from .group_parameters import GroupParameters
+from .home_streams import GroupStreams
+from .memory import PendingGather
 from .mesh import DataMesh
-from .param_group import ParamGroup
-from .parameter import FSDPParam
-from .policy import COPIED, GATHERED, GATHERING, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .parameter import FSDPParam, fqn
+from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .reduce import Reduction
+from .replacements import find_replacements
+from .streams import exist_on, make_transfers
+from .subgroups import subgroup
 from .user_code import are_in_force, outside, run_hidden
 
-__all__ = ["COPIED", "GATHERED", "GATHERING", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
+if TYPE_CHECKING:
+    from .root import BackwardPass, Root
+    from .schedule import ReductionQueue
+    from .state import FSDPState
+
+__all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
 
 
-class FSDPParamGroup(ParamGroup):
-    """Adds to ParamGroup the steps of forward and backward, which hooks (state.py, autograd.py) and Root call.
-
-    `state`: the FSDPState of the modules that it belongs to. `versions`: version counters of the shards when they were
-    last gathered for a forward, or when backward last reached the group; SavedTensors compares saved weights with them.
-    `reached_by`: the BackwardPass that has reached the group, until it reshards; else None. `needs_no_input_hooks`: the
-    last backward resharded the group as soon as all gradients had been counted.
+class Comms(NamedTuple):
+    """Holds the Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
+    parameters after forward (`reshard_after_forward=k`).
     """
 
-    state: Any
+    gathers: Comm
+    reduces: Comm
+    replicas: Comm | None = None
+    post_forward: Comm | None = None
+
+
+class FSDPParamGroup:
+    """Unshards and reshards, as one, the parameters that one `fully_shard` call shards together on one mesh.
+
+    Hooks (state.py, autograd.py) and Root call its steps. What each attribute says:
+
+    `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
+    `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
+    `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
+        have the sharded ones, even if the unsharded ones' data is there.
+    `gathered_at`: versions of the shards that were gathered last, or None where that was for a backward, between which
+        and its forward users may not change parameters.
+    `versions`: version counters of the shards when they were last gathered for a forward, or when backward last reached
+        the group; SavedTensors compares saved weights with them.
+    `reached_by`: the BackwardPass that has reached the group, until it reshards; else None.
+    `needs_no_input_hooks`: the last backward resharded the group as soon as all gradients had been counted.
+    `streams`: orders the streams that use the group's memory; None where the device has none.
+    `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
+    """
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
     ) -> None:
-        super().__init__(modules, params, mesh, settings)
+        self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
+        self.state: FSDPState
+        # Typed as if there always were one: nothing runs without.
+        self.root: Root = None  # type: ignore[assignment]
+        self.queue: ReductionQueue = None  # type: ignore[assignment]
+        self.name = type(modules[0]).__name__
+        self.purpose = Purpose(self.name)
+        self.phase = SHARDED
+        self._pending: PendingGather | None = None
+        self.hold = Hold.NOTHING
+        self.gathered_at: tuple[int, ...] | None = None
         self.versions: tuple[int, ...] = ()
-        self.reached_by: object = None
+        self.reached_by: BackwardPass | None = None
         self.needs_no_input_hooks = not params
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
         self.backward_hooks: list[dict[int, Any]] = []
+        # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
+        self.placeholders: set[int] = set()
+        self.events: Events = NO_EVENTS
+        storage_device = params[0].storage_device if params else mesh.device
+        offloads = storage_device != mesh.device
+        self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
+        self.streams = GroupStreams(mesh.device) if exist_on(mesh.device) else None
+        self.comms = self.usual_comms = self._make_comms()
+        self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
+        self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
+        self.parameters.neighbours = self.comms.post_forward
+        self.registration = self.parameters.registration
+        self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
+
+    def __repr__(self) -> str:
+        return self.purpose.label
+
+    def _become(self, phase: Phase) -> None:
+        """Changes the phase.
+
+        Raises:
+            RuntimeError: that one can't follow the present one.
+        """
+        if phase not in self.phase.may_become:
+            raise RuntimeError(f"{self}: {self.phase.name} cannot become {phase.name}")
+        self.phase = phase
+
+    # ---- settings
+
+    @property
+    def frees_viewed_storage(self) -> bool:
+        """True if memory is freed although there are views of it: the user wants that, or graphs have them as a rule,
+        because no hook sees what autograd saves.
+        """
+        root = self.root
+        return self.settings.free_viewed_storage or (
+            root is not None and (root.saves_unseen or not root.settings.saved_tensor_hooks)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in compute dtypes, padding included."""
+        return self.parameters.nbytes
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if the unsharded parameters' data is there."""
+        return self.phase in (GATHERED, UNSHARDED)
+
+    @property
+    def is_resting(self) -> bool:
+        """True if nothing is gathered: a gather would begin from the shards, or from secondary ones."""
+        return self.phase in (SHARDED, SECONDARY)
+
+    def rename(self, names: Mapping[nn.Module, str]) -> None:
+        """Names the group and its parameters after the FQNs of their modules."""
+        for param in self.params:
+            for i, slot in enumerate(param.slots):
+                prefix = names.get(slot.module)
+                if prefix is not None:
+                    param.names[i] = fqn(prefix, slot.name)
+        self.name = self.purpose.name = self.purpose.label = names.get(self.modules[0], "") or "root"
+        if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
+            self.purpose.label = f'{type(self.modules[0]).__name__} "{self.name}"'
+
+    def set(self, **changes: Any) -> None:
+        """Changes settings of the group, between steps."""
+        before, self.settings = self.settings, replace(self.settings, **changes)
+        self.gradients.use(self._reduction())
+        self.parameters.use(self.settings)
+        if self.settings.restored_among != before.restored_among:
+            self.use_comms(self.comms._replace(post_forward=self._neighbours()))
+        if self.settings.keep_storage != before.keep_storage and self.is_resting:
+            self.reshard()
+        self.note_change()
+        for notify in self.events.settings_changed:
+            notify(self)
+
+    def note_change(self) -> None:
+        """Notes that settings or trainable parameters may have changed."""
+        if self.root is not None:
+            self.root.changed.add(self)
+
+    def use_comms(self, comms: Comms) -> None:
+        """Communicates in that way from now on. Every rank must call it, between steps."""
+        before, self.comms = self.comms, comms
+        self.gradients.use(self._reduction())
+        sizes = [(each.gathers.direct_min_bytes, each.reduces.direct_min_bytes) for each in (before, comms)]
+        if sizes[0] != sizes[1] or comms.post_forward is not before.post_forward:
+            self.parameters.neighbours = comms.post_forward
+            self.reshard()
+            self.parameters.build(self.settings, comms.gathers.direct_min_bytes)
+
+    def _make_comms(self) -> Comms:
+        shards, replicas = (
+            make_comm(group, self.mesh.device, self.purpose)
+            for group in (self.mesh.shard_group, self.mesh.replicate_group)
+        )
+        has_replicas = self.mesh.replicas_may_grow or replicas.size > 1
+        return Comms(shards, shards, replicas if has_replicas else None, self._neighbours())
+
+    def _neighbours(self) -> Comm | None:
+        """Returns the Comm of those neighbouring ranks that restore the parameters after forward, if any do."""
+        count, group = self.settings.restored_among, self.mesh.shard_group
+        if count is None or group is None or count >= self.mesh.size:
+            return None
+        return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
+
+    def _reduction(self) -> Reduction:
+        comms, now = self.comms, self.settings
+        how = now.divide_factor, now.all_reduce, now.reduce_hook
+        return Reduction(comms.reduces, comms.replicas, *how, self.transfers)
+
+    # ---- sharded -> unsharded -> sharded
+
+    def start_unshard(self, for_backward: bool = False, ahead: bool = True, again: bool = False) -> None:
+        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order.
+
+        `ahead`: of the modules that need it, which may run on another stream. `again`: also if it is done.
+        """
+        if self.phase is not SHARDED and self.phase is not SECONDARY and not again:
+            return
+        streams = self.streams
+        if streams is not None and streams.choose_home(ahead, self._holds_memory):
+            with streams.at_home(joins=False):
+                return self.start_unshard(for_backward, again=again)
+        if self.parameters.buffers is None:
+            self._notice_changes()
+        for notify in self.events.shards_needed:
+            notify(self)
+        for notify in self.events.before_gather:
+            notify(self)
+        buffers, extension = self.parameters.buffers, self.parameters.extension
+        assert buffers is not None, "shards are on the device"
+        stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
+        self.gathered_at = self.registration.versions() if stays or not for_backward else None
+        try:
+            more = extension.start(self.comms.gathers) if extension is not None else ()
+            if self.phase is SECONDARY:
+                self._pending = buffers.restore()
+            else:
+                self._pending = buffers.start_gather(self.comms.gathers, *more)
+            self._become(GATHERING)
+        except RuntimeError as error:  # out of memory, for example
+            self._locate(error)
+            raise
+
+    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
+        """Makes the unsharded parameters of what the sharded ones are now, unless they are there, and registers them.
+
+        Gathers, or finishes the gather in flight. `for_backward`: users may not have changed parameters since forward.
+        """
+        if not for_backward and self.phase is not UNSHARDED:
+            self._notice_changes()
+        if self.phase is SHARDED or self.phase is SECONDARY:
+            self.start_unshard(for_backward, ahead=False)
+        if self.phase is GATHERING:
+            self._finish_gather()
+        for notify in self.events.unsharded:
+            notify(self)
+        if registers:
+            self.register()
+        if self.streams is not None:
+            self.streams.use()
+
+    def _finish_gather(self) -> None:
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home(joins=False):
+                return self._finish_gather()
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a gather is in flight"
+        try:
+            pending.finish()
+        except BaseException as error:
+            self._become(SHARDED)
+            if isinstance(error, RuntimeError):  # a peer is gone, for example
+                self._locate(error)
+            raise
+        self._become(GATHERED)
+        self.parameters.readability.allow(True)
+        if self.parameters.extension is not None and self.parameters.extension.finish():
+            self.parameters.follow()
+        for notify in self.events.gathered:
+            notify(self)
+
+    def unshard_again(self) -> None:
+        """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
+        if self.streams is not None and self.streams.are_apart():
+            with self.streams.at_home():
+                return self.unshard_again()
+        self.unshard(for_backward=True, registers=False)
+        was_registered = self.phase is UNSHARDED
+        if was_registered:  # modules keep the unsharded parameters, unless it fails
+            self._become(GATHERED)
+        try:
+            self.start_unshard(for_backward=True, ahead=False, again=True)
+            self.unshard(for_backward=True, registers=False)
+        except BaseException:
+            self.registration.register(unsharded=False)
+            raise
+        if was_registered:
+            self._become(UNSHARDED)
+
+    def register(self) -> None:
+        """Registers the unsharded parameters, whose data is there."""
+        if self.phase is GATHERED:
+            self._become(UNSHARDED)
+            self.registration.register(unsharded=True)
+
+    def unregister(self) -> None:
+        """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
+        if self.phase is UNSHARDED:
+            self._become(GATHERED)
+            self.registration.register(unsharded=False)
+
+    def reshard(self, free: bool = True, keeps_secondary: bool = False) -> None:
+        """Registers the sharded parameters, and frees the unsharded ones' data, or leaves it until a pass ends if
+        something has a view of it.
+
+        `free=False` leaves the bytes where they are, for a graph that reads them unnoticed. `keeps_secondary`: keeps
+        this rank's secondary shards of what is unsharded; else there are none afterwards.
+        """
+        if self.phase is COPIED:
+            return
+        streams = self.streams
+        if streams is not None and (self.phase is not SHARDED or self._holds_memory()) and streams.are_apart():
+            with streams.at_home():
+                return self.reshard(free, keeps_secondary)
+        self.unregister()
+        pending, self._pending, buffers = self._pending, None, self.parameters.buffers
+        if keeps_secondary:
+            assert buffers is not None, "a forward has just used it"
+            buffers.keep_secondary()
+            self._become(SECONDARY)
+        elif self.phase is not SHARDED:
+            self._become(SHARDED)
+        if pending is not None:
+            pending.abandon()
+        if buffers is None:
+            return
+        if buffers.secondary is not None and not keeps_secondary:
+            buffers.secondary.drop()
+        if not free:
+            return
+        for notify in self.events.before_free:
+            notify(self)
+        if self.parameters.readability.are_readable:
+            self.parameters.readability.allow(False)
+        if not buffers.free():
+            if self.frees_viewed_storage:
+                buffers.free(although_viewed=True)
+            elif self.root is not None:
+                self.root.viewed.add(self)
+        if self.parameters.extension is not None and not buffers.keeps_storage:
+            self.parameters.extension.free()
+
+    def free_if_resharded(self) -> bool:
+        """Frees memory of unsharded parameters that `reshard` had to leave, and no secondary shards. Returns False if
+        something still uses it.
+        """
+        if self.parameters.buffers is None or not self.is_resting:
+            return True
+        self.parameters.readability.allow(False)
+        return self.parameters.buffers.free()
+
+    def _holds_memory(self) -> bool:
+        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
+        buffers = self.parameters.buffers
+        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
+
+    def begin_copies(self) -> None:
+        """Notes that modules are about to get copies of the parameters, unless they have some."""
+        self.reshard()
+        if self.phase is not COPIED:
+            self._become(COPIED)
+
+    def end_copies(self) -> None:
+        """Notes that modules have the sharded parameters again."""
+        if self.phase is COPIED:
+            self._become(SHARDED)
+
+    def _locate(self, error: RuntimeError) -> None:
+        """Says in the message which group it was: neither allocators nor process groups know."""
+        self.purpose.locate(error, f"gathering {self}, {self.nbytes} bytes")
+
+    # ---- what users do to parameters
+
+    def shard_versions(self) -> tuple[int, ...]:
+        """Returns the versions of the sharded parameters, see Registration."""
+        for notify in self.events.shards_needed:
+            notify(self)
+        return self.registration.versions()
+
+    def adopt_replacements(
+        self, accept_whole: bool = False, may_be_meta: bool = True, may_be_untied: bool = False
+    ) -> bool:
+        """Takes what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
+
+        Returns True if there was any. `accept_whole`: also plain tensors of whole parameters. `may_be_meta`: parameters
+        may be on the meta device. `may_be_untied`: tied parameters may be several objects for a while.
+        """
+        if self.phase is COPIED:
+            return False
+        self.reshard()
+        return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
+
+    def _notice_changes(
+        self, accept_whole: bool = False, may_be_meta: bool = False, may_be_untied: bool = False
+    ) -> bool:
+        """Follows what a user did to the parameters, and drops what was gathered before that. Returns True if some were
+        replaced.
+        """
+        if self.phase is COPIED:
+            raise RuntimeError(
+                f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
+                "runs. Leave that block first."
+            )
+        if self.shard_versions() != self.gathered_at:
+            self.reshard()  # also secondary shards
+        parameters = self.parameters
+        are_replaced = parameters.buffers is None or self.registration.is_replaced()
+        if are_replaced:
+            self.reshard()
+            found = find_replacements(self, accept_whole, may_be_untied)
+            for notify in self.events.before_replace:
+                notify(self, found)
+            parameters.take(found)
+        elif parameters.trainable != self.registration.trainable():
+            parameters.follow_requires_grad()
+        if parameters.buffers is None and not may_be_meta:
+            expected = parameters.storage_device
+            names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
+            raise RuntimeError(
+                f"expected parameters on {expected}, got {', '.join(names)}. Materialise the model "
+                f"before its first forward: model.to_empty(device={expected.type!r}), then initialise or load."
+            )
+        return are_replaced
+
+    def is_up_to_date(self) -> bool:
+        """Returns True if no parameter has changed, was replaced, frozen or unfrozen since the group was gathered."""
+        is_replaced = self.phase is not UNSHARDED and self.registration.is_replaced()
+        is_changed = self.shard_versions() != self.gathered_at
+        return not (is_replaced or is_changed or self.registration.trainable() != self.parameters.trainable)
 
     # ---- use
 
@@ -58,6 +448,8 @@ class FSDPParamGroup(ParamGroup):
         """Calls `pre_backward` unless backward has reached the group: a saved weight is about to be unpacked."""
         if self.reached_by is None:
             self.pre_backward()
+        elif self.streams is not None:
+            self.streams.use()
 
     def pre_backward(self, recomputes: bool = False) -> None:
         """Unshards when backward reaches the group, needs a weight of it, or runs its forward again (checkpointing)."""
@@ -65,17 +457,22 @@ class FSDPParamGroup(ParamGroup):
             with outside():
                 return self.pre_backward(recomputes)
         root = self.root
-        root.enter_backward(recomputes)
+        if root.backward is None or torch.is_grad_enabled():
+            root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
             if root.settings.saved_tensor_hooks:
-                now = self.shard_versions()
+                for notify in self.events.shards_needed:
+                    notify(self)
+                now = self.registration.versions()
                 if now != self.versions:
                     self.versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
             for ahead in root.prefetcher.in_backward(self):
                 ahead.start_unshard(for_backward=True)
+        if self.streams is not None:
+            self.streams.use()
 
     def first_gradient(self) -> None:
         """Begins the backward pass of the root, unless it has begun: the first gradient of a bucket has arrived."""
@@ -94,7 +491,9 @@ class FSDPParamGroup(ParamGroup):
         """
         # Frozen weights may be needed after the last gradient of the others, and parameters by other checkpointed
         # regions (reentrant checkpointing runs a backward inside the one that began).
-        if all(self.parameters.trainable) and self.root.backward.task == compat.graph_task():
+        backward = self.root.backward
+        assert backward is not None, "a gradient has arrived"
+        if all(self.parameters.trainable) and backward.task == compat.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self.backward_hooks or self._find_backward_hooks())
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused)
@@ -120,7 +519,7 @@ class FSDPParamGroup(ParamGroup):
         function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then: nothing
         would gather for such a reader. Ranks communicate as ever, since others may have left none.
         """
-        choice = self.settings.reshard_after_forward
+        choice = self.settings.frees_after_forward
         if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
             if self.hold is not Hold.USER:
                 self.hold = Hold.NEXT_PASS
@@ -143,7 +542,7 @@ class FSDPParamGroup(ParamGroup):
         frees = self.root.frees_memory and not is_kept
         if backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
             self.hold = Hold.BACKWARD
-            self.shrink(frees)
+            self.reshard(frees, keeps_secondary=True)
         else:
             self.hold = Hold.NOTHING
             self.reshard(frees)

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from . import compat
-from .buffers import GroupBuffers
+from .comm import Comm
 from .compat import local_of, requires_grad_of, version_of
-from .events import strategies
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
+from .memory import Memory
 from .mesh import DataMesh
+from .owners import note_shards
 from .parameter import FSDPParam
 from .policy import GroupSettings
+from .subclasses import SubclassGather
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
@@ -143,8 +144,8 @@ class GroupParameters:
         self.params, self._gradients, self.mesh = params, gradients, mesh
         self.storage_device, self._transfers = device, transfers
         self.registration = Registration()
-        self.buffers: GroupBuffers | None = None
-        self.extension: Any = None  # see SubclassGather in features/subclasses.py
+        self.buffers: Memory | None = None
+        self.extension: SubclassGather | None = None
         self.specs: tuple[ParamSpec, ...] = ()
         self.unsharded: list[nn.Parameter] = []
         self.trainable: list[bool] = []
@@ -169,8 +170,8 @@ class GroupParameters:
         # From how many bytes on a parameter is gathered on its own.
         self._direct_min_bytes = 0
         self._settings = GroupSettings()
-        # What `make_buffers` of the strategies is given besides.
-        self.buffer_options: dict[str, Any] = {}
+        # The ranks that restore the parameters after forward from secondary shards, this one included.
+        self.neighbours: Comm | None = None
 
     @property
     def plain(self) -> Sequence[FSDPParam]:
@@ -223,8 +224,8 @@ class GroupParameters:
                 "group are unsynchronized, or in flight. Do that between steps."
             )
         self.params[:] = ordered
-        extended, make = [param for param in ordered if spec_of[param].extended], strategies().gather_extension
-        self.extension = make(extended, self, self._settings.policy) if extended and make is not None else None
+        extended = [param for param in ordered if spec_of[param].extended]
+        self.extension = SubclassGather(extended, self, self._settings.policy) if extended else None
         return tuple(spec_of[param] for param in ordered)
 
     def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:
@@ -241,9 +242,8 @@ class GroupParameters:
         for param, local in zip(shared, self.buffers.move_into_shards(locals_), strict=True):
             param.local = local
 
-    def _allocate(self, layout: GatherLayout) -> GroupBuffers:
-        make = strategies().make_buffers or GroupBuffers
-        buffers = make(layout, self.mesh.rank, self.mesh.device, self._transfers, **self.buffer_options)
+    def _allocate(self, layout: GatherLayout) -> Memory:
+        buffers = Memory(layout, self.mesh.rank, self.mesh.device, self._transfers, self.neighbours)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_unsharded(buffers.unsharded_parameter(i))
@@ -323,6 +323,7 @@ class GroupParameters:
 
     def _watch(self) -> None:
         self.registration.watch(self.params)
+        note_shards(self.params)
         for notify in self._gradients.group.events.rebuilt:
             notify(self._gradients.group)
 
@@ -337,6 +338,11 @@ class GroupParameters:
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
         self.follow_requires_grad()
 
+    def follow_if_changed(self) -> None:
+        """Calls `follow_requires_grad` if other sharded parameters require a gradient than before."""
+        if self.buffers is not None and self.registration.trainable() != self.trainable:
+            self.follow_requires_grad()
+
     def follow_requires_grad(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
         self.references = None  # which the buckets have, too
@@ -346,6 +352,7 @@ class GroupParameters:
                 param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
+        self._gradients.group.note_change()
 
     # ---- what a tensor belongs to
 
@@ -382,17 +389,3 @@ def _plain_base(unsharded: Tensor) -> Tensor:
     if compat.has_no_dispatch(type(unsharded)):
         return compat.plain_values(unsharded)
     return compat.local_if_any(unsharded).detach()
-
-
-def find_replacements(group: Any, accept_whole: bool, may_be_untied: bool) -> list[Any]:
-    """Returns (param, what is registered in its place now) for all parameters of `group`: of the core alone, which
-    takes DTensors only; extensions look more closely.
-
-    Raises:
-        ValueError: something else is there.
-    """
-    found = [(param, param.slots[0].module._parameters.get(param.slots[0].name)) for param in group.params]
-    wrong = [p.name for p, now in found if not isinstance(now, DTensor) or tuple(now.shape) != p.shape]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)}: expected sharded parameters of the shapes that fully_shard has seen")
-    return found

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-from .group import SHARDED, FSDPParamGroup
-from .streams import exist_on
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class GroupStreams:
@@ -121,75 +114,3 @@ class GroupStreams:
             if joins:
                 for stream in users:
                     stream.wait_stream(home)
-
-
-def at_home(method: Method) -> Method:
-    """Decorator of a method of an object with `streams`: it runs on the group's home stream."""
-
-    @wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.streams.are_apart():
-            return method(self, *args, **kwargs)
-        with self.streams.at_home():
-            return method(self, *args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-class GroupOnStreams(FSDPParamGroup):
-    """A group on a device with streams: what is done with its memory is done on its home stream."""
-
-    streams: GroupStreams
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.streams = GroupStreams(args[2].device)
-        super().__init__(*args, **kwargs)
-
-    def start_unshard(self, for_backward: bool = False, ahead: bool = True) -> None:
-        if self.phase is SHARDED and self.streams.choose_home(ahead, self._holds_memory):
-            with self.streams.at_home(joins=False):
-                super().start_unshard(for_backward)
-        else:
-            super().start_unshard(for_backward, ahead)
-
-    def unshard(self, for_backward: bool = False, registers: bool = True) -> None:
-        super().unshard(for_backward, registers)
-        self.streams.use()
-
-    def _finish_gather(self) -> None:
-        with self.streams.at_home(joins=False):
-            super()._finish_gather()
-
-    def reshard(self, free: bool = True) -> None:
-        if self.phase is SHARDED and not self._holds_memory():
-            super().reshard(free)
-        else:
-            self._reshard_at_home(free)
-
-    def before_unpack(self) -> None:
-        if self.reached_by is None:
-            self.pre_backward()
-        else:
-            self.streams.use()
-
-    def pre_backward(self, recomputes: bool = False) -> None:
-        super().pre_backward(recomputes)
-        self.streams.use()
-
-    def _holds_memory(self) -> bool:
-        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
-
-    _reshard_at_home = at_home(FSDPParamGroup.reshard)
-    shrink = at_home(FSDPParamGroup.shrink)
-    unshard_again = at_home(FSDPParamGroup.unshard_again)
-
-
-class GroupOfAnySize(FSDPParamGroup):
-    """A group on a device without streams."""
-
-
-def group_class(device: torch.device, usual: Any) -> Any:
-    """Returns the class of groups on `device`: the strategy for the core."""
-    return GroupOnStreams if exist_on(device) else GroupOfAnySize

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import compat
 from .autograd import cast
 from .compat import has_storage, storage_address
-from .events import strategies
+from .nested import map_tensors
 from .user_code import run_hidden
 
 _ONLY_TENSORS = {Tensor}
@@ -42,7 +42,7 @@ class HandedInputs:
             self.args, self.kwargs = tuple(map(self._hand, args)), kwargs
         else:
             copied: list[tuple[Any, Any]] = []
-            self.args, self.kwargs = strategies().map_tensors((args, kwargs), self._hand, copied=copied)
+            self.args, self.kwargs = map_tensors((args, kwargs), self._hand, copied=copied)
             self._containers = [
                 (own, copy, None if isinstance(copy, tuple) else _contents(copy)) for own, copy in copied
             ]
@@ -81,7 +81,7 @@ class HandedInputs:
         for tensor, copy, before in written:
             self._write(module, tensor, copy, before)
         returned = {id(copy): tensor for tensor, copy, _ in written}
-        return strategies().map_tensors(
+        return map_tensors(
             output,
             lambda tensor: returned.get(id(tensor), tensor),
             known={id(copy): container for container, copy, _ in changed},

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from ..checks import entry_points
-from ..features.copying import copying_methods
 from . import transforms
 from .compat import runs_transform, untraced
 from .parameter_methods import parameter_methods
@@ -19,13 +17,12 @@ from .state import STATE, require_state, run_forward
 
 
 def class_attributes(cls: Any) -> dict[str, Any]:
-    """Returns what the class of a sharded module of class `cls` has besides its own: the strategy for the core."""
+    """Returns what the class of a sharded module of class `cls` has besides its own."""
     return {
         "__call__": _call_of(cls),
         "forward": Forward(cls),
         "_get_name": _name_of(cls),
         **parameter_methods(cls),
-        **copying_methods(cls),
         **({"recompile": _recompile_of(cls)} if hasattr(cls, "recompile") else {}),
     }
 
@@ -50,11 +47,17 @@ def _call_of(cls: Any) -> Callable[..., Any]:
             output = run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
             return output if type(output) is not GeneratorType else _gather_in_each_step(self, output)
         except RuntimeError as error:
-            entry_points.explain(error, self, "forward")
-            entry_points.explain_dtypes(error, self, args, kwargs)
+            _tell(self, "forward", (args, kwargs), error)
             raise
 
     return call
+
+
+def _tell(module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+    """Tells observers that a call of `module.name` has raised; see Observer.call_failed."""
+    state = module.__dict__[STATE]
+    for notify in state.root.events.call_failed:
+        notify(state, module, name, inputs, error)
 
 
 def _name_of(cls: Any) -> Callable[[nn.Module], str]:
@@ -120,7 +123,7 @@ def _run_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwar
     try:
         return run_method(module, forward, args, kwargs)
     except RuntimeError as error:
-        entry_points.explain(error, module, "forward")
+        _tell(module, "forward", None, error)
         raise
 
 
@@ -131,7 +134,7 @@ def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwarg
         output = transforms.run_forward(require_state(module), module, function, args, kwargs)
         return output if type(output) is not GeneratorType else _gather_in_each_step(module, output)
     except RuntimeError as error:
-        entry_points.explain_dtypes(error, module, args, kwargs)
+        _tell(module, None, (args, kwargs), error)
         raise
 
 

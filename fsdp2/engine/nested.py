@@ -1,4 +1,4 @@
-"""Finds and changes tensors in containers, dataclasses and plain objects. The core alone knows fewer containers."""
+"""Finds and changes tensors in containers, dataclasses and plain objects."""
 
 from __future__ import annotations
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from .compat import storage_id
-from .events import Observer
-from .group import FSDPParamGroup
-from .parameter import FSDPParam
 from .state import names_below
 from .torch_names import share_versions
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
+    from .parameter import FSDPParam
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
@@ -30,12 +31,10 @@ class Owned(NamedTuple):
     param: FSDPParam
 
 
-class Roots(Observer):
-    """Remembers every root."""
-
-    def attached(self, root: Any) -> None:
-        key = id(root)
-        _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
+def note_root(root: Any) -> None:
+    """Remembers a root, for as long as it is alive."""
+    key = id(root)
+    _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
 
 
 def all_groups() -> Iterator[FSDPParamGroup]:
@@ -103,17 +102,12 @@ def _find_in(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Own
 _shard_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 
-class ShardStorages(Observer):
+def note_shards(params: Iterable[FSDPParam]) -> None:
     """Remembers the storages of shards, and has a sharded parameter and its local tensor share one version counter."""
-
-    def attached(self, root: Any) -> None:
-        for group in root.new_groups:
-            self.rebuilt(group)
-
-    def rebuilt(self, group: Any) -> None:
-        for param in group.params:
-            _shard_in[storage_id(param.local)] = param
-        share_versions((param.sharded, param.local) for param in group.params)
+    pairs = [(param.sharded, param.local) for param in params]
+    for param, (_, local) in zip(params, pairs, strict=True):
+        _shard_in[storage_id(local)] = param
+    share_versions(pairs)
 
 
 def sharded_in(local: Tensor) -> FSDPParam | None:

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .compat import local_of
-from .events import strategies
+from .events import extensions
 from .layout import ParamSpec, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
+from .subclasses import gathers_itself, rows_of_subclass
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class FSDPParam:
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Returns what the layout must know of it as it is now."""
         local = self.local
-        return self._spec_of(local.dtype, self.compute_dtype(policy), strategies().gathers_itself(local))
+        return self._spec_of(local.dtype, self.compute_dtype(policy), gathers_itself(local))
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Returns the dtype of the unsharded parameter."""
@@ -125,14 +126,14 @@ class FSDPParam:
 
     def cut(self, whole: Tensor) -> nn.Parameter:
         """Returns this rank's rows of `whole` as a sharded parameter, which is registered nowhere. Grad must be off."""
-        values, gathers_itself = whole, False
+        values, has_methods = whole, False
         if type(whole) is not nn.Parameter:
             is_of_users = _user_class(whole) is not nn.Parameter
-            gathers_itself = is_of_users and strategies().gathers_itself(whole)
-            values = compat.plain_values(whole) if is_of_users and not gathers_itself else whole.detach()
+            has_methods = is_of_users and gathers_itself(whole)
+            values = compat.plain_values(whole) if is_of_users and not has_methods else whole.detach()
         gathered = self.gathered(values)
         local = self.copy_rows(gathered, gathered.device if gathered.is_meta else self.storage_device)
-        if gathers_itself and type(local) is Tensor:  # a subclass of nn.Parameter, which operations do not return
+        if has_methods and type(local) is Tensor:  # a subclass of nn.Parameter, which operations do not return
             local = compat.of_class(local, type(whole))
             vars(local).update(vars(whole))
         return self._as_sharded(local, whole)
@@ -148,9 +149,8 @@ class FSDPParam:
 
     def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
         """Returns this rank's rows in memory of their own, so that the whole parameter can be freed."""
-        of_subclass = strategies().rows_of_subclass
-        if of_subclass is not None and type(gathered) not in compat.PLAIN:
-            return of_subclass(gathered, self.dim, self.mesh, device)
+        if type(gathered) not in compat.PLAIN:
+            return rows_of_subclass(gathered, self.dim, self.mesh, device)
         if gathered.device != device or self.is_scalar:
             return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
         first, last = self.bounds
@@ -171,7 +171,7 @@ class FSDPParam:
         kind = self.distribution
         self.dtensor_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
         self.local_shape, self.local_stride = local.shape, contiguous_stride(local.shape)
-        self.tensor_class = strategies().tensor_class
+        self.tensor_class = extensions().tensor_class
 
     def take(self, found: nn.Parameter) -> None:
         """Takes `found`, which a user has registered in its place, as the sharded parameter."""
@@ -189,7 +189,7 @@ class FSDPParam:
                 # Shards are always contiguous; the object must say so, and stay the one that users hold.
                 torch.utils.swap_tensors(found, self._as_sharded(local_of(found).contiguous(), found))
             if type(found) is DTensor:
-                found.__class__ = strategies().tensor_class  # type: ignore[assignment]
+                found.__class__ = extensions().tensor_class  # type: ignore[assignment]
             self.sharded = found
             self.prepare_gradients(self.local)
         self._attributes = vars(self.sharded)
@@ -235,7 +235,7 @@ class FSDPParam:
 
     def _has_user_class(self) -> bool:
         """Returns True if the unsharded parameter is of the user's class, which does not gather itself."""
-        return self._user_class is not nn.Parameter and not strategies().gathers_itself(self.local)
+        return self._user_class is not nn.Parameter and not gathers_itself(self.local)
 
     def move_unsharded(self, memory: Tensor | None) -> None:
         """Puts the unsharded parameter over other memory. None: over none, until it is built again."""

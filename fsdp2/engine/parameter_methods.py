@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from ..checks.empty_memory import buffers_on_meta, note_emptied_buffers, note_emptied_parameters
-from ..dtensor.sharded_dtensor import look_up_in_user_classes
 from .events import Observer
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
@@ -31,7 +29,8 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
         cls._apply(self, fn, recurse)
         for group, params in zip(groups, empty, strict=True):
             group.adopt_replacements(may_be_untied=True)
-            note_emptied_parameters(group, params)
+            for notify in group.events.given_memory if params else ():
+                notify(group, params, (), False)
         return self
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -39,7 +38,10 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
         params = [param for group in groups for param in group.params if param.local.is_meta]
         buffers = buffers_on_meta(modules_below(self) if recurse else [self])
         cls.to_empty(self, device=device, recurse=recurse)
-        note_emptied_buffers(self, params, [module._buffers[name] for module, name in buffers])
+        given: list[Any] = [module._buffers[name] for module, name in buffers]
+        group = groups_of(self)[0]
+        for notify in group.events.given_memory if params or given else ():
+            notify(group, params, given, True)
         return self
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -51,6 +53,16 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Returns where those of `modules` have buffers with elements, and without memory for them."""
+    return [
+        (module, name)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and buffer.numel()
+    ]
 
 
 def _refuse_shared_memory(self: nn.Module) -> nn.Module:
@@ -87,7 +99,6 @@ class StateDictHooks(Observer):
             if param.leaf_class is not nn.Parameter
             for slot in param.slots
         ]:
-            look_up_in_user_classes()
             hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
             if _drop_attributes not in hooks:
                 slot.module.register_load_state_dict_pre_hook(_drop_attributes)

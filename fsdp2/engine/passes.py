@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from .events import Observer
@@ -23,6 +23,7 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
         root.queue.finish_partial()
         chosen = list(reversed(root.groups) if groups is None else groups)
         if any(group.gradients.left_gradients for group in chosen):
+            root.follow_changes()
             root.notify(root.events.backward_began)
         for group in chosen:
             if group.gradients.left_gradients:
@@ -82,25 +83,6 @@ def share_reductions(root: Any, other: Any) -> None:
         root.queue = theirs
     for group in root.groups:
         group.queue = root.queue
-
-
-class OutOfStep(Observer):
-    """Has a root forget what it recorded, when ranks were out of step: each may have left other work unfinished.
-
-    It follows `pass_began` from the event `out_of_step` until the next pass begins.
-    """
-
-    ignored = frozenset({"pass_began"})
-
-    def out_of_step(self, root: Any) -> None:
-        root.events.follow(self, "pass_began")
-
-    def pass_began(self, root: Any) -> None:
-        root.events.ignore(self, "pass_began")
-        root.prefetcher.forget_order()
-        for group in root.groups:
-            with suppress(RuntimeError):  # gathers that never were
-                group.reshard_if_idle()
 
 
 class OptimizerEvent(Observer):

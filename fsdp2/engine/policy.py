@@ -162,14 +162,20 @@ class Phase(Enum):
 
     SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
     there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. COPIED: modules
-    have copies (full_params), and the group can't be gathered.
+    have copies (full_params), and the group can't be gathered. SECONDARY: shards are there, and this rank's part of the
+    unsharded parameters, from which backward gathers (`reshard_after_forward=k`).
+
+    `may_become`: the phases that may follow, by TRANSITIONS.
     """
+
+    may_become: tuple[Phase, ...]
 
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
     UNSHARDED = "unsharded"
     COPIED = "copied"
+    SECONDARY = "secondary"
 
 
 class Hold(IntEnum):
@@ -185,16 +191,20 @@ class Hold(IntEnum):
     USER = 3
 
 
-SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED = Phase
+SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED, SECONDARY = Phase
 
 TRANSITIONS: dict[Phase, tuple[Phase, ...]] = {
     SHARDED: (GATHERING, COPIED),
     GATHERING: (GATHERED, SHARDED),
-    GATHERED: (UNSHARDED, SHARDED),
-    UNSHARDED: (GATHERED, SHARDED),
+    GATHERED: (UNSHARDED, SHARDED, SECONDARY, GATHERING),
+    UNSHARDED: (GATHERED,),
     COPIED: (SHARDED,),
+    SECONDARY: (GATHERING, SHARDED),
 }
-"""Phase -> the phases that may follow."""
+"""Phase -> the phases that may follow. What is gathered is gathered again if other ranks need its shards once more."""
+
+for _phase, _later in TRANSITIONS.items():
+    _phase.may_become = _later  # to look them up would call Enum.__hash__
 
 
 class ReduceWhen(Enum):
@@ -215,8 +225,8 @@ class GroupSettings:
 
     Args:
         policy: dtypes of compute and reduction.
-        reshard_after_forward: free the unsharded parameters after forward. None: except for the root, and for what
-            backward needs first.
+        reshard_after_forward: as the user has chosen it. True: free the unsharded parameters after forward. None:
+            except for the root, and for what backward needs first. An int k: keep 1/k of them on each rank.
         reshard_after_backward: free the unsharded parameters after backward.
         unshard_in_backward: gather when backward reaches the module; else only when a parameter is read.
         forward_prefetch, backward_prefetch: the groups to gather ahead, instead of the recorded order.
@@ -230,11 +240,11 @@ class GroupSettings:
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
-        extras: what extensions of the core have been told about this group, by their names.
+        extras: what other parts have been told about this group, by their names.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: tuple[Any, ...] | None = None
@@ -250,6 +260,15 @@ class GroupSettings:
     free_viewed_storage: bool = False
     pin_memory: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
+    # What reshard_after_forward comes to: whether a forward frees, and among how many ranks secondary shards restore.
+    frees_after_forward: bool | None = field(init=False, repr=False)
+    restored_among: int | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        choice = self.reshard_after_forward
+        is_plain = choice is None or isinstance(choice, bool)
+        object.__setattr__(self, "frees_after_forward", choice if is_plain else choice != 1)
+        object.__setattr__(self, "restored_among", None if is_plain or choice == 1 else choice)
 
 
 @dataclass(frozen=True)
@@ -262,7 +281,7 @@ class RootSettings:
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
-        extras: what extensions of the core have been told, by their names.
+        extras: what other parts have been told, by their names.
     """
 
     prefetch_budget: int | None = None
@@ -270,3 +289,9 @@ class RootSettings:
     is_last_backward: bool = True
     finalize_backward: bool = True
     extras: dict[str, Any] = field(default_factory=dict)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises TypeError if `value` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
-from .comm import SUM_ALL, AllWork, Comm, Purpose, Work
+from .collectives import make_comm
+from .comm import SUM_ALL, AllWork, Purpose, Work, all_gather_now
 from .compat import backend_name
-from .events import strategies
 from .mesh import DataMesh
 
 ALL_REDUCING = "all-reducing"
@@ -39,7 +39,7 @@ def all_reduce_over(
     """
     purpose = purpose or Purpose()
     for group in groups:
-        comm: Any = strategies().make_comm(group, tensor.device, purpose)
+        comm: Any = make_comm(group, tensor.device, purpose)
         if hasattr(comm, "compare"):
             comm.compare(ALL_REDUCING, tensor)
         try:
@@ -56,16 +56,6 @@ def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], sources:
     """
     for group, source in zip(groups, sources or [0] * len(groups), strict=True):
         broadcast(tensor, group=group, group_src=source)
-
-
-def all_gather_now(own: bytes | bytearray, comm: Comm, device: torch.device) -> list[bytes]:
-    """Returns `own` of each rank of `comm`, in rank order. All of these must call it, with as many bytes."""
-    if comm.size == 1:
-        return [bytes(own)]
-    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
-    of_all = mine.new_empty(comm.size, mine.numel())
-    comm.all_gather([of_all.view(-1)], [mine]).wait()
-    return [_bytes(each) for each in of_all]
 
 
 _TO_ONE = 0x0F5D_8000
@@ -90,12 +80,6 @@ def gather_to_one(
     return AllWork(works, [own, *(rows or ())])
 
 
-def _bytes(row: Tensor) -> bytes:
-    data = bytearray(row.numel())  # numpy, which could do that, need not be there
-    torch.frombuffer(data, dtype=torch.uint8).copy_(row)
-    return bytes(data)
-
-
 def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
     """Returns `value` of every rank of a mesh with these groups, one for each axis; in one order on all ranks.
 
@@ -107,7 +91,7 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
         nbytes = torch.tensor([len(data)], device=device)
         all_reduce_over(nbytes, [group], largest=True)
         # What follows a pickle is not read.
-        comm = strategies().make_comm(group, device, Purpose())
+        comm = make_comm(group, device, Purpose())
         found = [
             each for row in all_gather_now(data.ljust(int(nbytes), b"\0"), comm, device) for each in pickle.loads(row)
         ]

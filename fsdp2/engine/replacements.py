@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -11,10 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import are_alike
 from .compat import local_of
-from .group import FSDPParamGroup
 from .parameter import FSDPParam
 from .tensor_parallel import TensorParallel
 from .torch_names import is_wrapped
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
+
+REPLACE_BEFORE = (
+    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the "
+    "rest."
+)
 
 # Group -> tied parameters of which several objects were registered at the last call of `find_replacements`. A parameter
 # holds its modules, which hold the group.
@@ -24,7 +32,7 @@ _untied: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictiona
 def find_replacements(
     group: FSDPParamGroup, accept_whole: bool, may_be_untied: bool
 ) -> list[tuple[FSDPParam, nn.Parameter]]:
-    """Returns (param, what is registered in its place now): the strategy for the core.
+    """Returns (param, what is registered in its place now).
 
     `accept_whole`: plain tensors of whole parameters are accepted, too. `may_be_untied`: tied parameters that have been
     replaced under some of their names are left as they are, until the next call.

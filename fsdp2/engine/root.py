@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,10 +16,13 @@ from torch import nn
 from . import compat
 from .autograd import SavedTensors
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
-from .events import NO_EVENTS, Events, Observer, strategies
-from .policy import Hold, RootSettings
+from .compiled_backward import refuse_compiled_backward, watch_compiled_backwards
+from .events import NO_EVENTS, Events, Observer, extensions
+from .owners import note_root
+from .policy import SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .user_code import are_in_force, outside, run_hidden
+from .write_notices import notices
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
@@ -50,18 +54,6 @@ class BackwardPass:
     builds_graph: bool = False
 
 
-def refuse_compiled_backward(group: Any, name: str) -> NoReturn:
-    """Raises NotImplementedError: compiled autograd calls hooks, but not what is queued for the end of a backward.
-
-    `group`: one that the backward reaches. `name`: the FQN of a parameter.
-    """
-    raise NotImplementedError(
-        f"{group}: compiled autograd runs this backward, and would reduce no gradients ({name}, ...). Compile the "
-        "model alone, torch.compile(model), and call backward outside of compiled functions, without "
-        "torch._dynamo.config.compiled_autograd."
-    )
-
-
 class Root:
     """Runs the groups of the outermost sharded module (the root) and of all sharded modules below it.
 
@@ -89,6 +81,10 @@ class Root:
         self.frees_memory = True
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
+        # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.
+        self.changed: set[FSDPParamGroup] = set()
+        # Ranks were out of step: what this one has recorded may differ from what others have.
+        self.is_out_of_step = False
         # Groups whose memory could not be freed because something had a view of it.
         self.viewed: set[FSDPParamGroup] = set()
         # Groups whose memory a forward has left for a reader in backward that nothing else notices.
@@ -100,16 +96,18 @@ class Root:
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
-        chosen = strategies()
-        self.tensors_in, make = chosen.tensors_in, chosen.make_prefetcher
-        self.prefetcher: Prefetcher = Prefetcher(self.groups) if make is None else make(self)
+        self.prefetcher = Prefetcher(self.groups)
+        # Delivers offloaded gradients on another thread, if an optimizer steps in backward.
+        self.deliver_beside: Callable[[Any, Any, object], Future[None] | None] | None = None
         for each in self.states:
             each.root = self
         for group in self.groups:
             group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.rename(names)
             group.purpose.root = weakref.ref(self)
-        observers = [make(self) for make in chosen.observers]
+        note_root(self)
+        watch_compiled_backwards()
+        observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:
@@ -154,6 +152,8 @@ class Root:
             )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
+        if self.is_out_of_step:
+            self._forget()
         self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         if self.kept:
@@ -164,6 +164,25 @@ class Root:
         for group in self.groups:
             if group.hold is not Hold.NOTHING:
                 group.reshard_stale()
+
+    def note_out_of_step(self) -> None:
+        """Notes that ranks were out of step: each may have left other work unfinished."""
+        self.is_out_of_step = True
+        self.notify(self.events.out_of_step)
+
+    def _forget(self) -> None:
+        """Forgets what was recorded, and drops gathers that never were."""
+        self.is_out_of_step = False
+        self.prefetcher.forget_order()
+        for group in self.groups:
+            with suppress(RuntimeError):
+                group.reshard_if_idle()
+
+    def follow_changes(self) -> None:
+        """Plans the buckets of groups anew in which other parameters are trainable than in the last forward."""
+        changed, self.changed = self.changed, set()
+        for group in changed:
+            group.parameters.follow_if_changed()
 
     def enter(self, state: Any) -> None:
         """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
@@ -191,7 +210,7 @@ class Root:
                 if self.viewed:
                     self.free_viewed()
                 if self._transfers:
-                    strategies().before_next_write(self.settle_transfers)
+                    notices.before_next_write(self.settle_transfers)
 
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
@@ -256,6 +275,8 @@ class Root:
         if self.queue.running:
             self.queue.finish_partial()
         self.backward_pass = object()
+        if self.changed:
+            self.follow_changes()
         self.notify(self.events.backward_began)
         for group in self.groups:
             group.gradients.begin_backward(self.backward_pass)
@@ -276,7 +297,10 @@ class Root:
             for group in self.groups:
                 if group.reached_by is not None and group.params:
                     group.needs_no_input_hooks = False
-                group.finish_backward()
+                buffers = group.parameters.buffers
+                is_freed = group.phase is SHARDED and buffers is not None and not buffers.is_allocated
+                if group.reached_by is not None or group.hold is not Hold.NOTHING or not is_freed:
+                    group.finish_backward()  # else its last gradient has resharded it
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()

@@ -11,7 +11,6 @@ from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from .events import strategies
 from .policy import Hold, Phase, RootSettings
 from .reduce import Pending
 
@@ -172,7 +171,7 @@ class Prefetcher:
 
     def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
         for group in chosen:
-            if group.phase is Phase.SHARDED:
+            if group.phase in _RESTING:
                 yield group
                 if group.root.prefetcher is self:  # what is under another root stays until that runs
                     self.prefetched.add(group)
@@ -184,8 +183,12 @@ class Prefetcher:
         return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
 
 
+_RESTING = (Phase.SHARDED, Phase.SECONDARY)
+_NOT_GATHERED = (*_RESTING, Phase.GATHERING)
+
+
 def _bytes_to_gather(group: Any) -> int:
-    return group.parameters.nbytes if group.phase in (Phase.SHARDED, Phase.GATHERING) else 0
+    return group.parameters.nbytes if group.phase in _NOT_GATHERED else 0
 
 
 def _bytes_of(group: Any) -> int:
@@ -278,7 +281,9 @@ class ReductionQueue:
         if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
-        self.returning.append(entry._replace(delivery=strategies().deliver(gradients, pending, of_pass)))
+        deliver = gradients.group.root.deliver_beside
+        delivery = None if deliver is None else deliver(gradients, pending, of_pass)
+        self.returning.append(entry._replace(delivery=delivery))
         self._finish_returning(MAX_RETURNING)
 
     def _finish_returning(self, all_but: int) -> None:

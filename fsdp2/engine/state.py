@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from . import compat
 from .autograd import after_leaf, after_tensors, cast
 from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address
-from .events import strategies
 from .inputs import HandedInputs, cast_to, move_to
+from .nested import map_tensors, tensors_in
 from .policy import MixedPrecisionPolicy
 from .user_code import are_in_force, hidden, run_shown
 
@@ -234,7 +234,7 @@ def before_forward(
     if root.input_device is not None and not in_backward:
         args, kwargs = inputs_on_device(state, args, kwargs, handed)
     if dtype is not None:
-        inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else root.tensors_in(args, kwargs)
+        inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
         if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
             if not in_backward:
                 for notify in root.events.inputs_cast:
@@ -252,7 +252,7 @@ def before_forward(
         need_no_hooks = need_no_hooks and group.needs_no_input_hooks
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
-        inputs = root.tensors_in(args, kwargs) if inputs is None else inputs
+        inputs = tensors_in(args, kwargs) if inputs is None else inputs
         _call_post_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
     return args, kwargs
 
@@ -275,16 +275,16 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if in_backward:
         if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
             # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
-            hook_outputs(state, root.tensors_in(output))
+            hook_outputs(state, tensors_in(output))
         return output
-    outputs, has_run = [output] if type(output) is Tensor else root.tensors_in(output), True
+    outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
     for group in state.groups:
         weights = group.parameters.storage_ids
         if not weights.isdisjoint(
             [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
         ):
             output = _without_weights(weights, output)
-            outputs = root.tensors_in(output)
+            outputs = tensors_in(output)
             has_run = False  # the caller's frames still have what the module has returned
     is_grad_enabled = torch.is_grad_enabled()
     differentiable = hook_outputs(state, outputs)
@@ -305,7 +305,7 @@ def _without_weights(weights: frozenset[int], output: Any) -> Any:
     def copy_weight(tensor: Tensor) -> Tensor:
         return tensor.clone() if compat.storage_id(tensor) in weights else tensor
 
-    return strategies().map_tensors(output, copy_weight, everywhere=True)
+    return map_tensors(output, copy_weight, everywhere=True)
 
 
 def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
@@ -356,9 +356,9 @@ def post_backward(state: FSDPState) -> None:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Returns `value` with its floating-point tensors cast to `dtype`; see Strategies.map_tensors."""
+    """Returns `value` with its floating-point tensors cast to `dtype`; see map_tensors."""
     if type(value) is Tensor:
         return cast(value, dtype) if value.dtype != dtype and value.is_floating_point() else value
     if type(value) is tuple and {*map(type, value)} == _ONLY_TENSORS:
         return tuple([cast_floating(each, dtype) for each in value])
-    return strategies().map_tensors(value, cast_to(dtype))
+    return map_tensors(value, cast_to(dtype))

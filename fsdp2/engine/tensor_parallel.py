@@ -54,7 +54,7 @@ class TensorParallel(Distribution):
 
 
 def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
-    """Returns how `parameter` is distributed when `mesh` shards it along `dim`: the strategy for the core.
+    """Returns how `parameter` is distributed when `mesh` shards it along `dim`.
 
     Raises:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.

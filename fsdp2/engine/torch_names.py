@@ -1,6 +1,6 @@
 """Holds the private names of torch that fsdp2 uses outside of its core, each with its reason.
 
-Those that the core uses stand in engine/compat.py, those of DTensor in dtensor/compat.py.
+Those that the engine uses most stand in engine/compat.py, those of DTensor in dtensor/compat.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hides the user's modes from the engine's operations, and finds tensors inside inputs and outputs.
+"""Hides the user's modes from the engine's operations.
 
 A user's modes (TorchDispatchMode, TorchFunctionMode; selective activation checkpointing is made of them) see the user's
 operations and no others: the engine computes while they are withdrawn, and puts them back in force around the user's
@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
-
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import compat
 from .compat import num_dispatch_modes, num_function_modes, runs_transform, untraced
@@ -142,35 +139,3 @@ def _sees_engine(mode: Any) -> bool:
     debug: Any = sys.modules.get("torch.distributed.tensor.debug")
     is_comm_debug = debug is not None and isinstance(mode, debug.CommDebugMode)
     return is_comm_debug or getattr(type(mode), "sees_fsdp2", False)
-
-
-# ---- tensors in nested values
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Returns every tensor in tuples, lists and dicts, each once: of the core alone, see Strategies."""
-    return list(dict.fromkeys(each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)))
-
-
-def map_tensors(
-    value: Any,
-    change: Callable[[Tensor], Tensor],
-    everywhere: bool = False,
-    copied: list[tuple[Any, Any]] | None = None,
-    known: Mapping[int, Any] | None = None,
-) -> Any:
-    """Returns `value` with `change` applied to its tensors: of the core alone, see Strategies."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if known and id(value) in known:
-        return known[id(value)]
-    if type(value) not in (tuple, list, dict):
-        return pytree.tree_map_only(Tensor, change, value)
-    items = dict(value) if type(value) is dict else dict(enumerate(value))
-    new = {key: map_tensors(item, change, everywhere, copied, known) for key, item in items.items()}
-    if all(new[key] is item for key, item in items.items()):
-        return value
-    result = new if type(value) is dict else type(value)(new.values())
-    if copied is not None:
-        copied.append((value, result))
-    return result

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..engine.compat import backend_name
 from ..engine.events import Observer
-from ..engine.group import SHARDED, FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
@@ -146,7 +146,7 @@ class Consensus(Observer):
         while not self._is_joining:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
-                self._root.notify(self._root.events.out_of_step)
+                self._root.note_out_of_step()
                 raise RuntimeError(
                     f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
                     f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "
@@ -175,7 +175,7 @@ class Consensus(Observer):
         try:
             if kind == REDUCE:
                 group.gradients.reduce_with_zeros()
-            elif group.phase is not SHARDED:
+            elif not group.is_resting:
                 group.unshard_again()
             else:
                 group.unshard(registers=False)
@@ -200,8 +200,13 @@ class Consensus(Observer):
 
 
 def make_consensus(root: Any) -> Consensus | None:
-    """Returns an observer for roots with conditional modules on more than one rank."""
-    if not root.group.mesh.axis_groups or not any(map(is_conditional, root.states)):
+    """Returns an observer for roots with conditional modules on more than one rank. Their groups are gathered ahead as
+    ConditionalCursor says.
+    """
+    if not any(map(is_conditional, root.states)):
+        return None
+    root.prefetcher = Prefetcher(root.groups, ConditionalCursor)
+    if not root.group.mesh.axis_groups:
         return None
     return Consensus(root)
 
@@ -238,8 +243,3 @@ class ConditionalCursor(Cursor[Any]):
         """Yields the groups that follow, up to the next conditional module, which may be left out this time."""
         expected = super().ahead() if self._now is None else self._now.ahead()
         yield from takewhile(lambda group: not is_conditional(group.state), expected)
-
-
-def make_prefetcher(root: Any) -> Prefetcher:
-    """Returns the Prefetcher of a root: the strategy for the core."""
-    return Prefetcher(root.groups, ConditionalCursor if any(map(is_conditional, root.states)) else Cursor)

@@ -15,13 +15,12 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.build import attach, sharded_class
+from ..engine.build import attach
 from ..engine.collectives import follow
-from ..engine.events import strategies
+from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import NOT_BUILT, FSDPParam
 from ..engine.policy import GroupSettings
-from ..engine.post_forward import restore_among
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..engine.user_code import hides_modes
 
@@ -81,15 +80,11 @@ class _GroupDescription:
         self.params = [
             {name: value for name, value in vars(param).items() if name not in _BUILT} for param in group.params
         ]
-        comm = group.comms.post_forward
-        self.post_forward_size = None if comm is None else comm.size
 
     def build(self) -> FSDPParamGroup:
-        cls = strategies().group_class(self.mesh.device, FSDPParamGroup)
-        group = cls(self.modules, [_copied_param(each) for each in self.params], self.mesh, self.settings)
+        params = [_copied_param(each) for each in self.params]
+        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings)
         group.name = self.name
-        if self.post_forward_size is not None:
-            restore_among(group, self.post_forward_size)
         follow(group)
         return group
 
@@ -100,7 +95,7 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     param.unsharded, param.sharded = NOT_BUILT, param.slots[0].get()
     sharded: Any = param.sharded
     if type(sharded) is DTensor:
-        sharded.__class__ = strategies().tensor_class
+        sharded.__class__ = extensions().tensor_class
     param._attributes = vars(sharded)
     param.sharded.grad = None  # as copies of plain parameters have none
     param.prepare_gradients(param.local)
@@ -150,8 +145,11 @@ def _finish(module: nn.Module) -> None:
     described.set_root(state.root)
 
 
-def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the methods by which Python copies and pickles a module of class `cls`, and slices it."""
+def copying_methods(cls: Any, new_sharded: Callable[[type], nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Returns the methods by which Python copies and pickles a module of class `cls`, and slices it.
+
+    `new_sharded`: makes an empty module of the sharded class of a class; Python finds it by its name.
+    """
 
     def new(_: type, *args: Any, **kwargs: Any) -> nn.Module:
         # nn.Sequential[...] and the like build a new module of type(self): that one is not sharded.
@@ -164,9 +162,9 @@ def copying_methods(cls: Any) -> dict[str, Callable[..., Any]]:
         if cls.__reduce__ is not object.__reduce__:
             # It builds another module of its own class, as that of torch.compile(module) does: take its state alone.
             get_state = getattr(cls, "__getstate__", vars)  # which `object` has since Python 3.11
-            return _new_sharded, (cls,), _with_description(get_state(self), described)
+            return new_sharded, (cls,), _with_description(get_state(self), described)
         _, _, state, *rest = cls.__reduce_ex__(self, protocol)
-        return _new_sharded, (cls,), _with_description(state, described), *rest
+        return new_sharded, (cls,), _with_description(state, described), *rest
 
     def setstate(self: nn.Module, state: Any) -> None:
         cls.__setstate__(self, state)
@@ -200,8 +198,3 @@ def _with_description(state: Any, described: Description) -> Any:
     if isinstance(state, tuple):
         return ({**(state[0] or {}), STATE: described}, *state[1:])
     return {**state, STATE: described}
-
-
-def _new_sharded(cls: Any) -> Any:
-    """Returns a module to be filled by `__setstate__`."""
-    return object.__new__(sharded_class(cls))

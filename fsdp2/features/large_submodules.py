@@ -34,7 +34,7 @@ _STATE = "_fsdp2_submodule_state"
 
 
 def plan_large_submodules(plan: Plan) -> None:
-    """Finds the large submodules of a call, and plans a state for each: the strategy for the core."""
+    """Finds the large submodules of a call, and plans a state for each."""
     groups = [group for state in plan.inside for group in state.groups]
     if not groups:
         return  # nothing inside is sharded: all is one group, as the user asks

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checks.unsynchronized import SteppedGrad, put_placeholder, take_placeholder
-from ..dtensor.write_notices import notices
 from ..engine import streams
 from ..engine.events import Observer
 from ..engine.gradients import GroupGradients
 from ..engine.group import FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize
+from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
 from ..engine.reduce import Pending
+from ..engine.write_notices import notices
 
 _EXTRA = "optimizer_in_backward"
 
@@ -106,6 +106,7 @@ def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
     finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
         group.set(extras={**group.settings.extras, _EXTRA: steps})
+    root.deliver_beside = None
     others = [each for each in root.events.observers if not isinstance(each, OptimizerInBackward)]
     root.observe([*others, *([] if steps is None else [OptimizerInBackward()])])
 
@@ -125,6 +126,9 @@ class OptimizerInBackward(Observer):
         self._last: dict[FSDPParam, object] = {}
         # Parameters that were stepped on, and whose `.grad` does not say so yet.
         self._stepped: dict[FSDPParam, FSDPParamGroup] = {}
+
+    def attached(self, root: Any) -> None:
+        root.deliver_beside = self.deliver
 
     def shards_needed(self, group: FSDPParamGroup) -> None:
         running = self._running.get(group)
@@ -171,9 +175,3 @@ class OptimizerInBackward(Observer):
         for param in self._last:
             if isinstance(param.sharded.grad, SteppedGrad):
                 take_placeholder(param)
-
-
-def deliver(gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
-    """Returns a future if another thread delivers gradients: the strategy for the core."""
-    observer = gradients.group.root.events.of(OptimizerInBackward)
-    return None if observer is None else observer.deliver(gradients, pending, of_pass)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks.empty_memory import is_marked, mark, note_emptied_buffers
-from ..dtensor.write_notices import notices
+from ..checks.empty_memory import is_marked, mark
 from ..engine.compat import new_dtensor, no_torch_function
 from ..engine.owners import owners_by_id
 from ..engine.parameter import fqn
-from ..engine.state import modules_below, state_of
+from ..engine.state import groups_of, modules_below, state_of
+from ..engine.write_notices import notices
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
@@ -319,7 +319,9 @@ def _materialise(
         mark(buffer)
     sharded = next((module for module in below if state_of(module) is not None), None)
     if buffers and sharded is not None:
-        note_emptied_buffers(sharded, (), buffers)
+        group = groups_of(sharded)[0]
+        for notify in group.events.given_memory:
+            notify(group, (), buffers, True)
     loaded = {(slot.module, slot.name) for tensor in sources for slot in tensor.slots}
     rest = {place: registered(*place) for place in on_meta if place not in loaded}
     rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}

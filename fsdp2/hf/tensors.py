@@ -17,8 +17,8 @@ from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.owners import owners_by_id, sharded_owner, some_of
 from ..engine.parameter import FSDPParam, Slot, fqn
 from ..engine.state import modules_below, states_among
+from ..engine.subclasses import is_packed
 from ..engine.tensor_parallel import TensorParallel
-from ..features.subclasses import is_packed
 from .files import Box, whole_box
 
 # What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.

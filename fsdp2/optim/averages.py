@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import swa_utils
 
-from ..dtensor.write_notices import notices
 from ..engine.compat import local_if_any
+from ..engine.write_notices import notices
 from .spans import Place, Places, Run
 
 

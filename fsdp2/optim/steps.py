@@ -15,11 +15,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checks.unsynchronized import UnsynchronizedGrad
 from ..dtensor.compat import spec_of
-from ..dtensor.write_notices import notices
 from ..engine.compat import local_of, no_torch_function
-from ..engine.events import strategies
+from ..engine.events import extensions
+from ..engine.placeholders import UnsynchronizedGrad
+from ..engine.write_notices import notices
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
@@ -60,7 +60,7 @@ class Plan:
         self._specs = [member.place.param.dtensor_spec for member in members]
         # Where the gradients of the members are among those of all parameters.
         self._pick = picker([index[id(member.parameter)] for member in members])
-        self._classes = {strategies().tensor_class, DTensor}
+        self._classes = {extensions().tensor_class, DTensor}
         self._filled = [bool(member.numel) for span in flats for member in span.members]
         # The gradients of each flat span among those that are not empty; where those of listed spans begin.
         self._slices: list[slice] = []

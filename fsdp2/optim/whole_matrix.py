@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..dtensor.write_notices import notices
 from ..engine.compat import local_if_any
+from ..engine.write_notices import notices
 from ..features.optimizer_in_backward import steps_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present

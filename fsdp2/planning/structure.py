@@ -15,8 +15,8 @@ from ..engine.layout import ParamSpec, param_spec
 from ..engine.parameter import Slot, fqn
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import modules_below
+from ..engine.subclasses import is_packed
 from ..features.large_submodules import plan_large_submodules
-from ..features.subclasses import is_packed
 from .policies import WrapGroup
 
 

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read, values_of
-from ..checks.compare_ranks import widest_mesh
 from ..checks.empty_memory import find_unwritten
 from ..checks.frozen_parameters import find_written, written_by_some
-from ..checks.observers import follow_if
 from ..checks.partial_settings import find_partial
 from ..checks.rollcall import level_from_environment
-from ..checks.unsynchronized import UnsynchronizedGrad
+from ..engine.compare_ranks import widest_mesh
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam, fqn
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.rank_facts import gather_objects, is_first, ranks_of
 from ..engine.state import groups_below
 from ..engine.torch_names import is_sharded_by_fsdp1
@@ -104,7 +103,7 @@ class AuditAtDebugLevel(Observer):
 
     def ask(self, root: Any, wanted: bool = True) -> None:
         """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-        follow_if(wanted, root, self, "pass_began")
+        root.events.follow_if(wanted, self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
         root.events.ignore(self, "pass_began")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..dtensor.compat import spec_of
 from ..engine.comm import Purpose
 from ..engine.compat import local_of, no_torch_function
-from ..engine.events import strategies
+from ..engine.events import extensions
 from ..engine.meshes import Axis, sharding_axes
 from ..engine.rank_facts import all_reduce_over
 from ..engine.torch_names import norm_each, scale_each
@@ -231,7 +231,7 @@ class _Prepared:
         order = [index[id(each)] for axes, others in single.items() for each in (*others, *placed_in[axes])]
         rest = {*compress(range(len(parameters)), map(not_, absent))}.difference(order)
         self._pick = picker([*order, *rest])
-        self._class = {strategies().tensor_class}
+        self._class = {extensions().tensor_class}
 
     def is_of(self, parameters: list[Any]) -> bool:
         """Returns True if it was made of these, and their memory is the same."""
@@ -277,7 +277,7 @@ def _find_usual(parameters: list[Any]) -> _Found | None:
         key = tuple(map(id, parameters)), absent
         prepared = _prepared.get(key)
         if prepared is None or not prepared.is_of(parameters):
-            if {*map(type, parameters)} != {strategies().tensor_class} or len({*key[0]}) < len(parameters):
+            if {*map(type, parameters)} != {extensions().tensor_class} or len({*key[0]}) < len(parameters):
                 return None
             prepared = _prepared[key] = _Prepared(parameters, absent)
             while len(_prepared) > _MOST_PREPARED:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import checksum, read
-from ..checks.compare_ranks import widest_mesh
-from ..checks.unsynchronized import UnsynchronizedGrad
+from ..engine.compare_ranks import widest_mesh
 from ..engine.compat import local_of
-from ..engine.events import strategies
 from ..engine.nested import tensors_in
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.rank_facts import gather_objects
+from ..engine.subclasses import gathers_itself
 from .audit import Held, sharded_groups, tensors_of
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
@@ -156,7 +156,7 @@ def _compare_weights(found: _Found) -> set[str]:
     """Compares weights, and returns the names of those that differ on this rank."""
     sides, names = found.sides, set()
     for held in sides.tensors:
-        if held.param is not None and strategies().gathers_itself(held.param.local):
+        if held.param is not None and gathers_itself(held.param.local):
             continue
         is_open, whole = found.is_open("weights"), sides.whole_tensors[held.name]
         own, part = _local(held.tensor), _part(held, whole)

@@ -193,9 +193,7 @@ def _describe_group(group: FSDPParamGroup, names: dict[nn.Module, str]) -> Group
 
 def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     now, usual = group.settings, GroupSettings()
-    if group.comms.post_forward is not None:
-        yield f"reshard_after_forward={group.comms.post_forward.size}"
-    elif now.reshard_after_forward is not None:
+    if now.reshard_after_forward is not None:
         yield f"reshard_after_forward={now.reshard_after_forward}"
     for name in (
         *("reshard_after_backward", "unshard_in_backward", "reduce_gradients", "all_reduce", "reduce_unused"),
@@ -252,7 +250,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
 
 
 def class_attributes(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the method that has `print(model)` show what `fully_shard` did to a module: the strategy for the core."""
+    """Returns the method that has `print(model)` show what `fully_shard` did to a module."""
 
     def extra_repr(self: nn.Module) -> str:
         return ", ".join(filter(None, [cls.extra_repr(self), _note(self.__dict__.get(STATE))]))

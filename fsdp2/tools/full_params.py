@@ -21,11 +21,11 @@ from ..checks.reads import NO_NUMBERS, read_all
 from ..checks.unsharded_content import UnshardedContent
 from ..engine.collectives import choice_of
 from ..engine.compat import graph_task, untraced
-from ..engine.events import strategies
 from ..engine.group import COPIED, FSDPParamGroup, Hold
 from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import is_first
 from ..engine.state import FSDPState
+from ..engine.subclasses import gathers_itself
 from ..engine.unsharded_versions import UnshardedVersions
 from ..engine.user_code import hidden
 from ..features.large_submodules import is_read_outside
@@ -315,7 +315,7 @@ def _check_can_copy(group: FSDPParamGroup, params: Iterable[FSDPParam]) -> None:
             "Without options it can be used there."
         )
     for param in params:
-        if strategies().gathers_itself(param.local):
+        if gathers_itself(param.local):
             raise NotImplementedError(
                 f"{param.name} has fsdp_pre_all_gather: full_params can't copy its stored form. Use it without options."
             )

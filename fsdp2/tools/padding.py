@@ -31,9 +31,9 @@ from ..engine.group import FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
 from ..engine.mesh import DataMesh
 from ..engine.meshes import DataParallelMeshDims, shared_data_mesh
-from ..engine.module import FSDPModule
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import groups_below
+from ..module import FSDPModule
 
 # The cost of copying a byte (read and written at 2.5 TB/s), relative to that of receiving it over NVLink. Networks are
 # slower than NVLink.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.events import strategies
 from ..engine.group import FSDPParamGroup
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import finalize, reset
 from ..engine.state import FSDPState
+from ..engine.subclasses import gathers_itself
 from .audit import Held
 from .difference import Distance, measure
 
@@ -179,7 +179,7 @@ class Sides:
         used = {param for group in self.groups if module in group.state.modules for param in group.params}
         for held in self.tensors:
             param = held.param
-            if param is None or param not in used or strategies().gathers_itself(param.local):
+            if param is None or param not in used or gathers_itself(param.local):
                 continue
             unsharded = param.unsharded
             if not isinstance(unsharded, DTensor):

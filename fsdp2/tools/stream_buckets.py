@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from ..checks.checksum import bits_of
-from ..engine.comm import Purpose, Work
+from ..engine.collectives import make_comm
+from ..engine.comm import Purpose, Work, all_gather_now
 from ..engine.compat import backend_name, copy_all, local_of
-from ..engine.events import strategies
 from ..engine.gather import group_copies
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align, param_spec, split_chunks
 from ..engine.owners import owners_by_id
 from ..engine.parameter import FSDPParam
-from ..engine.rank_facts import all_gather_now, gather_to_one, moves_data
+from ..engine.rank_facts import gather_to_one, moves_data
+from ..engine.subclasses import gathers_itself
 from ..engine.tensor_parallel import TensorParallel
 
 _GATHER_TO_ONE = ("gloo", "nccl")
@@ -114,7 +115,7 @@ def _source(names: tuple[str, ...], tensor: Tensor, owner: Any, dtype: torch.dty
     local = _local(tensor) if param is None else param.local
     if local.is_meta:
         raise RuntimeError(f"{names[0]} is on meta: it has no values. Call model.to_empty(device=...), and initialise.")
-    if strategies().gathers_itself(local):
+    if gathers_itself(local):
         raise NotImplementedError(
             f"{names[0]} has fsdp_pre_all_gather: stream_full_params can't gather its stored form. Use full_params."
         )
@@ -159,7 +160,7 @@ class Route:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Collection[int] | None) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
-        self.comm = strategies().make_comm(group, device, Purpose("the parameters of stream_full_params"))
+        self.comm = make_comm(group, device, Purpose("the parameters of stream_full_params"))
         members = dist.get_process_group_ranks(group)
         wanted = [i for i, rank in enumerate(members) if ranks is None or rank in ranks]
         to_one = len(wanted) == 1 and backend_name(group, device) in _GATHER_TO_ONE

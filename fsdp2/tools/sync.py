@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..checks.compare_ranks import bounds_over, widest_mesh
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
-from ..dtensor.write_notices import notices
+from ..engine.compare_ranks import bounds_over, widest_mesh
 from ..engine.compat import PLAIN, holds_values, inner_tensors, no_torch_function
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -25,6 +24,7 @@ from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS, FSDPParam, fqn
 from ..engine.rank_facts import broadcast_over, gather_objects, ranks_of
 from ..engine.state import modules_below, states_among
+from ..engine.write_notices import notices
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024

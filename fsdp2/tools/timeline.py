@@ -170,7 +170,7 @@ class _Timeline(Observer):
         self._span(f"wait {collective.kind} {collective.name}", _HOST, began, **arguments)
         self._note("e", f"{collective.kind} {collective.name}", 0, cat=collective.kind, id=collective.number)
 
-    # ---- events of the core
+    # ---- events of the engine
 
     def _begin_pass(self, name: str) -> None:
         self._pass_began.setdefault(name, self._now())

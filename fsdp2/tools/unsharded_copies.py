@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..dtensor.write_notices import notices
-from ..engine.buffers import GroupBuffers
+from ..engine.comm import all_gather_now
 from ..engine.compat import local_if_any
 from ..engine.group import FSDPParamGroup
 from ..engine.layout import gather_layout
+from ..engine.memory import Memory
 from ..engine.parameter import FSDPParam
-from ..engine.rank_facts import all_gather_now
+from ..engine.write_notices import notices
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (
@@ -37,7 +37,7 @@ def copy_unsharded(group: FSDPParamGroup, params: Sequence[FSDPParam], dtype: to
     comm, mesh = group.comms.gathers, group.mesh
     with torch.inference_mode(False), torch.no_grad():
         layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
-        buffers = GroupBuffers(layout, mesh.rank, mesh.device, group.transfers)
+        buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
         buffers.move_into_shards([param.local for param in params])
         buffers.start_gather(comm).finish()
         return [buffers.unsharded_parameter(i) for i in range(len(specs))]

@@ -39,11 +39,11 @@ from fsdp2 import (
 from fsdp2.dtensor import sharded_dtensor
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import layout as layouts
-from fsdp2.engine.build import sharded_class
 from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose
 from fsdp2.engine.meshes import default_mesh
 from fsdp2.engine.owners import sharded_owner
+from fsdp2.module import sharded_class
 from helpers import assert_same, full, own_rows, run_ranks, sharded, world_sizes
 from python_groups import OnlySums, PythonGroup, WithBackend, WithTensors, python_group
 

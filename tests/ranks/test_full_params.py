@@ -5,7 +5,6 @@ The oracle is a plain model, all of whose parameters are full anyway.
 
 import contextlib
 import copy
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine.events import strategies
 from fsdp2.engine.group import SHARDED
 from fsdp2.engine.state import groups_below
 from fsdp2.tools import unsharded_copies
@@ -696,8 +694,7 @@ def extended_parameters() -> None:
     model, _ = pair()
     block = full_params(model.first.weight, offload_to_cpu=True)
     text = "^first.weight has fsdp_pre_all_gather"
-    theirs = dataclasses.replace(strategies(), gathers_itself=lambda local: True)
-    patch = mock.patch("fsdp2.tools.full_params.strategies", return_value=theirs)
+    patch = mock.patch("fsdp2.tools.full_params.gathers_itself", return_value=True)
     with patch, pytest.raises(NotImplementedError, match=text):
         block.__enter__()
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
-from fsdp2.dtensor.write_notices import notices
 from fsdp2.engine import buckets
+from fsdp2.engine.write_notices import notices
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from simulated_device import SimulatedTransfers, simulated_device

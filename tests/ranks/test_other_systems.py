@@ -218,9 +218,9 @@ def an_observer_fails() -> Any:
         def attached(self, root: Any) -> None:
             raise Fails
 
-    usual = events.strategies()
+    usual = events.extensions()
     changed = dataclasses.replace(usual, observers=(*usual.observers, lambda root: Failing()))
-    return mock.patch.object(events._Current, "strategies", changed)
+    return mock.patch.object(events._Current, "extensions", changed)
 
 
 FAILURES = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import random_changes  # noqa: F401  adds its calls
-from fsdp2.checks.unsynchronized import UnsynchronizedGrad
+from fsdp2.engine.placeholders import UnsynchronizedGrad
 from helpers import NIGHTLY
 from random_calls import CALLS, Draw, close, program
 from random_models import make_model, shard, tolerance

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard, replicate, set_checks
-from fsdp2.checks import running_stats
+from fsdp2.features import running_stats
 from helpers import full, run_checks, world_sizes
 
 WIDTH = 6

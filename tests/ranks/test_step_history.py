@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsdp2 import fully_shard
-from fsdp2.checks.compare_ranks import bounds_over
+from fsdp2.engine.compare_ranks import bounds_over
 from fsdp2.engine.state import require_state
 from helpers import run_ranks
 

@@ -33,7 +33,8 @@ from fsdp2 import (
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Rows, sum_decoded
-from fsdp2.engine import buckets, param_group, strategies
+from fsdp2.engine import buckets
+from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.engine.gradients import GroupGradients
@@ -219,8 +220,7 @@ def comm_over(all_to_all: bool) -> AbstractContextManager[Any]:
             return SoloComm()
         return CoalescedComm(group, purpose) if all_to_all else NamedPairwiseComm(group, purpose)
 
-    changed = dataclasses.replace(strategies(), make_comm=make_comm)
-    return mock.patch.object(param_group, "strategies", return_value=changed)
+    return mock.patch.object(groups, "make_comm", make_comm)
 
 
 def shard(case: Case, model: Odd) -> None:

@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 from vector_clocks import Clock, Simulation, Stream
 
-from fsdp2.engine import home_streams, streams
+from fsdp2.engine import group as groups
+from fsdp2.engine import streams
 from fsdp2.engine.streams import Transfers
 
 
@@ -134,7 +135,7 @@ def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) ->
         mock.patch.object(torch, "Stream", make_stream),
         mock.patch.object(torch.accelerator, "current_stream", find_current),
         mock.patch.object(streams, "exist_on", exist_on),
-        mock.patch.object(home_streams, "exist_on", exist_on),
+        mock.patch.object(groups, "exist_on", exist_on),
     ):
         dist.Backend.register_backend("simulated", partial(_create, simulation), extended_api=True, devices=["cpu"])
         dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=world_size)

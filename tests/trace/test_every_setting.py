@@ -433,7 +433,7 @@ def statistics_are_averaged_or_left() -> None:
         root.b0 = nn.BatchNorm1d(4)
         model = build(root)
         model.set_running_stats_averaging(enabled)
-        with mock.patch("fsdp2.checks.running_stats.connects", return_value=True):
+        with mock.patch("fsdp2.features.running_stats.connects", return_value=True):
             for _ in range(2):  # in each of which ranks look
                 backward(model)
         with CommDebugMode() as seen:

@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.checks import compare_ranks
 from fsdp2.checks.check_times import is_check_time
-from fsdp2.engine import buckets
+from fsdp2.engine import buckets, compare_ranks
 from models import NormedBlock
 
 STEPS = 9

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.engine.param_group import ParamGroup
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import Root
 from fsdp2.features import large_submodules
 from helpers import fake_world, full
@@ -384,4 +384,4 @@ def test_a_model_goes_with_its_last_reference(name: str, checks: str, monkeypatc
 
 
 def alive() -> list[int]:
-    return [id(each) for each in gc.get_objects() if issubclass(type(each), Root | ParamGroup)]
+    return [id(each) for each in gc.get_objects() if issubclass(type(each), Root | FSDPParamGroup)]

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine import buckets
+from fsdp2.engine import group as groups
 from fsdp2.engine.comm import Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.features import large_submodules
-from helpers import fake_world, strategies_replaced
+from helpers import fake_world
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -291,7 +293,7 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_is_sent(
     expected = 2 * unsharded + gradients + (BLOCKS - 2 + 3 / 4) * GROUP / RANKS + first_messages
     widened = 2 * unsharded + unsharded / 4 + 2 * GROUP / 4 + (BLOCKS - 1) * GROUP / RANKS
     ordinary = expected if pairwise else widened
-    with strategies_replaced(make_comm=pairwise_comm) if pairwise else nullcontext():
+    with mock.patch.object(groups, "make_comm", pairwise_comm) if pairwise else nullcontext():
         assert 0.98 * expected <= measure(mp_policy=BF16_WIRE)["step"] <= expected + SLACK
         assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp2 import fully_shard
 from fsdp2.engine.mesh import DataMesh
-from fsdp2.engine.post_forward import subgroup
+from fsdp2.engine.subgroups import subgroup
 from helpers import fake_world
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
 from benchmarks.timed_group import Clock, Link, SimulatedClock, TimedWork, start_timed_group
 from fsdp2 import CPUOffloadPolicy, fully_shard
-from fsdp2.engine import buckets, param_group, schedule
+from fsdp2.engine import buckets, schedule
+from fsdp2.engine import group as groups
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.state import groups_below
 from helpers import fake_world
@@ -141,7 +142,7 @@ def exposed_seconds(per_collective: float, per_copy: float) -> float:
     transfers = TimedTransfers(clock, link, block / ranks / per_copy)
     with (
         mock.patch.object(DataMesh, "device", DEVICE),
-        mock.patch.object(param_group, "make_transfers", return_value=transfers),
+        mock.patch.object(groups, "make_transfers", return_value=transfers),
     ):
         model = SlowStack(compute)
         for module in (*model.blocks, model):

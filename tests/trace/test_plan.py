@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.engine import buckets, param_group
+from fsdp2.engine import buckets
+from fsdp2.engine import group as groups
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.events import Observer
 from fsdp2.engine.layout import gather_layout
@@ -458,7 +459,7 @@ def test_memory_of_a_device_with_offload(model: str, policy: MixedPrecisionPolic
         backend="nccl",
     )
     del plain
-    transfers = mock.patch.object(param_group, "make_transfers", return_value=_OtherMemory())
+    transfers = mock.patch.object(groups, "make_transfers", return_value=_OtherMemory())
     with fake_world(RANKS), mock.patch.object(DataMesh, "device", DEVICE), transfers, AllocationMeter() as meter:
         sharded = MODELS[model]()
         batch = sharded.example()

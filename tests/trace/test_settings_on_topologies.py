@@ -38,7 +38,7 @@ from fsdp2 import (
 )
 from fsdp2.codecs import Cast
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
-from fsdp2.engine.param_group import Comms
+from fsdp2.engine.group import Comms
 from fsdp2.engine.state import groups_below, require_state
 from fsdp2.features import conditional
 from helpers import fake_world, public_methods
@@ -435,8 +435,8 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
 
     with (
         mock.patch.dict(os.environ, row.environment if with_it else {}),
-        mock.patch("fsdp2.checks.running_stats.connects", connects),
-        mock.patch("fsdp2.checks.running_stats.all_reduce_over", note_statistics),
+        mock.patch("fsdp2.features.running_stats.connects", connects),
+        mock.patch("fsdp2.features.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
     ):
         model = topology.build(options, row.ignores and with_it)

@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.engine import buckets, comm, home_streams, param_group, streams
+from fsdp2.engine import buckets, comm, streams
+from fsdp2.engine import group as groups
 from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.home_streams import GroupStreams
 from fsdp2.engine.mesh import DataMesh
@@ -160,7 +161,7 @@ def offloaded(build: Callable[..., Any] = build) -> Any:
     """Shards rest on the CPU, and the device is the CPU's own memory under another name."""
     with (
         mock.patch.object(DataMesh, "device", torch.device("cpu", 0)),
-        mock.patch.object(param_group, "make_transfers", Transfers),
+        mock.patch.object(groups, "make_transfers", Transfers),
     ):
         return build(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
@@ -606,7 +607,7 @@ class Possessive(GroupStreams):
 
 
 def of_streams(kind: type[GroupStreams]) -> Any:
-    return mock.patch.object(home_streams, "GroupStreams", kind)
+    return mock.patch.object(groups, "GroupStreams", kind)
 
 
 def not_waited_for(collective: str) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.engine.group import FSDPParamGroup
-from fsdp2.engine.policy import COPIED, SHARDED, TRANSITIONS, Phase
+from fsdp2.engine.policy import COPIED, GATHERED, SHARDED, TRANSITIONS, UNSHARDED, Phase
 from fsdp2.engine.state import groups_below
 from helpers import fake_world
 from simulated_device import simulated_device
@@ -124,6 +124,13 @@ def keeps_secondary_shards() -> Any:
     model = build(reshard_after_forward=2)
     for _ in range(3):
         step(model)
+    return model
+
+
+def secondary_shards_are_dropped() -> Any:
+    model = build(reshard_after_forward=2)
+    model(torch.randn(4, SIZE, requires_grad=True))  # no backward follows
+    step(model)
     return model
 
 
@@ -312,6 +319,7 @@ PROGRAMS = (
     accumulates,
     keeps_after_forward,
     keeps_secondary_shards,
+    secondary_shards_are_dropped,
     mixed_precision_on_two_axes,
     replicates,
     offloads,
@@ -344,10 +352,20 @@ def test_each_entry_of_the_table_is_made_by_a_program() -> None:
 
 
 def test_the_table_names_each_phase() -> None:
-    """From each phase another one may follow, none follows itself, and SHARDED is reached from each."""
+    """From each phase another one may follow, none follows itself, and SHARDED is reached from each, at once or by
+    GATHERED.
+    """
     assert set(TRANSITIONS) == set(Phase)
     for phase, later in TRANSITIONS.items():
         assert later, phase
         assert phase not in later
         assert len(set(later)) == len(later)
-        assert phase is SHARDED or SHARDED in later
+        assert phase is SHARDED or {SHARDED, GATHERED} & {*later}
+
+
+def test_a_group_refuses_a_phase_that_may_not_follow() -> None:
+    with fake_world(4):
+        group = groups_below(build()[0])[0]
+        with pytest.raises(RuntimeError, match="SHARDED cannot become UNSHARDED"):
+            group._become(UNSHARDED)
+        assert group.phase is SHARDED

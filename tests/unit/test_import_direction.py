@@ -33,7 +33,8 @@ OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
-    ("engine.root_methods", "tools.audit"),
+    ("checks.plan", "module"),
+    ("tools.padding", "module"),
     ("dtensor.table", "bridge.pipelining"),
     ("dtensor.table", "bridge.fsdp1_methods"),
 }
@@ -397,8 +398,8 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
         (only_comm_calls_collectives, "engine/units", "replicate_group.broadcast(a)"),
         (only_comm_calls_collectives, "checks/check_times", "from torch.distributed import all_reduce"),
         (only_comm_calls_collectives, "engine/compat", "import torch.distributed as d; d.all_to_all_single(a, b)"),
-        (nothing_touches_torch_fsdp, "engine/module", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
-        (nothing_touches_torch_fsdp, "engine/module", "from torch.distributed import fsdp"),
+        (nothing_touches_torch_fsdp, "engine/hooks", "from torch.distributed.fsdp import MixedPrecisionPolicy"),
+        (nothing_touches_torch_fsdp, "engine/hooks", "from torch.distributed import fsdp"),
         (nothing_touches_torch_fsdp, "module", "import torch; torch.distributed.fsdp.FSDPModule"),
         (nothing_touches_torch_fsdp, "engine/compat", "m = __import__('torch.distributed.fsdp._fully_shard')"),
         (private_names_of_torch_stand_in_compat, "engine/hooks", "import torch._dynamo"),

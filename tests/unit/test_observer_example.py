@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helpers import fake_world, strategies_replaced
+from helpers import extensions_restored, fake_world
 
 HEADING = "## Add a feature"
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ def test_the_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None
     observer, program = blocks("python")
     (expected,) = blocks("")
     names: dict[str, Any] = {"__name__": "example"}
-    with strategies_replaced(), fake_world(4):  # the observer goes with the test
+    with extensions_restored(), fake_world(4):  # the observer goes with the test
         exec(compile(observer, "observer", "exec"), names)
         exec(compile(program, "program", "exec"), names)
     assert capsys.readouterr().out.splitlines() == expected.splitlines()

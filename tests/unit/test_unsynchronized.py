@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.checks.unsynchronized import UnsynchronizedGrad, UnsynchronizedGradients
+from fsdp2.engine.placeholders import UnsynchronizedGrad, UnsynchronizedGradients
 from fsdp2.engine.state import require_state
 from helpers import fake_world
 

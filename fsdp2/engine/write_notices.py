@@ -1,4 +1,4 @@
-"""Calls functions before the next write to a sharded parameter (see sharded_dtensor.py).
+"""Calls functions before the next write to a sharded parameter (see dtensor/sharded_dtensor.py).
 
 Operations on a DTensor write to it, which its class sees before they run. Writes through its local tensor, once a user
 has that, are not seen by anything.

@@ -1,4 +1,8 @@
-"""Owns the memory of one group: its shards at rest, and its unsharded parameters while they are needed."""
+"""Owns the memory of one group: its shards at rest, its unsharded parameters while they are needed, secondary shards.
+
+Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that backward gathers
+among k neighbours only: `reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,16 @@ from torch import Tensor
 from . import compat
 from .comm import Comm, Work
 from .compat import storage_uses
-from .gather import GatherPlan, leaf_over, own_storage_view
-from .layout import GatherLayout
+from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
+from .layout import GatherLayout, gather_layout
 from .streams import Transfer, Transfers
 
 
 class PendingGather:
-    """Is an all-gather in flight. Its group's buffers stay allocated until `finish` or `abandon`."""
+    """Is an all-gather in flight. Its group's memory stays allocated until `finish` or `abandon`."""
 
-    def __init__(
-        self, buffers: GroupBuffers, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()
-    ) -> None:
-        self._buffers, self._plan, self._work, self._inputs_kept_alive = buffers, plan, work, inputs
+    def __init__(self, memory: Memory, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
+        self._memory, self._plan, self._work, self._inputs_kept_alive = memory, plan, work, inputs
 
     def finish(self) -> None:
         """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
@@ -32,45 +34,57 @@ class PendingGather:
             work.wait()
         del work  # and memory of its own
         if not self._plan.arrives_in_place:
-            self._buffers.allocate()
+            self._memory.allocate()
         self._plan.finish()
-        self.abandon()
+        self._inputs_kept_alive = ()
+        if self._plan.packs_apart and not self._memory.keeps_storage:
+            self._plan.free()
 
     def abandon(self) -> None:
-        """Waits until the all-gather no longer writes to the buffers, so that they can be freed. Frees what has arrived
+        """Waits until the all-gather no longer writes to the memory, so that it can be freed. Frees what has arrived
         apart from the unsharded parameters.
         """
         work, self._work = self._work, None
         if work is not None:
             work.wait()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart and not self._buffers.keeps_storage:
+        if self._plan.packs_apart and not self._memory.keeps_storage:
             self._plan.free()
 
 
-class GroupBuffers:
+class Memory:
     """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free.
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
     `shards`, `unsharded`: their bytes; `storage`: that of the unsharded parameters; `is_allocated`: it has its size.
     `free` leaves it allocated while something else than the engine uses it: a view of a parameter that a hook, a cache
-    or a graph keeps. What autograd saves through the engine's hooks is no such use, see SavedTensors.
+    or a graph keeps. What autograd saves through the engine's hooks is no such use, see SavedTensors. `secondary`: what
+    this rank keeps of the unsharded parameters when they are freed; None if no ranks restore them together.
 
     Args:
         layout: where everything lies.
         rank: this rank's index in the shard group.
         device: where the unsharded parameters live and compute.
         transfers: copies the shards to `device` for each gather, if they rest on the CPU and `device` is another.
+        neighbours: the ranks that restore the unsharded parameters from secondary shards, this one included.
     """
 
     def __init__(
-        self, layout: GatherLayout, rank: int, device: torch.device, transfers: Transfers | None = None
+        self,
+        layout: GatherLayout,
+        rank: int,
+        device: torch.device,
+        transfers: Transfers | None = None,
+        neighbours: Comm | None = None,
     ) -> None:
         self.layout = layout if transfers is None else replace(layout, aliased=False)
         self._rank, self._device, self._transfers = rank, device, transfers
         self._stage: _Stage | None = None
-        self._nbytes = self._storage_nbytes()
+        self._nbytes, restored = self.layout.unsharded_nbytes, None
+        if neighbours is not None:
+            restored = _layout_among(self.layout, neighbours)
+            self._nbytes = max(self._nbytes, restored.unsharded_nbytes)
         if not self.layout.aliased:
             self.unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         # Keep the storage when it is given up, so that pointers into it stay valid.
@@ -79,9 +93,9 @@ class GroupBuffers:
         # How many tensors and Python objects of the engine use the storage, see `note_uses`.
         self.num_uses = 0
         self._place_shards()
-
-    def _storage_nbytes(self) -> int:
-        return self.layout.unsharded_nbytes
+        self.secondary: SecondaryShards | None = None
+        if neighbours is not None and restored is not None:
+            self.secondary = SecondaryShards(restored, neighbours, self.unsharded)
 
     def renew_shards(self) -> None:
         """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
@@ -147,6 +161,18 @@ class GroupBuffers:
             return PendingGather(self, plan, self._stage, more_inputs)
         return PendingGather(self, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
 
+    def keep_secondary(self) -> None:
+        """Keeps this rank's part of the unsharded parameters, from which `restore` gathers; they may be freed then."""
+        assert self.secondary is not None, "neighbours restore them"
+        self.secondary.fill()
+
+    def restore(self) -> PendingGather:
+        """Begins to fill the unsharded parameters from secondary shards. Every neighbour must call it, in order."""
+        assert self.secondary is not None, "neighbours restore them"
+        if self.secondary.plan.arrives_in_place:
+            self.allocate()
+        return PendingGather(self, self.secondary.plan, self.secondary.start_gather())
+
     def allocate(self) -> None:
         """Allocates the storage of the unsharded parameters, unless it is there."""
         if not self.is_allocated:
@@ -158,7 +184,8 @@ class GroupBuffers:
         self.num_uses = storage_uses(self.storage._cdata)
 
     def free(self, although_viewed: bool = False) -> bool:
-        """Frees the unsharded parameters. Returns False if they stay because something uses their memory.
+        """Frees the unsharded parameters, and no secondary shards. Returns False if they stay because something uses
+        their memory.
 
         `although_viewed`: free them also then. Who reads such a view reads memory that is not there.
         """
@@ -170,8 +197,9 @@ class GroupBuffers:
         return True
 
     def hold_memory(self) -> bool:
-        """Returns True if `free` would give memory back."""
-        return self.is_allocated and not self.layout.aliased and not self.keeps_storage
+        """Returns True if `free`, or to drop the secondary shards, would give memory back."""
+        is_unsharded = self.is_allocated and not self.layout.aliased and not self.keeps_storage
+        return is_unsharded or (self.secondary is not None and self.secondary.is_filled)
 
 
 class _Stage:
@@ -201,3 +229,53 @@ class _Stage:
 
     def free(self) -> None:
         self._storage.resize_(0)
+
+
+class SecondaryShards:
+    """Holds this rank's shards in compute dtypes, cut among the ranks that restore the parameters instead of all."""
+
+    def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
+        self._comm, self._nbytes = comm, layout.shard_nbytes
+        self.is_filled = False
+        self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=unsharded.device)
+        self._storage = self._shards.untyped_storage()
+        self.plan = GatherPlan(layout, comm.rank, self._shards, unsharded)
+        self._copies = group_copies(self._plan_fill(layout, comm.rank, unsharded))
+        self._storage.resize_(0)
+
+    def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
+        copies = []
+        rows = zip(layout.specs, layout.shard_offsets, layout.unsharded_offsets, strict=True)
+        for spec, offset, start in rows:
+            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
+            whole = view_bytes(unsharded, start, spec.numel, spec.compute_dtype).view(spec.shape)
+            own = whole.narrow(spec.dim, first, last - first)
+            copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
+        return copies
+
+    def fill(self) -> None:
+        """Keeps this rank's part of the unsharded parameters, which may be freed then."""
+        self.is_filled = True
+        self._storage.resize_(self._nbytes)
+        for copies in self._copies:
+            compat.copy_all(*copies)
+
+    def drop(self) -> None:
+        """Frees the secondary shards: the next gather is from the shards again."""
+        if self.is_filled:
+            self.is_filled = False
+            self._storage.resize_(0)
+
+    def start_gather(self) -> Work | None:
+        """Begins to gather the unsharded parameters among the ranks that restore them."""
+        return self.plan.start(self._comm)
+
+
+def _layout_among(layout: GatherLayout, comm: Comm) -> GatherLayout:
+    """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
+
+    Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
+    """
+    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
+    own = gather_layout(specs, comm.size, comm.direct_min_bytes)
+    return replace(own, unsharded_offsets=layout.unsharded_offsets, packed_start=layout.packed_start)

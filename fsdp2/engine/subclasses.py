@@ -22,21 +22,23 @@ import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..engine import compat
-from ..engine.build import Plan
-from ..engine.comm import Comm
-from ..engine.compat import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
-from ..engine.events import Observer
-from ..engine.gather import leaf_over
-from ..engine.mesh import DataMesh
-from ..engine.parameter import FSDPParam
-from ..engine.policy import MixedPrecisionPolicy
-from ..engine.rank_facts import all_gather_now
+from . import compat
+from .comm import Comm, all_gather_now
+from .compat import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
+from .events import Observer
+from .gather import leaf_over
+from .mesh import DataMesh
+from .policy import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from .build import Plan
+    from .group_parameters import GroupParameters
+    from .parameter import FSDPParam
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -83,7 +85,7 @@ _REWRITES = ("support_avx512bf16_for_cpu",)
 
 
 def plan_packed_values(plan: Plan) -> None:
-    """Keeps the dtypes of packed values: the strategy for the core.
+    """Keeps the dtypes of packed values.
 
     Raises:
         ValueError: a policy would cast a frozen parameter whose values may be packed, and the user has not said which
@@ -233,10 +235,10 @@ class _OneParameter:
 class SubclassGather:
     """Gathers the parameters of one group that say themselves how, together with the others."""
 
-    def __init__(self, params: Sequence[FSDPParam], parameters: Any, policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, params: Sequence[FSDPParam], parameters: GroupParameters, policy: MixedPrecisionPolicy) -> None:
         self.params, self._mesh = params, parameters.mesh
         self.members = [_OneParameter(param, self._mesh, policy) for param in params]
-        if parameters.buffer_options:
+        if parameters.neighbours is not None:
             refuse_secondary_shards(params[-1].name)
         # True if all ranks are known to gather tensors of the same sizes.
         self._is_compared = self._mesh.size == 1

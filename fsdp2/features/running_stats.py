@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.comm import Purpose
+from ..engine.compare_ranks import ComparedNumbers, Comparison, RankObserver, connects, groups_of_all_ranks
 from ..engine.compat import local_if_any, version_of
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -22,9 +23,6 @@ from ..engine.policy import Hold
 from ..engine.rank_facts import all_reduce_over
 from ..engine.state import names_below
 from ..engine.torch_names import set_versions
-from .check_times import Comparison, RankObserver
-from .compare_ranks import ComparedNumbers, connects
-from .observers import groups_of_all_ranks
 
 SETTING = "average_running_stats"
 """What `set_running_stats_averaging` sets among the `extras` of the root's settings."""

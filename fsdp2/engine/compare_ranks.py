@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..engine.comm import Purpose
-from ..engine.mesh import DataMesh
-from ..engine.rank_facts import all_reduce_over, moves_data
+from .comm import Purpose
+from .events import Observer
+from .group import FSDPParamGroup
+from .mesh import DataMesh
+from .policy import ReduceWhen
+from .rank_facts import all_reduce_over, moves_data
 
 
 class ComparedNumbers(NamedTuple):
@@ -24,6 +27,37 @@ class ComparedNumbers(NamedTuple):
     name: str
     numbers: Sequence[Tensor | int]
     judge: Callable[[Sequence[tuple[int, int]]], None]
+
+
+class Comparison(NamedTuple):
+    """Describes one time at which the ranks of a root compare numbers.
+
+    `number`: how often they have communicated. `is_anew`: it is the first time, or all ranks have loaded weights since.
+    `mesh`: the mesh over which they compare; None if it connects no ranks.
+    """
+
+    root: Any
+    number: int
+    is_anew: bool
+    mesh: DataMesh | None
+
+
+class RankObserver(Observer):
+    """Compares something between ranks. All that is due at one time for one root shares an all-reduce.
+
+    `at_evaluation`: True if ranks are to compare, too, when the model is evaluated first after training. It must be
+    alike on all ranks.
+    """
+
+    always = False
+    at_evaluation = False
+
+    def refuse(self, root: Any) -> None:
+        """Raises RuntimeError if this rank, hence each one, finds a mistake. Ranks have compared nothing yet."""
+
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        """Yields what to compare, and over which mesh. Ranks must differ in the values of the numbers only."""
+        yield from ()
 
 
 def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Any = None) -> None:
@@ -86,3 +120,20 @@ def groups_by_mesh(groups: Iterable[Any]) -> dict[DataMesh, list[Any]]:
     for group in groups:
         on_mesh.setdefault(group.mesh, []).append(group)
     return {mesh: members for mesh, members in on_mesh.items() if connects(mesh)}
+
+
+def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
+    """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out."""
+    mesh = widest_mesh(root.groups)
+    return [
+        group
+        for group in root.groups
+        if group.params
+        and (group.mesh is mesh or group.mesh == mesh)
+        and group.settings.reduce_when is not ReduceWhen.ASKED
+    ]
+
+
+def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
+    """Returns the first of `groups_of_all_ranks`."""
+    return next(iter(groups_of_all_ranks(root)), None)

@@ -1,24 +1,22 @@
 """Puts placeholders for unsynchronized gradients into `.grad`: `zero_grad` clears them, and nothing else may use them.
 
-It is no check that can be switched: without it `zero_grad` would not reach unsynchronized gradients.
+Without them `zero_grad` would not reach unsynchronized gradients.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.callers import optimizer_that_calls
-from ..engine.compat import local_of, new_dtensor, no_torch_function, set_local
-from ..engine.events import Observer, strategies
-from ..engine.group import FSDPParamGroup
-from ..engine.parameter import FSDPParam
-from ..engine.torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
-from .observers import follow_if
+from .callers import optimizer_that_calls
+from .compat import local_of, new_dtensor, no_torch_function, set_local
+from .events import Observer, extensions
+from .group import FSDPParamGroup
+from .parameter import FSDPParam
+from .torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 
 
 class UnsynchronizedGrad(DTensor):
@@ -96,7 +94,7 @@ def _set_to_zero(gradients: Any) -> Any:
         if isinstance(gradient, UnsynchronizedGrad):
             zeros = torch.zeros_like(local_of(gradient), memory_format=torch.contiguous_format)
             set_local(gradient, zeros)
-            gradient.__class__ = strategies().tensor_class  # type: ignore[assignment]
+            gradient.__class__ = extensions().tensor_class  # type: ignore[assignment]
         elif isinstance(gradient, DTensor):
             local_of(gradient).zero_()
         else:
@@ -122,11 +120,6 @@ def take_placeholder(param: FSDPParam) -> bool:
     return True
 
 
-# For each group with placeholders, the indices of the parameters that have got one. It outlives the group's root, which
-# another one replaces when an outer module is sharded.
-_marked: weakref.WeakKeyDictionary[FSDPParamGroup, set[int]] = weakref.WeakKeyDictionary()
-
-
 class UnsynchronizedGradients(Observer):
     """Keeps the placeholders of one root's groups in step with their unsynchronized gradients.
 
@@ -141,10 +134,10 @@ class UnsynchronizedGradients(Observer):
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
         if _leaves_gradients(group):
-            follow_if(True, group.root, self, "backward_began", "finalized")
+            group.root.events.follow_if(True, self, "backward_began", "finalized")
 
     def _follow_if_needed(self, root: Any) -> None:
-        follow_if(any(map(_leaves_gradients, root.groups)), root, self, "backward_began", "finalized")
+        root.events.follow_if(any(map(_leaves_gradients, root.groups)), self, "backward_began", "finalized")
 
     def backward_began(self, root: Any) -> None:
         """Drops what the user has cleared or replaced since the last backward.
@@ -152,23 +145,23 @@ class UnsynchronizedGradients(Observer):
         Raises:
             RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
         """
-        found = [(group, _marked[group]) for group in root.groups if group in _marked]
-        for group, marked in found:
-            for param in (group.params[i] for i in marked):
+        marked = [group for group in root.groups if group.placeholders]
+        for group in marked:
+            for param in (group.params[i] for i in group.placeholders):
                 if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
                     raise RuntimeError(
                         f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
                         "zero_grad, and repeat the accumulation."
                     )
-        for group, marked in found:
-            for i in marked:
+        for group in marked:
+            for i in group.placeholders:
                 if not take_placeholder(group.params[i]):
                     group.gradients.forget(i)
-            del _marked[group]
+            group.placeholders.clear()
 
     def before_replace(self, group: FSDPParamGroup, found: Any) -> None:
         """Drops what the user has cleared: what is left is known by the places of its parameters, which must stay."""
-        for i in _marked.get(group, ()):
+        for i in group.placeholders:
             if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 group.gradients.forget(i)
 
@@ -181,7 +174,7 @@ class UnsynchronizedGradients(Observer):
         self._follow_if_needed(root)
 
     def _mark(self, group: FSDPParamGroup) -> None:
-        gradients, marked = group.gradients, _marked.setdefault(group, set())
+        gradients, marked = group.gradients, group.placeholders
         for i in {*gradients.unsynchronized, *gradients.partial}:
             if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 gradients.forget(i)  # the user has cleared it since
@@ -193,14 +186,15 @@ class UnsynchronizedGradients(Observer):
         """Marks as lost what the pass had included of earlier passes."""
         for group in root.groups:
             for i in group.gradients.taken:
-                _marked.setdefault(group, set()).add(i)
+                group.placeholders.add(i)
                 put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
         self.finalized(root)
 
     def reset(self, root: Any) -> None:
         for group in root.groups:
-            for i in _marked.pop(group, ()):
+            for i in group.placeholders:
                 take_placeholder(group.params[i])
+            group.placeholders.clear()
         self._follow_if_needed(root)
 
 
@@ -210,4 +204,4 @@ def _leaves_gradients(group: FSDPParamGroup) -> bool:
     """
     settings, gradients = group.settings, group.gradients
     leaves = not (settings.reduce_gradients and settings.all_reduce)
-    return leaves or bool(gradients.unsynchronized or gradients.partial or _marked.get(group))
+    return leaves or bool(gradients.unsynchronized or gradients.partial or group.placeholders)
