@@ -15,6 +15,7 @@ from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder
 from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine.int8 import Int8
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.reduce import PendingReduce, Reduction
 from helpers import own_rows
@@ -412,3 +413,19 @@ def test_chunks_are_the_padded_gradient_cut_across_all_ranks() -> None:
 def test_chunks_are_not_too_small() -> None:
     assert split_pieces(1024, 4, 4, 16, 4096) == [(0, 256), (256, 512), (512, 768), (768, 1024)]
     assert split_pieces(1024, 4, 4, 16, 1 << 20) == [(0, 1024)]
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (8, 3), (1, 7), (16, 16)], ids=str)
+def test_a_codec_sees_zeros_as_padding(shape: tuple[int, int]) -> None:
+    """Packed together, alone, and piece by piece: what padding held would change the scale of a whole block."""
+    specs = ParamSpec(shape, F32, BF16, 4), ParamSpec((3,), F32, BF16, 4)
+    for indices in ([0], [0, 1]):
+        layout = bucket_layout(specs, indices, F32, 1 << 40)
+        plan = ReducePlan(layout, specs, 4, CPU, Encoder(Int8()))
+        segments = plan.take_segments(CPU)
+        segments.flat.fill_(torch.nan)
+        plan.pack({i: torch.ones(specs[i].shape, dtype=BF16) for i in indices}, segments)
+        assert segments.flat.sum() == sum(specs[i].numel for i in indices)
+    piece = torch.full((4, layout.shard_numel), torch.nan)
+    plan.pack_piece(torch.ones(shape, dtype=BF16), 0, layout.shard_numel, piece)
+    assert piece.sum() == specs[0].numel
