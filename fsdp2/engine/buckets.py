@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import final
 
 import torch
 from torch import Tensor
@@ -250,6 +251,7 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
     return [chunks, *(each.reshape(-1) for each in rest)]
 
 
+@final
 class ReducePlan:
     """Holds what all reductions of one bucket have in common, and packs its gradients.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -198,6 +198,7 @@ class Member(NamedTuple):
     shard_numel: int
 
 
+@final
 class Encoder:
     """Encodes the gradients of one group by its codec. It owns what a codec is to get between steps: what encoding has
     changed, and numbers for rounding at random.

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def _made_gradient(node: object) -> bool:
     return getattr(node, "_forward_cls", None) is _WithoutGraph
 
 
+@final
 class GroupGradients:
     """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
 
