@@ -1,10 +1,11 @@
 """Fully sharded data parallel training for PyTorch, with the API of torch's FSDP2."""
 
+from __future__ import annotations
+
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from .api import fully_shard, replicate
-from .bridge.patch import patch_torch
 from .checks.table import set_checks
 from .dtensor.fixes import dtensor_fixes
 from .engine.forward_method import register_fsdp_forward_method
@@ -12,36 +13,88 @@ from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .install import install as _install
 from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from .optim.averages import AveragedModel
-from .optim.flat import flatten_optimizer
-from .optim.muon import muon
-from .optim.split import MatrixSplit, split_matrices
-from .optim.whole_matrix import WholeMatrixOptimizer
-from .planning.check import CheckedValue, PlanCheck
-from .planning.plan import Plan, PlanRow, plan
-from .planning.policies import WrapGroup, wrap_groups
-from .planning.replay import Prediction
-from .planning.settings import Setting
-from .tools.audit import check
-from .tools.clip import clip_grad_norm_
-from .tools.compare import compare
-from .tools.describe import GroupDescription, ModelDescription, describe
-from .tools.difference import Comparison, Difference
-from .tools.finding import Finding
-from .tools.full_params import full_params
-from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
-from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
-from .tools.sync import sync_module_states
-from .tools.timeline import trace
+
+if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
+    from . import hf as hf
+    from .bridge.patch import patch_torch
+    from .optim.averages import AveragedModel
+    from .optim.flat import flatten_optimizer
+    from .optim.muon import muon
+    from .optim.split import MatrixSplit, split_matrices
+    from .optim.whole_matrix import WholeMatrixOptimizer
+    from .planning.check import CheckedValue, PlanCheck
+    from .planning.plan import Plan, PlanRow, plan
+    from .planning.policies import WrapGroup, wrap_groups
+    from .planning.replay import Prediction
+    from .planning.settings import Setting
+    from .tools.audit import check
+    from .tools.clip import clip_grad_norm_
+    from .tools.compare import compare
+    from .tools.describe import GroupDescription, ModelDescription, describe
+    from .tools.difference import Comparison, Difference
+    from .tools.finding import Finding
+    from .tools.full_params import full_params
+    from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+    from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
+    from .tools.sync import sync_module_states
+    from .tools.timeline import trace
 
 __version__ = "0.1.0"
 
+# The module of each public name that is imported when a program first asks for it.
+_MODULES = {
+    "AveragedModel": "optim.averages",
+    "CheckedValue": "planning.check",
+    "Comparison": "tools.difference",
+    "Difference": "tools.difference",
+    "Finding": "tools.finding",
+    "GroupDescription": "tools.describe",
+    "GroupPadding": "tools.padding",
+    "MatrixSplit": "optim.split",
+    "ModelDescription": "tools.describe",
+    "ParamBucket": "tools.stream",
+    "ParamStream": "tools.stream",
+    "ParameterPadding": "tools.padding",
+    "Plan": "planning.plan",
+    "PlanCheck": "planning.check",
+    "PlanRow": "planning.plan",
+    "Prediction": "planning.replay",
+    "Setting": "planning.settings",
+    "StreamVersion": "tools.stream",
+    "WholeMatrixOptimizer": "optim.whole_matrix",
+    "WrapGroup": "planning.policies",
+    "cheapest_placement": "tools.padding",
+    "check": "tools.audit",
+    "clip_grad_norm_": "tools.clip",
+    "compare": "tools.compare",
+    "describe": "tools.describe",
+    "flatten_optimizer": "optim.flat",
+    "full_params": "tools.full_params",
+    "muon": "optim.muon",
+    "padding_report": "tools.padding",
+    "patch_torch": "bridge.patch",
+    "plan": "planning.plan",
+    "split_matrices": "optim.split",
+    "stream_full_params": "tools.stream",
+    "sync_module_states": "tools.sync",
+    "trace": "tools.timeline",
+    "wrap_groups": "planning.policies",
+}
 
-def __getattr__(name: str) -> ModuleType:
-    """Imports `fsdp2.hf` when a program first asks for it."""
+
+def __getattr__(name: str) -> Any:
+    """Imports a tool when a program first asks for it: `fsdp2.plan`, `from fsdp2 import plan`, `fsdp2.hf`."""
     if name == "hf":
         return import_module(".hf", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    """Returns all names, also those that were not asked for yet."""
+    return sorted({*globals(), *__all__, "hf"})
 
 
 __all__ = [

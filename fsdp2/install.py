@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from .bridge.torch_interface import RegisteredStates
-from .checks import entry_points, named_comm, table, unnoticed_writes
+from .checks import entry_points, named_comm, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
 from .engine import collectives, parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
 from .engine.unsharded_versions import UnshardedVersions
 from .features import conditional, large_submodules, optimizer_in_backward
-from .tools import describe, profiler_ranges
-from .tools.audit import AuditAtDebugLevel
-from .tools.padding import WasteLog
 
 
 def install() -> None:
     """Extends the engine. `import fsdp2` calls it, once."""
     extend(
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, describe.class_attributes),
+        class_attributes=(entry_points.class_attributes, tools_when_needed.class_attributes),
         observers=(
             unnoticed_writes.make_unnoticed_writes,
             _each(RegisteredStates),
@@ -34,13 +31,12 @@ def install() -> None:
             _each(large_submodules.LargeSubmodules),
             _each(subclasses.MethodsSetLater),
             _each(parameter_methods.StateDictHooks),
-            _each(AuditAtDebugLevel),
-            _each(WasteLog),
-            _each(profiler_ranges.ProfilerRanges),
+            _each(tools_when_needed.AuditAtDebugLevel),
+            _each(tools_when_needed.WasteLog),
+            _each(tools_when_needed.ProfilerRanges),
             _each(_TorchFunc),
         ),
     )
-    profiler_ranges.install()
     fixes.install()
     table.install()
 

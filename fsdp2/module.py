@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
+from .checks.tools_when_needed import AuditAtDebugLevel
 from .engine import collectives, streams
 from .engine.events import extensions
 from .engine.module_class import class_attributes
@@ -21,7 +22,6 @@ from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
-from .tools.audit import AuditAtDebugLevel
 
 
 class FSDPModule:

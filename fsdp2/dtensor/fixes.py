@@ -42,8 +42,8 @@ def install() -> None:
     """Makes the engine use ShardedDTensor for sharded parameters, and adds the observers of this folder. It is called
     once, before any module is sharded.
     """
-    _use_class(ShardedDTensor)
     extend(
+        tensor_class=ShardedDTensor,
         observers=(lambda root: Fixes(), lambda root: AssignedData(), lambda root: ShardingCalls()),
     )
 

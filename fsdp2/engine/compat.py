@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-from torch.autograd import Variable, forward_ad
+from torch.autograd import Variable, forward_ad, profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -179,6 +179,10 @@ runs_transform: Callable[[], bool] = partial(
 # backward: it calls hooks, but not what is queued for the end.
 compiled_autograd: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
 runs_compiled_backward: Callable[[Any], bool] = attrgetter("in_compiled_autograd_region")
+
+
+# () -> True while a profiler of torch runs: `profile`, `emit_nvtx` or `emit_itt`. It calls no Python function.
+profiler_runs: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
 def has_tangents() -> bool:

@@ -36,6 +36,9 @@ class Observer:
     def pass_began(self, root: Any) -> None:
         """A forward pass begins: a sharded module is called outside of others, or the root itself is."""
 
+    def profiler_switched(self, root: Any) -> None:
+        """A profiler of torch has started or stopped since the last pass: `root.is_profiled` says which."""
+
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
 

@@ -79,6 +79,8 @@ class Root:
         self.backward_pass: object = object()
         self.num_backwards = self.num_resets = 0
         self.frees_memory = True
+        # A profiler of torch ran when the last pass began.
+        self.is_profiled = False
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
         # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.
@@ -139,6 +141,11 @@ class Root:
         for notify in follow:
             notify(self)
 
+    def switch_profiled(self) -> None:
+        """Tells observers that a profiler of torch has started or stopped since the last pass."""
+        self.is_profiled = not self.is_profiled
+        self.notify(self.events.profiler_switched)
+
     # ---- forward
 
     def begin_pass(self) -> None:
@@ -154,6 +161,8 @@ class Root:
             self.recover()  # it has failed, and autograd does not say so
         if self.is_out_of_step:
             self._forget()
+        if compat.profiler_runs() is not self.is_profiled:
+            self.switch_profiled()
         self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         if self.kept:
@@ -269,6 +278,8 @@ class Root:
         if compiled is not None and compat.runs_compiled_backward(compiled):
             name = next((param.name for group in self.groups for param in group.params), self.group.name)
             refuse_compiled_backward(self.group, name)
+        if compat.profiler_runs() is not self.is_profiled:
+            self.switch_profiled()
         self.backward = BackwardPass(graph_task())
         compat.on_backward_end(self.end_backward)
         self.prefetcher.begin_backward()

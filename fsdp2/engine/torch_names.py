@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.autograd import graph, profiler
+from torch.autograd import graph
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
@@ -332,25 +331,3 @@ def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     strided = cast(_StridedShard, placements[axis])
     later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
     return strided.split_factor == math.prod(mesh.size(other) for other in later)
-
-
-# ---- profilers
-
-
-def on_profiler(started: Callable[[], None], stopped: Callable[[], None]) -> None:
-    """Has functions called whenever a profiler of torch starts and stops (`profile`, `emit_nvtx`, `emit_itt`).
-
-    torch calls no hooks then, but two functions of its own, which are replaced.
-    """
-    for name, function in (("_run_on_profiler_start", started), ("_run_on_profiler_stop", stopped)):
-        setattr(profiler, name, partial(_both, getattr(profiler, name), function))
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
-
-
-def profiler_runs() -> bool:
-    """Returns True while a profiler of torch runs."""
-    return bool(profiler._is_profiler_enabled)

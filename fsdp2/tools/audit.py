@@ -19,15 +19,13 @@ from ..checks.checksum import checksum, read, values_of
 from ..checks.empty_memory import find_unwritten
 from ..checks.frozen_parameters import find_written, written_by_some
 from ..checks.partial_settings import find_partial
-from ..checks.rollcall import level_from_environment
 from ..engine.compare_ranks import widest_mesh
-from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam, fqn
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.rank_facts import gather_objects, is_first, ranks_of
+from ..engine.rank_facts import gather_objects, ranks_of
 from ..engine.state import groups_below
 from ..engine.torch_names import is_sharded_by_fsdp1
 from .finding import Finding, compare_layouts, compare_sums, merge
@@ -91,26 +89,8 @@ def _model_parallel_axes(groups: Sequence[FSDPParamGroup], data: DataMesh) -> li
     return [axis for ranks, axis in sorted(found.items()) if not ranks_of(data).issuperset(ranks)]
 
 
-class AuditAtDebugLevel(Observer):
-    """Has the first rank log what `check` finds, once before the next pass after the debug level was switched on.
-
-    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike. It follows
-    `pass_began` until that has happened.
-    """
-
-    def __init__(self) -> None:
-        self.ignored = frozenset() if level_from_environment() > 0 else frozenset({"pass_began"})
-
-    def ask(self, root: Any, wanted: bool = True) -> None:
-        """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-        root.events.follow_if(wanted, self, "pass_began")
-
-    def pass_began(self, root: Any) -> None:
-        root.events.ignore(self, "pass_began")
-        _log_findings(root.state.modules, is_first(root.group.mesh))
-
-
-def _log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
+def log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
+    """Calls `check` for each of `modules`, on every rank, and logs what it finds on those where `logs` is True."""
     findings = [finding for module in modules for finding in check(module)]
     for finding in findings if logs else ():
         logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -249,16 +248,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
 # ---- print(model)
 
 
-def class_attributes(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the method that has `print(model)` show what `fully_shard` did to a module."""
-
-    def extra_repr(self: nn.Module) -> str:
-        return ", ".join(filter(None, [cls.extra_repr(self), _note(self.__dict__.get(STATE))]))
-
-    return {"extra_repr": extra_repr}
-
-
-def _note(state: object) -> str:
+def note(state: object) -> str:
     """Returns the share of this rank and the dtypes: the same text for equal blocks, which torch prints once. Nothing
     while a module is being copied.
     """

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from ..checks.arguments import check_mesh
 from ..engine.buckets import codecs_of, find_buckets
 from ..engine.comm import Comm
 from ..engine.compat import local_of
-from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
 from ..engine.mesh import DataMesh
@@ -40,10 +39,8 @@ from ..module import FSDPModule
 COPY_COST = 0.25
 # The bytes that a GPU or a CPU moves at once: a shorter run of bytes takes as long.
 LINE_NBYTES = 128
-# A gather with at least so much padding is logged: in bytes, and relative to the parameters' own bytes.
-MIN_LOGGED_NBYTES = 16 * 1024 * 1024
+# A gather with at least so much padding is logged, relative to the parameters' own bytes.
 MIN_LOGGED_SHARE = 0.25
-_WIDEST = torch.float64.itemsize
 # The kinds of groups whose padding was examined already.
 _examined: set[tuple[object, ...]] = set()
 
@@ -274,24 +271,14 @@ def _parameter_padding(name: str, spec: ParamSpec) -> ParameterPadding:
 # ---- the warning
 
 
-class WasteLog(Observer):
-    """Logs, on the first rank of each mesh, which gathers of a `fully_shard` call have much padding, and what to do.
+def log_waste(group: FSDPParamGroup, least_nbytes: int) -> None:
+    """Logs the padding of a group's gather, and what to do, if that has at least `least_nbytes`, and is a large share.
 
-    Of groups that are alike one is logged. It is a log line, not a warning: a warning that is turned into an error
-    would end one rank only, and every rank would print a warning.
+    Of groups that are alike one is logged.
     """
-
-    def attached(self, root: Any) -> None:
-        for state in (root.state, *root.state.parts):
-            for group in state.groups:
-                _log_waste(group)
-
-
-def _log_waste(group: FSDPParamGroup) -> None:
-    is_first = not any(group.mesh.mesh.get_coordinate() or ())
-    if is_first and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES and not _was_examined(group):
+    if not _was_examined(group):
         report = _group_padding(group)
-        if report.gather.waste >= max(MIN_LOGGED_NBYTES, MIN_LOGGED_SHARE * report.gather.nbytes):
+        if report.gather.waste >= max(least_nbytes, MIN_LOGGED_SHARE * report.gather.nbytes):
             logging.getLogger("fsdp2").warning(f"fully_shard({_class_name(group)}): {_advise(report)}")
 
 
@@ -308,16 +295,6 @@ def _was_examined(group: FSDPParamGroup) -> bool:
     before = kind in _examined
     _examined.add(kind)
     return before
-
-
-def _padding_numel(group: FSDPParamGroup) -> int:
-    """Returns the number of elements of padding. It is computed for every group, and must be fast."""
-    size, numel = group.mesh.size, 0
-    for param in group.params:
-        rows = param.gathered_shape[param.dim]
-        if rows % size:
-            numel += -rows % size * (math.prod(param.gathered_shape) // rows)
-    return numel
 
 
 def _advise(report: GroupPadding) -> str:

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from ..engine.events import Observer
-from ..engine.owners import all_groups, sharded_owner, some_of
-from ..engine.torch_names import on_profiler, profiler_runs
+from ..engine.owners import sharded_owner, some_of
 from .watched_comms import Collective, watch
-
-
-class ProfilerRanges(Observer):
-    """Opens ranges in torch's profiler: "fsdp2.all_gather blocks.0 4096 bytes", and others.
-
-    It follows no event, and watches no collective, until a profiler starts. So a step without one runs nothing of it.
-    """
-
-    ignored = frozenset({"before_free"})
-
-    def attached(self, root: Any) -> None:
-        if profiler_runs():
-            _start_root(root)
-
-    def before_free(self, group: Any) -> None:
-        buffers = group.parameters.buffers
-        if group.params and buffers is not None and buffers.hold_memory():
-            with record_function(f"fsdp2.reshard {group.name} {group.nbytes} bytes"):
-                pass
 
 
 class _Ranges:
@@ -48,43 +26,36 @@ class _Ranges:
 
 
 _ranges = _Ranges()
-# What ends the ranges when the profiler stops.
-_endings: list[Callable[[], None]] = []
+# Root -> what ends its ranges.
+_endings: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+# What ends the ranges of optimizer steps.
+_steps_end: list[Callable[[], None]] = []
 # Identity of an optimizer -> the range of its step.
 _steps: dict[int, record_function] = {}
 
 
-def install() -> None:
-    """Has ranges begin and end with torch's profilers. It is called once."""
-    on_profiler(_start, _stop)
+def start(root: Any) -> None:
+    """Opens ranges for the collectives under `root` from now on, and for optimizer steps."""
+    _endings[root] = watch(root.groups, _ranges)
+    if not _steps_end:
+        hooks = register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)
+        _steps_end.extend(hook.remove for hook in hooks)
 
 
-def _start() -> None:
-    _stop()
-    for root in dict.fromkeys(group.root for group in all_groups()):
-        _start_root(root)
-    hooks = register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)
-    _endings.extend(hook.remove for hook in hooks)
-
-
-def _start_root(root: Any) -> None:
-    observer = root.events.of(ProfilerRanges)
-    if observer is not None:
-        root.events.follow(observer, "before_free")
-        _endings.append(partial(_stop_root, ref(root)))
-    _endings.append(watch(root.groups, _ranges))
-
-
-def _stop_root(reference: ref[Any]) -> None:
-    root = reference()
-    if root is not None:
-        root.events.ignore(root.events.of(ProfilerRanges), "before_free")
-
-
-def _stop() -> None:
-    while _endings:
-        _endings.pop()()
+def end(root: Any) -> None:
+    """Opens none from now on, as the profiler has stopped."""
+    _endings.pop(root)()
+    while _steps_end:
+        _steps_end.pop()()
     _steps.clear()
+
+
+def show_reshard(group: Any) -> None:
+    """Opens a range for the reshard of `group`, if that frees memory."""
+    buffers = group.parameters.buffers
+    if group.params and buffers is not None and buffers.hold_memory():
+        with record_function(f"fsdp2.reshard {group.name} {group.nbytes} bytes"):
+            pass
 
 
 def describe_step(optimizer: Optimizer) -> tuple[str, int]:

@@ -512,10 +512,10 @@ def found_in_replicas() -> None:
     "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)", "No dim of these divides better: shard them over fewer"
 )
 def padding() -> None:
-    import fsdp2.tools.padding as padding_module
+    from fsdp2.checks import tools_when_needed
 
-    least = padding_module.MIN_LOGGED_NBYTES
-    padding_module.MIN_LOGGED_NBYTES = 1
+    least = tools_when_needed.MIN_LOGGED_NBYTES
+    tools_when_needed.MIN_LOGGED_NBYTES = 1
     mesh = init_device_mesh("cpu", (2,))
     try:
         sizes = {"better": (3, 4096), "none": (3, 5)}
@@ -537,4 +537,4 @@ def padding() -> None:
             backward(plain[name], x=x)
             same_gradients(model, plain[name])
     finally:
-        padding_module.MIN_LOGGED_NBYTES = least
+        tools_when_needed.MIN_LOGGED_NBYTES = least

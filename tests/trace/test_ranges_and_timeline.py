@@ -15,8 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from fsdp2.checks.tools_when_needed import ProfilerRanges
 from fsdp2.engine.state import groups_below
-from fsdp2.tools.profiler_ranges import ProfilerRanges
+from fsdp2.tools import profiler_ranges
 from helpers import fake_world, run_ranks
 
 RANKS, DIM = 4, 16
@@ -76,6 +77,9 @@ def test_without_a_profiler_nothing_is_left() -> None:
     step(model, optimizer)
     with profile(activities=[ProfilerActivity.CPU]):
         step(model, optimizer)
+    assert groups_below(model)[0].events.before_free
+    step(model, optimizer)  # the next pass notices that it has stopped
+    assert not profiler_ranges._steps_end
     for group in groups_below(model):
         for comm in group.comms:
             assert comm is None or not {"all_gather", "reduce_scatter", "all_reduce"} & {*vars(comm)}
@@ -93,6 +97,18 @@ def test_models_that_are_sharded_while_a_profiler_runs() -> None:
         step(model, optimizer)
     padded = (GROUP // 2 // RANKS + 15) // 16 * 16 * RANKS
     assert ranges_of(run)[f"fsdp2.all_gather 1 {padded} bytes"] == 4
+
+
+@pytest.mark.usefixtures("world")
+def test_a_profiler_that_starts_between_forward_and_backward() -> None:
+    model, optimizer = sharded()
+    loss = model(torch.ones(2, DIM)).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        loss.backward()
+        optimizer.step()
+    found = ranges_of(run)
+    assert [found[f"fsdp2.reduce_scatter {name} {GROUP} bytes"] for name in NAMES] == [1, 1, 1]
+    assert sum(each.startswith("fsdp2.optimizer_step") for each in found) == 1
 
 
 @pytest.mark.usefixtures("world")

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "hf": ("engine", "features", "checks", "dtensor"),
     "planning": ("engine", "features", "checks", "tools", ""),
     "bridge": ("engine", "features", "checks", "dtensor", ""),
-    "": ("engine", "features", "checks", "dtensor", "optim", "tools", "planning", "bridge"),
+    "": ("engine", "features", "checks", "dtensor", "optim", "tools", "hf", "planning", "bridge"),
 }
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
 OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
@@ -35,6 +35,11 @@ ALSO = {
     ("*", "bridge.when_imported"),
     ("checks.plan", "module"),
     ("tools.padding", "module"),
+    # Tools that run at events, each imported then.
+    ("checks.tools_when_needed", "tools.audit"),
+    ("checks.tools_when_needed", "tools.describe"),
+    ("checks.tools_when_needed", "tools.padding"),
+    ("checks.tools_when_needed", "tools.profiler_ranges"),
     ("dtensor.table", "bridge.pipelining"),
     ("dtensor.table", "bridge.fsdp1_methods"),
 }

@@ -1,5 +1,7 @@
 """Tests what a user gets from `pip install fsdp2` and `import fsdp2`."""
 
+import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -34,6 +36,24 @@ def test_all_names_are_classified() -> None:
     assert public <= set(fsdp2.__all__)
 
 
+def test_tools_are_imported_when_they_are_asked_for() -> None:
+    """From the modules from which type checkers import them; `plan` stays the function, beside a module of that name."""
+    tree = ast.parse(Path(fsdp2.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    listed = {
+        alias.name: node.module
+        for node in typed.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert listed == fsdp2._MODULES
+    assert {*listed} < {*fsdp2.__all__}
+    importlib.import_module("fsdp2.planning.plan")
+    assert callable(fsdp2.plan)
+    with pytest.raises(AttributeError, match="has no attribute 'clip_grad'"):
+        fsdp2.clip_grad  # noqa: B018
+
+
 def test_package_docstring() -> None:
     assert fsdp2.__doc__
 
@@ -48,7 +68,9 @@ def test_version_is_the_one_of_pyproject() -> None:
 
 
 def test_import_is_quiet() -> None:
-    """Importing fsdp2 starts nothing, and loads no compiler and no torch FSDP that torch had not loaded already."""
+    """Importing fsdp2 starts nothing, and loads no compiler and no torch FSDP that torch had not loaded already. It
+    loads no tool of fsdp2 either, and knows the name of each.
+    """
     script = """
 import sys
 import torch
@@ -58,6 +80,9 @@ import fsdp2
 new = set(sys.modules) - before
 heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing")
 assert not (found := sorted(name for name in new if f"{name}.".startswith(tuple(f"{h}." for h in heavy)))), found
+tools = ("fsdp2.tools", "fsdp2.optim", "fsdp2.hf", "fsdp2.planning", "fsdp2.bridge.patch")
+assert not (found := sorted(name for name in new if name.startswith(tools))), found
+assert {*fsdp2.__all__, "hf"} <= {*dir(fsdp2)}
 assert not torch.cuda.is_initialized()
 assert not torch.distributed.is_initialized()
 """
