@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from threading import RLock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from .bridge.torch_interface import require_torch_state
 from .checks.tools_when_needed import AuditAtDebugLevel
 from .engine import collectives, streams
+from .engine.compat import EXPORT_PLAIN
 from .engine.events import extensions
 from .engine.module_class import class_attributes
 from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
@@ -680,6 +681,14 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> Any:
         return require_torch_state(self)
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuses `torch.jit.script`, which calls this for each module in a model before anything else."""
+        names = [param.name for group in groups_below(cast(nn.Module, self)) for param in group.params]
+        raise NotImplementedError(
+            f"torch.jit.script({type(self).__name__}): TorchScript can't gather {', '.join(names[:1])}, which "
+            f"fully_shard manages. {EXPORT_PLAIN} To make training fast, use torch.compile."
+        )
 
 
 class UnshardHandle:

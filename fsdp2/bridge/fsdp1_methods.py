@@ -1,27 +1,28 @@
 """Has the static methods of FSDP1's class see modules that fully_shard was applied to.
 
-FullyShardedDataParallel's methods take any module, look for modules of their own class in it, and do nothing if there
-are none. A program that came from FSDP1 would save shards as a full state dict.
+FullyShardedDataParallel's methods take any module, look in torch's table of composable states for modules of their own
+class, and do nothing if there are none. A program that came from FSDP1 would save shards as a full state dict. So the
+entries of fsdp2 in that table raise an error when such a method looks them up. After `patch_torch`,
+`summon_full_params` gathers.
 """
 
 from __future__ import annotations
 
-import inspect
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import ModuleType
+from types import FrameType
 from typing import Any
 
 from torch import nn
 
-from ..dtensor.switches import switched
 from ..engine.group import FSDPParamGroup
 from ..engine.state import groups_below, groups_of, state_of
-from .when_imported import when_imported
 
-NAME = "fsdp1-methods"
 _CLASS = "FullyShardedDataParallel"
+_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _STATE = "torch.distributed.checkpoint.state_dict."
 _FULL = "options=StateDictOptions(full_state_dict=True, cpu_offload=True)"
 _GET, _SET = (f"{_STATE}{verb}_optimizer_state_dict(model, optimizer, " for verb in ("get", "set"))
@@ -35,99 +36,120 @@ _INSTEAD = {
     "shard_full_optim_state_dict": f"{_SET}state_dict, options=StateDictOptions(full_state_dict=True))",
     "scatter_full_optim_state_dict": f"{_SET}state_dict, options=StateDictOptions(full_state_dict=True))",
     "flatten_sharded_optim_state_dict": f"{_SET}state_dict)",
-    "clip_grad_norm_": "fsdp2.clip_grad_norm_(model.parameters(), max_norm)",
-    "no_sync": "model.set_requires_gradient_sync(False)",
+    "summon_full_params": "fsdp2.full_params(model)",
 }
+# How many functions of torch are at most between such a method and the look-up in the table.
+_DEPTH = 24
 
 
-def follow_fsdp1_methods() -> None:
-    """Makes `summon_full_params` of FSDP1's class gather sharded modules, and its other methods raise an error that
-    says what to write instead.
+class StateRef(weakref.ref[Any]):
+    """Is a weak reference to a state in torch's table, which no method of FSDP1's class may use."""
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        state = super().__call__()
+        if state is not None and _MODULE in sys.modules:
+            _refuse_methods(state)
+        return state
+
+
+def _refuse_methods(state: Any) -> None:
+    """Refuses the look-up of `state`, a TorchState, by a method of FSDP1's class.
+
+    Raises:
+        RuntimeError: such a method was called with a module that is none of FSDP1.
+    """
+    calls = [*_calls()]
+    groups = state.state.groups
+    if not calls or not any(group.params for group in groups):
+        return
+    name, given = calls[-1]  # the one that the program has called, which may call others
+    module = next((value for value in given.values() if isinstance(value, nn.Module)), None)
+    if isinstance(module, getattr(sys.modules[_MODULE], _CLASS)):
+        return  # some modules inside are FSDP1's, which are meant
+    wanted = getattr(given.get("state_dict_type"), "name", "")
+    instead = "model.state_dict()" if wanted == "SHARDED_STATE_DICT" else _INSTEAD[name]
+    managed = next(param.name for group in groups for param in group.params)
+    raise RuntimeError(
+        f"{_CLASS}.{f'state_dict_type({wanted})' if wanted else name}: expected a {_CLASS}, got "
+        f"{type(module).__name__}, which fully_shard was applied to (it manages {managed}). On every rank, call "
+        f"{instead} instead."
+    )
+
+
+def _calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the calls of these methods that are under way: name and arguments, the innermost first."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        if frame.f_code.co_name in _INSTEAD and frame.f_globals.get("__name__") == _MODULE:
+            yield frame.f_code.co_name, frame.f_locals
+        frame = frame.f_back
+
+
+def replace_summon() -> Callable[[], None]:
+    """Has `FullyShardedDataParallel.summon_full_params` gather sharded modules. Returns a function that undoes it.
 
     A block with `writeback=True` written out is for writes: they are kept, and no module of it can compute inside. In
     other blocks modules can compute, and writes raise.
     """
-    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _replace_methods)
+    fsdp1 = getattr(sys.modules[_MODULE], _CLASS)
+    written = vars(fsdp1)["summon_full_params"]
+    summon = staticmethod(partial(_summon, fsdp1.summon_full_params, fsdp1))
+    fsdp1.summon_full_params = summon
+
+    def undo() -> None:
+        if vars(fsdp1)["summon_full_params"] is summon:
+            fsdp1.summon_full_params = written
+
+    return undo
 
 
-def _replace_methods(imported: ModuleType) -> None:
-    fsdp1: Any = imported.FullyShardedDataParallel
-    for name in _INSTEAD:
-        _replace(fsdp1, name, partial(_refusing, name, fsdp1, imported.StateDictSettings))
-    _replace(fsdp1, "summon_full_params", partial(_summoning, fsdp1))
+def _summon(
+    original: Callable[..., AbstractContextManager[Any]],
+    fsdp1: type,
+    module: Any,
+    recurse: bool = True,
+    writeback: bool | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> AbstractContextManager[Any]:
+    from .. import full_params
 
-
-def _replace(fsdp1: Any, name: str, make: Callable[..., Callable[..., Any]]) -> None:
-    """Replaces a method, which stays static if it is."""
-    written = vars(fsdp1).get(name)
-    if written is not None:
-        original = getattr(fsdp1, name)
-        fixed = switched(NAME, original, make(original))
-        setattr(fsdp1, name, staticmethod(fixed) if isinstance(written, staticmethod) else fixed)
-
-
-def _refusing(name: str, fsdp1: Any, settings_of: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        module = next((value for value in given.values() if isinstance(value, nn.Module)), None)
-        groups = _groups_in(module, recurse=True)
-        if not groups or isinstance(module, fsdp1):
-            return original(*args, **kwargs)
-        wanted = getattr(given.get("state_dict_type"), "name", "")
-        if wanted == "SHARDED_STATE_DICT":  # which state_dict() gives anyway
-            return settings_of(given["state_dict_type"], None, None)
-        asked = f"state_dict_type({wanted})" if wanted else name
-        raise RuntimeError(
-            f"{_CLASS}.{asked}: expected a {_CLASS}, got {type(module).__name__}, which fully_shard was applied to (it "
-            f"manages {groups[0].params[0].name}). On every rank, call {_INSTEAD[name]} instead."
+    is_for_writes = writeback is True
+    writeback = writeback is not False  # FSDP1's default is True
+    groups = _groups_in(module, recurse)
+    if not groups:
+        return original(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    if with_grads:
+        raise NotImplementedError(
+            f"{_CLASS}.summon_full_params(with_grads=True) of {type(module).__name__}, which fully_shard was "
+            f"applied to (it manages {groups[0].params[0].name}). Call p.grad.full_tensor() of each parameter, on "
+            "every rank."
         )
-
-    return refuse
-
-
-def _summoning(fsdp1: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    def summon(
-        module: Any,
-        recurse: bool = True,
-        writeback: bool | None = None,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[Any]:
-        from .. import full_params
-
-        is_for_writes = writeback is True
-        writeback = writeback is not False  # FSDP1's default is True
-        groups = _groups_in(module, recurse)
-        if not groups:
-            found: AbstractContextManager[Any] = original(
-                module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
-            )
-            return found
-        if with_grads:
-            raise NotImplementedError(
-                f"{_CLASS}.summon_full_params(with_grads=True) of {type(module).__name__}, which fully_shard was "
-                f"applied to (it manages {groups[0].params[0].name}). Call p.grad.full_tensor() of each parameter, on "
-                "every rank."
-            )
-        options: dict[str, Any] = {}
-        if rank0_only or offload_to_cpu or is_for_writes:
-            options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
-        # Else not the copies that `writeback` needs: the default says nothing of writes, and forwards may run inside.
-        ours = partial(full_params, module, recurse=recurse, **options)
-        if not any(isinstance(each, fsdp1) for each in module.modules()):
-            return ours()
-        return _both(partial(original, module, recurse, writeback, rank0_only, offload_to_cpu), ours)
-
-    return summon
+    options: dict[str, Any] = {}
+    if rank0_only or offload_to_cpu or is_for_writes:
+        options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+    # Else not the copies that `writeback` needs: the default says nothing of writes, and forwards may run inside.
+    ours = partial(full_params, module, recurse=recurse, **options)
+    if not any(isinstance(each, fsdp1) for each in module.modules()):
+        return ours()
+    inner: list[Any] = [each for each in module.modules() if isinstance(each, fsdp1)]
+    outer = [each for each in inner if not any(each is not other and each in {*other.modules()} for other in inner)]
+    theirs = [partial(original, each, recurse, writeback, rank0_only, offload_to_cpu) for each in outer]
+    return _all_of([*theirs, ours])
 
 
 @contextmanager
-def _both(one: Callable[[], Any], other: Callable[[], Any]) -> Iterator[None]:
-    """Enters what both calls return: some parameters are FSDP1's, and some of fully_shard."""
-    with one(), other():
+def _all_of(calls: list[Callable[[], Any]]) -> Iterator[None]:
+    """Enters what all calls return: some parameters are FSDP1's, and some of fully_shard."""
+    if not calls:
+        yield
+        return
+    with calls[0](), _all_of(calls[1:]):
         yield
 
 

@@ -5,7 +5,7 @@ which modules torch's names are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from ..engine.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from .fsdp1_methods import replace_summon
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
@@ -79,7 +80,8 @@ def patch_torch() -> Patch:
 
     It replaces the names of torch's objects in all imported modules: in torch's own, from which later imports take
     them, and in others that have imported them before. Call it before or after such imports. Torch's implementation
-    itself stays as it is, for programs that reach it in another way.
+    itself stays as it is, for programs that reach it in another way. `FullyShardedDataParallel.summon_full_params`, of
+    FSDP1's class, gathers sharded modules meanwhile: trainers call it before they generate.
 
     Returns:
         A handle: call its `undo()`, or use it in a `with` statement; otherwise the patch stays. Calls may nest. Each
@@ -96,6 +98,8 @@ _in_force: list[Patch] = []
 _pairs: list[tuple[Any, Any]] = []
 # The replaced names: (the dict of names, the name, torch's object, the object of fsdp2).
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+# Restores the method of FSDP1's class that is replaced.
+_undo: list[Callable[[], None]] = []
 
 
 def _replace() -> None:
@@ -104,6 +108,7 @@ def _replace() -> None:
         import_module(name)  # under `python -m fsdp2`, this may call patch_torch
     if not _pairs:
         _pairs.extend(_pair_up())
+        _undo.append(replace_summon())
     ours = {id(theirs): our for theirs, our in _pairs}
     for name, module in list(sys.modules.items()):
         if id(module) in ours:
@@ -152,6 +157,7 @@ def _restore() -> None:
     _restore_in_torch()
     _replaced.clear()
     _pairs.clear()
+    _undo.pop()()
 
 
 def _restore_in_torch() -> None:

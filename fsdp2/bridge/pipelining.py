@@ -10,10 +10,9 @@ from ..dtensor.switches import is_on
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.state import groups_below
-from .when_imported import when_imported
 
 
-def register_unsharded_in_pipelines() -> None:
+def adapt(stage: ModuleType) -> None:
     """Registers the unsharded parameters while a zero-bubble schedule computes gradients of weights.
 
     Such a schedule searches `module.parameters()` for the leaves of the graph, between forward and backward. At that
@@ -21,10 +20,6 @@ def register_unsharded_in_pipelines() -> None:
     without an error. The gradients that the schedule assigns to the unsharded parameters are reduced like all others,
     in the reduce dtype: at once, or, after `patch_torch()`, when a schedule that knows sharded modules asks for it.
     """
-    when_imported("torch.distributed.pipelining.stage", _adapt)
-
-
-def _adapt(stage: ModuleType) -> None:
     cls: Any = stage._PipelineStageBase
     original = cls.backward_maybe_with_nosync
 

@@ -15,6 +15,7 @@ from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.policy import Hold
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..engine.torch_names import ComposableState, is_traced, register_composable
+from .fsdp1_methods import StateRef
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
 # it alive.
@@ -132,7 +133,7 @@ class RegisteredStates(Observer):
         for state in states:
             for module in state.modules:
                 if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
-                    register_composable(module, _torch_state(state), "fully_shard")
+                    register_composable(module, StateRef(_torch_state(state)), "fully_shard")
 
 
 def torch_state_of(module: nn.Module) -> TorchState | None:

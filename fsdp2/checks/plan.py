@@ -24,7 +24,7 @@ from ..engine.subclasses import (
     refuse_secondary_shards,
     rows_of_subclass,
 )
-from ..engine.torch_names import Memory, memory_of, size_at_first
+from ..engine.torch_names import Memory, is_replicated_by_ddp, memory_of, size_at_first
 from ..module import public_methods
 from .arguments import Placements
 from .before_sharding import begin, facts_of
@@ -46,6 +46,7 @@ def check_plan(plan: Plan) -> None:
         if _may_have_options(type(module)) or not vars(module).keys().isdisjoint(_OPTIONS)  # type: ignore[arg-type]
     }
     _check_fsdp1(plan)
+    _check_replicate(plan)
     for name, parameter in parameters.items():
         _check_parameter(name, parameter)
         for slot in plan.parameters[name].slots if with_options else ():
@@ -134,6 +135,18 @@ def _check_fsdp1(plan: Plan) -> None:
                 f"{name}: FullyShardedDataParallel wraps the module that has it, and shards it in its own way. "
                 "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, "
                 "put its parameters into ignored_params."
+            )
+
+
+def _check_replicate(plan: Plan) -> None:
+    """Refuses parameters around which torch's replicate puts DDP, which broadcasts and averages them."""
+    outers = [module for module in plan.managed if is_replicated_by_ddp(module)]
+    inside = {module for outer in outers for module in outer.modules()}
+    for name, each in plan.parameters.items() if inside else ():
+        if any(slot.module in inside for slot in each.slots):
+            raise ValueError(
+                f"{name}: torch's replicate was applied to a module that has it, and puts DDP around it in the first "
+                "forward. Leave replicate out: fully_shard averages the gradients."
             )
 
 

@@ -22,6 +22,7 @@ from ..engine.compat import local_of
 from ..engine.owners import sharded_in
 from .mixed_operands import NO_DTENSORS, describe
 from .sharded_dtensor import replace_attribute
+from .wrapped_after import advice_about_caller
 
 # Methods that give memory to other libraries.
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
@@ -59,6 +60,15 @@ class _StorageOfDTensor(torch.UntypedStorage):
         """
         tensor = self._tensor()
         raise _error("its storage's data_ptr()", self._name if tensor is None else describe([tensor]))
+
+    def resize_(self, size: int) -> Any:
+        """Refuses another size, which FSDP1 asks for.
+
+        Raises:
+            RuntimeError: always.
+        """
+        tensor = self._tensor()
+        raise _error("another size of its storage", self._name if tensor is None else describe([tensor]))
 
 
 def _untyped_storage(self: DTensor) -> torch.UntypedStorage:
@@ -98,6 +108,9 @@ def _error(what: str, name: str) -> RuntimeError:
     if optimizer is not None:  # of a library, whose kernels take addresses
         kind = type(optimizer).__name__
         return RuntimeError(f"{name}: {what} was asked of a DTensor. {NO_DTENSORS.format(kind)}")
+    about_caller = advice_about_caller()
+    if about_caller is not None:
+        return RuntimeError(f"{name}: {what} was asked of a DTensor. {about_caller}")
     return RuntimeError(
         f"{name}: {what} was asked of a DTensor, of which this rank holds only a shard. Call full_tensor() first, on "
         "every rank. To save a model, call fsdp2.hf.save_model(model, folder), or fsdp2.hf.save_adapter, on every "

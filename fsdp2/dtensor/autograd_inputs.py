@@ -2,33 +2,34 @@
 
 The graph of a forward has unsharded parameters in their place, so torch finds no path to the sharded ones. The first
 function would do nothing then, silently, and so would the second if it is told that some may be unused.
-`register_multi_grad_hook` would wait for ever.
-
-torch.compile traces these functions; inside them the engine runs outside of graphs only.
+`register_multi_grad_hook` would wait for ever. Both functions enter the engine by one, which is replaced.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..engine.compat import compiled_autograd, no_torch_function, records_backward
+from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.owners import Owned, all_groups, sharded_owner, some_of
-from ..engine.torch_names import find_accumulators_of
 from ..engine.unsharded_versions import UnshardedVersions
+from .compat import finds_accumulator, wrap_engine
 from .crossings import owner_of
 from .differing_numbers import refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
+from .sharded_dtensor import replace_attribute
 from .summed_parts import average_summed_parts, parts
-from .switches import is_on, off, switched
+from .switches import is_on, off
 
 _FREED_GRAPH = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
@@ -45,33 +46,50 @@ _SHAPE_READ = re.compile(r"\[torch\.[\w.]+ \[([\d, ]*)\]\]")
 
 
 def accept_sharded_inputs() -> None:
-    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to; and has
-    functions that wait for the gradients of several of them called.
+    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to."""
+    wrap_engine(_entering)
+
+
+def find_accumulators_of_unsharded() -> None:
+    """Has `register_multi_grad_hook` wait for gradients of unsharded parameters: it looks for the accumulator of a
+    sharded one by `view_as`.
     """
-    backward, grad = torch.autograd.backward, torch.autograd.grad
-    torch.autograd.backward = _with_unsharded_inputs(backward)
-    torch.autograd.grad = switched("inputs", grad, _without_sharded_inputs(grad))
-    find_accumulators_of(_unsharded_of)
+    replace_attribute("view_as", _finding_accumulators)
 
 
-def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]:
-    parameters = signature(backward)
+def _finding_accumulators(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(original)
+    def view_as(self: Tensor, other: Tensor) -> Tensor:
+        if self is other and finds_accumulator(sys._getframe(1)):
+            unsharded = _unsharded_of(self)
+            with no_torch_function():  # it may be freed
+                return Tensor.view_as(unsharded, unsharded)
+        return original(self, other)
 
-    @wraps(backward)
-    def backward_of_sharded(*args: Any, **kwargs: Any) -> None:  # which calls no other, as usual: it runs in each step
-        if "inputs" in off:
-            return backward(*args, **kwargs)
-        if kwargs.get("inputs") is not None or len(args) > len(parameters.parameters) - 1:
-            bound = parameters.bind(*args, **kwargs)
-            bound.arguments["inputs"] = _add_unsharded(_listed(bound.arguments["inputs"]))
-            args, kwargs = bound.args, bound.kwargs
-            _refuse_losses_of_gradients(bound.arguments["tensors"])
-        outputs = args[0] if args else kwargs.get("tensors", ())
-        if type(outputs) is not Tensor:
+    return view_as
+
+
+def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def enter(  # which calls no other, as usual: it runs in each step
+        outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, inputs: Any, *rest: Any, **options: Any
+    ) -> Any:
+        if "inputs" in off or torch.compiler.is_compiling():
+            return run(outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)
+        if inputs:
+            _refuse_losses_of_gradients(outputs)
+            if options.get("accumulate_grad"):
+                inputs = _add_unsharded(inputs)
+            else:
+                _refuse_sharded(outputs, inputs)
+        compiled = compiled_autograd()
+        if compiled is not None and records_backward(compiled):
+            _refuse_recording(outputs)
+        if len(outputs) != 1 or type(outputs[0]) is not Tensor:
             _refuse_differing_numbers(outputs)
-        hooks = average_summed_parts(_listed(outputs)) if parts and not torch.compiler.is_compiling() else ()
+        hooks = average_summed_parts(outputs) if parts else ()
         try:
-            return backward(*args, **kwargs)
+            return run(outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
@@ -79,26 +97,18 @@ def _with_unsharded_inputs(backward: Callable[..., None]) -> Callable[..., None]
             for each in hooks:
                 each.remove()
 
-    return backward_of_sharded
+    return enter
 
 
-def _without_sharded_inputs(grad: Callable[..., Any]) -> Callable[..., Any]:
-    def grad_of_sharded(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return grad(outputs, inputs, *args, **kwargs)
-        _refuse_losses_of_gradients(outputs)
-        _refuse_sharded(_listed(outputs), _listed(inputs))
-        hooks = average_summed_parts(_listed(outputs)) if parts else ()
-        try:
-            return grad(outputs, inputs, *args, **kwargs)
-        except BaseException as error:
-            _clean_up(error, outputs)
-            raise
-        finally:
-            for each in hooks:
-                each.remove()
-
-    return grad_of_sharded
+def _refuse_recording(outputs: Any) -> None:
+    """Refuses a backward of sharded parameters that compiled autograd would record, with the leaves of its graph, among
+    which freed parameters are. What runs without being recorded, Root finds out when backward begins.
+    """
+    leaves = {id(node.variable) for node in _leaf_nodes(outputs)}
+    for group in all_groups():
+        for param in group.params:
+            if id(param.unsharded) in leaves:
+                refuse_compiled_backward(group, param.name)
 
 
 def _refuse_differing_numbers(outputs: Any) -> None:
@@ -106,8 +116,8 @@ def _refuse_differing_numbers(outputs: Any) -> None:
 
     For plain losses `full_tensor` has done that.
     """
-    for output in _listed(outputs):
-        if isinstance(output, DTensor) and not torch.compiler.is_compiling():
+    for output in outputs:
+        if isinstance(output, DTensor):
             owner = owner_of(output)
             if owner is not None:
                 refuse_differing_numbers(output, owner)
@@ -118,7 +128,7 @@ def _refuse_losses_of_gradients(outputs: Any) -> None:
     to the node itself.
     """
     if without_graph:
-        for node in all_nodes([each.grad_fn for each in _listed(outputs) if isinstance(each, Tensor)]):
+        for node in all_nodes([each.grad_fn for each in outputs if isinstance(each, Tensor)]):
             refuse_loss_of_gradient(node)
 
 
@@ -173,14 +183,8 @@ def _is_expired(group: Any) -> bool:
     return versions is not None and versions.of(group).is_expired
 
 
-def _listed(given: Any) -> Sequence[Any]:
-    if isinstance(given, Tensor):
-        return (given,)
-    return tuple(given.values() if isinstance(given, Mapping) else given)
-
-
-def _add_unsharded(inputs: Sequence[Any]) -> list[Any]:
-    return [*inputs, *(owned.param.unsharded for owned in _owned(inputs))]
+def _add_unsharded(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return (*inputs, *(owned.param.unsharded for owned in _owned(inputs)))
 
 
 def _refuse_sharded(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -202,7 +206,7 @@ def _refuse_sharded(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
 
 
 def _leaf_nodes(outputs: Any) -> Iterator[Any]:
-    return leaf_nodes([output.grad_fn for output in _listed(outputs) if isinstance(output, Tensor)])
+    return leaf_nodes([output.grad_fn for output in outputs if isinstance(output, Tensor)])
 
 
 def _unsharded_of(tensor: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,6 +27,7 @@ from ..engine import compat
 from ..engine import torch_names as ext_compat
 from ..engine.compat import local_of, new_dtensor
 from ..engine.events import extensions
+from .wrapped_after import advice_about_caller
 
 # True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
@@ -217,6 +220,23 @@ def _is_collective(cls: Any, name: str) -> bool:
     return function is not None and function.__module__ == "torch.distributed.nn.functional"
 
 
+# ---- autograd
+
+
+def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Has `torch.autograd.backward` and `torch.autograd.grad` call what `wrap` makes of their way into the engine.
+
+    Its arguments are: outputs, gradients of outputs, retain_graph, create_graph, inputs, and others; `accumulate_grad`
+    is True for `backward`. The engine is C++, and calls nothing of a tensor class for `inputs`.
+    """
+    torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)
+
+
+def finds_accumulator(frame: FrameType) -> bool:
+    """Returns True if the code of `frame` calls `view_as` to find the node that accumulates gradients of a leaf."""
+    return frame.f_code is graph._get_grad_fn_or_grad_acc.__code__
+
+
 # ---- operations
 
 
@@ -302,7 +322,9 @@ def refuse_plain_target(op: Any, target: Any) -> None:
     """
     if not isinstance(target, DTensor):
         name = name_of(op)
-        advice = "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
+        advice = advice_about_caller() or (
+            "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
+        )
         if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
             advice = (
                 "Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a "

@@ -33,6 +33,7 @@ from .compat import (
 from .foreach_operations import specs_of
 from .partial_results import write_in_place
 from .sharded_dtensor import call_unhandled, handle_operations, handler_of
+from .wrapped_after import advice_about_caller
 
 _aten = torch.ops.aten
 _NEW = (_aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default)
@@ -319,8 +320,11 @@ def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     name = op._schema.name.removeprefix("c10d::").strip("_")
     first = next(each for each in tensors_in(args, kwargs) if isinstance(each, DTensor))
+    advice = advice_about_caller() or (
+        "Call full_tensor(), on every rank, for the whole tensor. Gradients of sharded parameters are averaged "
+        "already. To give all ranks the same weights, do so before fully_shard, or load them afterwards."
+    )
     raise NotImplementedError(
         f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another shard "
-        "of it. Call full_tensor(), on every rank, for the whole tensor. Gradients of sharded parameters are averaged "
-        "already. To give all ranks the same weights, do so before fully_shard, or load them afterwards."
+        f"of it. {advice}"
     )

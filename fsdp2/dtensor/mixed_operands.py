@@ -24,6 +24,7 @@ from .compat import DISPATCHES_TO_SUBCLASSES, name_of
 from .crossings import owner_of
 from .foreach_operations import overloads
 from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
+from .wrapped_after import advice_about_caller
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
 _OPERATIONS = (
@@ -140,6 +141,9 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
         "or make a constant of its shape, which is the same on every rank, a DTensor: distribute_tensor(constant, "
         "p.device_mesh, p.placements)."
     )
+    about_caller = advice_about_caller()
+    if about_caller is not None:
+        return about_caller
     if owned is not None and has_left(owned.param, owned.group):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
     optimizer = optimizer_that_calls()
@@ -154,7 +158,9 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), optimizer_that_calls()
-    advice = "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
+    advice = advice_about_caller() or (
+        "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
+    )
     if optimizer is not None:
         advice = NO_DTENSORS.format(type(optimizer).__name__)
     error.args = (

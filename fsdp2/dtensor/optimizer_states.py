@@ -1,6 +1,7 @@
-"""Cuts full states that an optimizer of sharded parameters loads: those of training in one process, and of scalars.
+"""Cuts full states that an optimizer of sharded parameters has loaded: those of training in one process, of scalars.
 
-Torch leaves such states plain (`set_optimizer_state_dict` leaves those of scalars), and can't step with them.
+Torch leaves such states plain (`set_optimizer_state_dict` leaves those of scalars), and can't step with them. They are
+cut before the next step, which notices that `load_state_dict` has made another dict of states.
 """
 
 from __future__ import annotations
@@ -14,23 +15,16 @@ from torch.optim.optimizer import Optimizer
 from ..engine.owners import sharded_owner
 from ..engine.parameter import FSDPParam
 from .compat import dtensor
-from .switches import switched
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
 _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
-def cut_loaded_states() -> None:
-    """Makes each rank keep its shard of a full state that is loaded. All ranks must load the same state."""
-    original = Optimizer.load_state_dict
-
-    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        original(self, state_dict)
-        for param, state in self.state.items():
-            if isinstance(param, DTensor) and isinstance(state, dict):
-                _cut(param, state)
-
-    Optimizer.load_state_dict = switched("optimizer-states", original, load_state_dict)  # type: ignore[method-assign]
+def cut_loaded_states(optimizer: Optimizer) -> None:
+    """Makes each rank keep its shard of full states that were loaded. All ranks must have loaded the same states."""
+    for param, state in vars(optimizer).get("state", {}).items():
+        if isinstance(param, DTensor) and isinstance(state, dict):
+            _cut(param, state)
 
 
 def _cut(param: DTensor, state: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
 from ..engine.rank_facts import all_reduce_over, moves_data
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
+from .optimizer_states import cut_loaded_states
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
 
@@ -44,12 +45,13 @@ stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] 
 class _Inspected(NamedTuple):
     """Holds the facts about an optimizer when its parameters were last inspected.
 
-    `counts`: the number of its parameters, and of fully_shard calls in this process. `groups`: the groups of the
+    `counts`: the number of its parameters, and of fully_shard calls in this process, and the identity of its states.
+    `groups`: the groups of the
     sharded parameters that it has. `has_stale`: True if it steps on parameters that fully_shard has replaced since, or
     on unsharded ones.
     """
 
-    counts: tuple[int, int]
+    counts: tuple[int, int, int]
     groups: list[ref[FSDPParamGroup]]
     has_stale: bool
 
@@ -101,9 +103,10 @@ def _has_only_other_parameters(optimizer: Optimizer) -> bool:
     return facts is not None and not (facts.groups or facts.has_stale) and facts.counts == _counts_of(optimizer)
 
 
-def _counts_of(optimizer: Optimizer) -> tuple[int, int]:
-    """Returns the number of its parameters, and of fully_shard calls in this process."""
-    return sum([len(group["params"]) for group in optimizer.param_groups]), _Calls.number
+def _counts_of(optimizer: Optimizer) -> tuple[int, int, int]:
+    """Returns the number of its parameters, that of fully_shard calls in this process, the identity of its states."""
+    number = sum([len(group["params"]) for group in optimizer.param_groups])
+    return number, _Calls.number, id(vars(optimizer).get("state"))
 
 
 @hides_modes
@@ -147,7 +150,7 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 def _inspect(optimizer: Optimizer) -> _Inspected:
     """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
-    that have gradients, for each rank steps on these by itself.
+    that have gradients, for each rank steps on these by itself; if it has loaded states, it cuts full ones.
     """
     counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
     if facts is None:
@@ -163,6 +166,8 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
         if plain and (groups or not has_stale):
             for report in stepped_beside:
                 report(optimizer, groups, plain)
+        if groups and is_on("optimizer-steps"):
+            cut_loaded_states(optimizer)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
     return facts
 

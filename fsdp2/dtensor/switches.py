@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from functools import wraps
-from typing import Any
+from collections.abc import Collection
 
 VARIABLE = "FSDP2_DTENSOR_FIXES"
 
@@ -16,16 +14,6 @@ off: set[str] = set()
 def is_on(name: str) -> bool:
     """Returns True if the fix of that name is in force."""
     return name not in off
-
-
-def switched(name: str, original: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls `fixed` while the fix of that name is in force, and else torch's `original`."""
-
-    @wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (original if name in off else fixed)(*args, **kwargs)
-
-    return call
 
 
 def switch(names: Collection[str], on: bool) -> None:

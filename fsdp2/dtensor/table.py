@@ -1,40 +1,46 @@
 """Lists the fixes: what torch does wrong with sharded parameters, and what fsdp2 does instead.
 
 A fix with `attach` changes only the class of sharded parameters and of results computed from them. A fix with `patch`
-replaces a function of torch. The new function behaves like torch's unless a sharded parameter is among its arguments.
+also changes torch, as "What fsdp2 changes in your process" in README.md lists: for other tensors torch behaves as
+before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
-from ..bridge.fsdp1_methods import follow_fsdp1_methods
-from ..bridge.pipelining import register_unsharded_in_pipelines
+from ..bridge.when_imported import when_imported
 from . import dtensor_operations, partial_results
 from .addresses import refuse_addresses
-from .autograd_inputs import accept_sharded_inputs
+from .autograd_inputs import accept_sharded_inputs, find_accumulators_of_unsharded
 from .compat import DIVIDES_BY_UNREDUCED
 from .copies import copy_gradients
 from .counted_collectives import count_collectives_of_shards
 from .crossings import average_in_plain_tensors
 from .data_attribute import count_local_writes, detach_in_inference, follow_data
-from .ddp_around import refuse_ddp_around
 from .foreach_operations import operate_on_lists, unscale_on_all_ranks
 from .initialisers import initialise_like_plain_tensors
-from .mixed_norms import refuse_mixed_norms
 from .mixed_operands import explain_mixed_operands
-from .optimizer_states import cut_loaded_states
 from .optimizer_steps import follow_optimizer_steps
-from .parallelize_after import refuse_parallelize_after
 from .plain_numbers import use_full_tensors_with_plain_numbers
 from .random_ops import randomize_like_plain_tensors
-from .reparametrize_after import refuse_reparametrization_after
-from .saved_parts import save_parts_alone
 from .views import write_through_views
-from .wrapped_after import refuse_fsdp1_around, refuse_script_after
+
+
+def register_unsharded_in_pipelines() -> None:
+    """Adapts torch.distributed.pipelining as soon as a program has imported it."""
+
+    def adapt(stage: ModuleType) -> None:
+        from ..bridge import pipelining
+
+        pipelining.adapt(stage)
+
+    when_imported("torch.distributed.pipelining.stage", adapt)
+
 
 ALL, OLD = "2.11 to 2.15", "2.11 to 2.14"
 IS_OLD = torch.__version__ < "2.15"
@@ -109,12 +115,6 @@ FIXES = (
         situations=3,
     ),
     Fix(
-        "saved-parts",
-        "`torch.save` of one unsharded parameter, or of one gradient's local tensor, writes all that is in its storage",
-        "it writes that one",
-        patch=save_parts_alone,
-    ),
-    Fix(
         "pipelines",
         "zero-bubble schedules search the sharded parameters for the leaves of the graph, and find none",
         "unsharded parameters are registered during the search",
@@ -124,7 +124,8 @@ FIXES = (
         "inputs",
         "`backward(inputs=[p])` does nothing, nor do `torch.autograd.grad` and hooks on several gradients",
         "gradients are computed; `torch.autograd.grad`, whose gradients could not be reduced, raises",
-        patch=accept_sharded_inputs,
+        find_accumulators_of_unsharded,
+        accept_sharded_inputs,
         situations=8,
     ),
     Fix(
@@ -262,66 +263,18 @@ FIXES = (
     ),
     Fix(
         "optimizer-steps",
-        "foreach and fused steps change no version; a closure's loss differs between ranks; Adafactor fails",
-        "steps increment versions; the loss is averaged; a step that changes no model, or can't be taken, raises",
+        "foreach and fused steps change no version; a closure's loss differs between ranks; Adafactor fails; full "
+        "states that an optimizer loads stay full, and the next step fails",
+        "steps increment versions; the loss is averaged; a step that changes no model, or can't be taken, raises; each "
+        "rank keeps its shard of states",
         patch=follow_optimizer_steps,
         situations=6,
-    ),
-    Fix(
-        "optimizer-states",
-        "full states that an optimizer loads stay full, and the next step fails",
-        "each rank keeps its shard",
-        patch=cut_loaded_states,
-    ),
-    Fix(
-        "ddp-around",
-        "DDP around a sharded model fails with an error about views",
-        "it raises, and says what to do",
-        patch=refuse_ddp_around,
-        situations=1,
-    ),
-    Fix(
-        "fsdp1-methods",
-        "static methods of FSDP1's class do nothing with sharded modules: a full state dict holds shards",
-        "`summon_full_params` gathers; others raise, and say what to write",
-        patch=follow_fsdp1_methods,
-        situations=1,
-    ),
-    Fix(
-        "fsdp-around",
-        "FullyShardedDataParallel around a sharded model fails with an error about storages",
-        "it raises, and says what to do",
-        patch=refuse_fsdp1_around,
-    ),
-    Fix(
-        "script-after",
-        "`torch.jit.script` of a sharded model fails with an error about hooks",
-        "it raises, and says what to do",
-        patch=refuse_script_after,
-    ),
-    Fix(
-        "parallelize-after",
-        "`parallelize_module` after fully_shard fails with an error about meshes",
-        "it raises, and says what to do",
-        patch=refuse_parallelize_after,
-    ),
-    Fix(
-        "reparametrize-after",
-        "pruning and parametrizations after fully_shard fail, or train something else",
-        "they raise, and say what to do",
-        patch=refuse_reparametrization_after,
     ),
     Fix(
         "counted-collectives",
         "`CommDebugMode` leaves out the collectives of operations on subclasses of DTensor",
         "it counts those of operations on sharded parameters",
         patch=count_collectives_of_shards,
-    ),
-    Fix(
-        "mixed-norms",
-        "a norm over several meshes fails with an error about stacking",
-        "it raises, and names `fsdp2.clip_grad_norm_`",
-        patch=refuse_mixed_norms,
     ),
 )
 NAMES = tuple(fix.name for fix in FIXES)

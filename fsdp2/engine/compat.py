@@ -179,6 +179,8 @@ runs_transform: Callable[[], bool] = partial(
 # backward: it calls hooks, but not what is queued for the end.
 compiled_autograd: Callable[[], Any] = partial(sys.modules.get, "torch._dynamo.compiled_autograd")
 runs_compiled_backward: Callable[[Any], bool] = attrgetter("in_compiled_autograd_region")
+# (that module) -> True if it would record a backward that begins now.
+records_backward: Callable[[Any], bool] = attrgetter("compiled_autograd_enabled")
 
 
 # () -> True while a profiler of torch runs: `profile`, `emit_nvtx` or `emit_itt`. It calls no Python function.

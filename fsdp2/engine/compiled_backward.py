@@ -1,31 +1,8 @@
-"""Refuses to record a backward of sharded parameters by compiled autograd, before torch refuses it without their names.
-
-Compiled autograd records the graph, its leaves included, among which freed parameters are. What runs without being
-recorded, Root finds out when backward begins.
-"""
+"""Refuses a backward of sharded parameters that compiled autograd records or runs, by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
-
-from .once import once
-from .owners import all_groups
-from .torch_names import before_backward_is_recorded
-
-
-@once
-def watch_compiled_backwards() -> None:
-    """Watches compiled autograd from the first root on."""
-    before_backward_is_recorded(_check)
-
-
-def _check(leaves: Sequence[Any]) -> None:
-    identities = {id(each) for each in leaves}
-    for group in all_groups():
-        for param in group.params:
-            if id(param.unsharded) in identities:
-                refuse_compiled_backward(group, param.name)
 
 
 def refuse_compiled_backward(group: Any, name: str) -> NoReturn:

@@ -16,7 +16,7 @@ from torch import nn
 from . import compat
 from .autograd import SavedTensors
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
-from .compiled_backward import refuse_compiled_backward, watch_compiled_backwards
+from .compiled_backward import refuse_compiled_backward
 from .events import NO_EVENTS, Events, Observer, extensions
 from .owners import note_root
 from .policy import SHARDED, Hold, RootSettings
@@ -108,7 +108,6 @@ class Root:
             group.rename(names)
             group.purpose.root = weakref.ref(self)
         note_root(self)
-        watch_compiled_backwards()
         observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.autograd import graph
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..bridge.when_imported import when_imported
 from . import compat
 from .compat import PLAIN, inner_tensors
-from .once import once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -99,19 +97,6 @@ def saved_by(node: Any) -> list[Any]:
         return []
 
 
-def find_accumulators_of(substitute: Callable[[Tensor], Tensor]) -> None:
-    """Has `register_multi_grad_hook` wait for the gradient of `substitute(tensor)` in place of that of a tensor."""
-    find = graph._get_grad_fn_or_grad_acc
-
-    def find_of(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return find(t)
-        with compat.no_torch_function():  # an unsharded parameter may be freed
-            return find(substitute(t))
-
-    graph._get_grad_fn_or_grad_acc = find_of
-
-
 # (tensor that a transform of torch.func has wrapped) -> the tensor inside.
 unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -127,23 +112,7 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
 
 
 # The files through which dynamo traces: they have functions around torch's own, or around methods of users.
-_TRACED = ("autograd_inputs", "entry_points", "forward_method", "module_class")
-
-
-def before_backward_is_recorded(check: Callable[[Sequence[Any]], None]) -> None:
-    """Calls `check` with the inputs of a backward, its leaves included, before compiled autograd records it."""
-
-    def guard(imported: Any) -> None:
-        compiler = imported.AutogradCompilerInstance
-        begin = compiler.begin_capture
-
-        def begin_capture(self: Any, inputs: Sequence[Any], *args: Any, **options: Any) -> Any:
-            check(inputs)
-            return begin(self, inputs, *args, **options)
-
-        compiler.begin_capture = begin_capture
-
-    when_imported("torch._dynamo.compiled_autograd", guard)
+_TRACED = ("entry_points.py", "forward_method.py", "module_class.py")
 
 
 def keep_out_of_graphs() -> None:
@@ -152,8 +121,14 @@ def keep_out_of_graphs() -> None:
 
 
 def _skip_ours(dynamo: Any) -> None:
-    rules = dynamo.trace_rules
-    rules.SKIP_DIRS.extend(str(path) for path in Path(__file__).parents[1].rglob("*.py") if path.stem not in _TRACED)
+    rules, package = dynamo.trace_rules, Path(__file__).parents[1]
+    for folder in {path.parent for path in package.rglob("*.py")} - {package}:
+        files = {path.name for path in folder.glob("*.py")}
+        has_traced = not files.isdisjoint(_TRACED)
+        rules.SKIP_DIRS.extend(str(folder / each) for each in files.difference(_TRACED)) if has_traced else (
+            rules.SKIP_DIRS.append(f"{folder}/")
+        )
+    rules.SKIP_DIRS.extend(map(str, package.glob("*.py")))
     rules.add(__name__)  # takes 10 ms, to compile a pattern of all
 
 
@@ -163,17 +138,17 @@ def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     tensor._backward_hooks = OrderedDict({0: hook})  # does what register_hook does, at a tenth of the cost
 
 
-def register_composable(module: nn.Module, state: ComposableState, name: str) -> None:
+def register_composable(module: nn.Module, reference: weakref.ref[ComposableState], name: str) -> None:
     """Lets torch's other composable APIs know that `name` manages `module`.
 
     DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
-    torch's table, which does not keep it alive.
+    torch's table, which does not keep it alive: it gets `reference`, a weak one.
     """
     # Imported at the first call, because it imports DDP.
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
-    _module_state_mapping[module] = weakref.ref(state)
+    _module_state_mapping[module] = reference
 
 
 def is_traced() -> bool:
@@ -181,15 +156,12 @@ def is_traced() -> bool:
     return TracingContext.try_get() is not None
 
 
-def is_shared_with_ddp(module: nn.Module) -> bool:
-    """Returns True if a user has told DDP to ignore some parameters of `module`: that function is private, too."""
-    return hasattr(module, "_ddp_params_and_buffers_to_ignore")
-
-
-def wrap_total_norm(wrapper: Callable[[Any], Any]) -> None:
-    """Replaces torch.nn.utils.get_total_norm, which torch's clipping calls, by what `wrapper` makes of it."""
-    clipping: Any = sys.modules["torch.nn.utils.clip_grad"]
-    clipping._get_total_norm = torch.nn.utils.get_total_norm = wrapper(clipping._get_total_norm)
+def is_replicated_by_ddp(module: nn.Module) -> bool:
+    """Returns True if torch's composable `replicate` was applied to `module`: it has DDP around its parameters from the
+    first forward on.
+    """
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in vars(module).get(contract.REGISTRY_KEY, ())
 
 
 def stepped_on_accumulation() -> Collection[Tensor]:
@@ -232,8 +204,15 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-# The name of the process group that a thread makes. Ranks may be threads.
-_names = threading.local()
+class _Names(threading.local):
+    """Holds the name of the process group that a thread is making. Ranks may be threads."""
+
+    chosen: str | None = None
+
+
+_names = _Names()
+# Held while torch's function that names groups is replaced, or put back; how many threads need that one to be replaced.
+_naming, _num_naming = threading.Lock(), 0
 
 
 @contextmanager
@@ -243,23 +222,30 @@ def name_of_new_group(name: str) -> Iterator[None]:
     torch names it after its ranks and the number of groups that the process has, and `new_group` has no argument for a
     name. Ranks that have made different numbers of groups before would wait for each other for ever.
     """
-    _choose_names()
+    global _num_naming
+    c10d: Any = dist.distributed_c10d
+    with _naming:
+        if not _num_naming:
+            _names_by_ranks[:] = [c10d._hash_ranks_to_str]
+            c10d._hash_ranks_to_str = _hash_of
+        _num_naming += 1
     _names.chosen = name
     try:
         yield
     finally:
         _names.chosen = None
+        with _naming:
+            _num_naming -= 1
+            if not _num_naming:
+                c10d._hash_ranks_to_str = _names_by_ranks[0]
 
 
-@once
-def _choose_names() -> None:
-    c10d, usual = dist.distributed_c10d, dist.distributed_c10d._hash_ranks_to_str
+# torch's function, since it was first replaced.
+_names_by_ranks: list[Callable[[list[int]], str]] = []
 
-    def hash_of(ranks: list[int]) -> str:
-        chosen = getattr(_names, "chosen", None)
-        return usual(ranks) if chosen is None else hashlib.sha256(chosen.encode()).hexdigest()
 
-    c10d._hash_ranks_to_str = hash_of
+def _hash_of(ranks: list[int]) -> str:
+    return _names_by_ranks[0](ranks) if _names.chosen is None else hashlib.sha256(_names.chosen.encode()).hexdigest()
 
 
 # () -> the store that all processes share from `init_process_group` on. torch has no public function for it.

@@ -1,6 +1,7 @@
 """Has ranks reach consensus before a user's own collectives, in forwards and backwards with conditional modules.
 
-A rank that has left a module out would wait there for others, which wait at the next consensus for it.
+A rank that has left a module out would wait there for others, which wait at the next consensus for it. Functions of
+torch.distributed are replaced while a model with such modules is alive.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from threading import RLock
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 
 from ..engine.compat import untraced
-from ..engine.once import once
 
 _NAMES = (
     "all_gather",
@@ -37,19 +38,40 @@ _NAMES = (
 _watching: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 
 
+class _Replaced:
+    """Holds what is replaced: name -> (torch's function, the one in its place); for how many roots that are alive."""
+
+    functions: ClassVar[dict[str, tuple[Any, Any]]] = {}
+    num_roots = 0
+    # Threads may be ranks; a root may be freed while this thread holds the lock.
+    lock = RLock()
+
+
 def watch_collectives(consensus: Any, root: Any) -> None:
     """Has ranks reach consensus before those collectives of `torch.distributed` that take all ranks of `root`, while it
-    runs.
+    runs. When the last such root is freed, torch's functions are in their places again.
     """
-    _wrap_collectives()
+    with _Replaced.lock:
+        _Replaced.num_roots += 1
+        if not _Replaced.functions:
+            for name in _NAMES:
+                usual = getattr(dist, name)
+                _Replaced.functions[name] = usual, _behind_consensus(usual)
+                setattr(dist, name, _Replaced.functions[name][1])
+    finalize(root, _end).atexit = False
     assert dist.group.WORLD is not None, "ranks agree"
     _watching.setdefault(dist.group.WORLD, WeakKeyDictionary())[root] = ref(consensus)
 
 
-@once
-def _wrap_collectives() -> None:
-    for name in _NAMES:
-        setattr(dist, name, _behind_consensus(getattr(dist, name)))
+def _end() -> None:
+    """Puts torch's functions back if no root needs the others, except where another program has replaced them since."""
+    with _Replaced.lock:
+        _Replaced.num_roots -= 1
+        if not _Replaced.num_roots:
+            for name, (usual, agreed) in _Replaced.functions.items():
+                if getattr(dist, name) is agreed:
+                    setattr(dist, name, usual)
+            _Replaced.functions.clear()
 
 
 def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -26,8 +26,8 @@ class _Ranges:
 
 
 _ranges = _Ranges()
-# Root -> what ends its ranges.
-_endings: WeakKeyDictionary[Any, Callable[[], None]] = WeakKeyDictionary()
+# Root -> what ends its ranges, also when it is freed.
+_endings: WeakKeyDictionary[Any, finalize[[], Any]] = WeakKeyDictionary()
 # What ends the ranges of optimizer steps.
 _steps_end: list[Callable[[], None]] = []
 # Identity of an optimizer -> the range of its step.
@@ -36,7 +36,8 @@ _steps: dict[int, record_function] = {}
 
 def start(root: Any) -> None:
     """Opens ranges for the collectives under `root` from now on, and for optimizer steps."""
-    _endings[root] = watch(root.groups, _ranges)
+    _endings[root] = finalize(root, watch(root.groups, _ranges))
+    _endings[root].atexit = False
     if not _steps_end:
         hooks = register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)
         _steps_end.extend(hook.remove for hook in hooks)

@@ -219,7 +219,8 @@ def gradients_summoned() -> None:
     model, plain = pair()
     backward(model)
     backward(plain, x=batch())
-    refused(lambda: FSDP1.summon_full_params(model, with_grads=True))
+    with fsdp2.patch_torch():
+        refused(lambda: FSDP1.summon_full_params(model, with_grads=True))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         same(p.grad.full_tensor(), q.grad, "gradient")
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import prune
 
 import fsdp2
 from advised.registry import (
@@ -512,19 +513,6 @@ def optimizers_from_inside() -> None:
     train(model, plain, optimizer=sgd(model))
 
 
-@follows("Call these before fully_shard")
-def parallelized_afterwards() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = fully_shard(build(lambda: nn.Sequential(nn.Linear(5, 4))), mesh=mesh["dp"])
-    refused(lambda: parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}))
-    model, plain = (build(lambda: nn.Sequential(nn.Linear(5, 4))) for _ in range(2))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())})
-    fully_shard(model, mesh=mesh["dp"])
-    for each in (model, plain):
-        backward(each, x=batch())
-    same_gradients(model, plain)
-
-
 @follows("Write norm = norm.full_tensor() before, on every rank, or {} in place of {}")
 def negative_norms() -> None:
     model, plain = pair()
@@ -545,22 +533,6 @@ def random_slopes() -> None:
     same(got, nn.functional.rrelu(plain.head.weight.detach(), training=True), "rrelu")
 
 
-@follows(
-    "Call it before fully_shard", "For a trained model, load its full state dict into one that is not sharded, and"
-)
-def reparametrized() -> None:
-    model, plain = pair()
-    refused(lambda: parametrizations.weight_norm(model.head))
-    trained = get_model_state_dict(model, options=FULL)
-    parametrizations.weight_norm(plain.head)
-    for way in ("before", "trained"):
-        model = build(seed=0 if way == "before" else 4)
-        if way == "trained":
-            model.load_state_dict(trained)
-        parametrizations.weight_norm(model.head)
-        train(shard(model), copy.deepcopy(plain))
-
-
 @follows("Prune before fully_shard, or inside `with fsdp2.full_params(module, writeback=True):`, then prune.remove")
 def pruned() -> None:
     model, plain = pair()
@@ -577,7 +549,10 @@ def pruned() -> None:
     same_parameters(inside, plain)
 
 
-@follows("Remove {}; of a model that is sharded in part, apply fully_shard or fsdp2.replicate to the whole, too")
+@follows(
+    "Remove DistributedDataParallel: fully_shard averages",
+    "Of a model that is sharded in part, apply fully_shard or fsdp2",
+)
 def ddp_around() -> None:
     model, plain = pair()
     refused(lambda: nn.parallel.DistributedDataParallel(model))
@@ -587,6 +562,14 @@ def ddp_around() -> None:
         fully_shard(model.block)
         refused(lambda model=model: nn.parallel.DistributedDataParallel(model))
         train(around(model), copy.deepcopy(plain))
+
+
+@follows("Leave replicate out: fully_shard averages the gradients")
+def replicated_by_torch() -> None:
+    model, plain = build(), build()
+    replicate(model.block)
+    refused(lambda: fully_shard(model), ValueError)
+    train(fully_shard(build()), plain)
 
 
 # ---- what is put in a parameter's place

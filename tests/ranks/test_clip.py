@@ -402,11 +402,13 @@ def test_torchs_own_names_ours_where_it_fails() -> None:
         weights = [module.weight for module in model]
         for weight in weights:
             weight.grad = torch.ones_like(weight)
+        with pytest.raises(RuntimeError, match=r"Call fsdp2\.clip_grad_norm_"):
+            nn.utils.get_total_norm(weight.grad for weight in weights[:2])
+        norm: Any = nn.utils.get_total_norm(weight.grad for weight in weights[1:])  # of plain and sharded ones
+        assert norm.full_tensor().item() == pytest.approx(32**0.5)
         for mixed in (weights[:2], weights[1:]):
             with pytest.raises(RuntimeError, match=r"Call fsdp2\.clip_grad_norm_"):
                 nn.utils.clip_grad_norm_(mixed, 1.0)
-            with pytest.raises(RuntimeError, match=r"Call fsdp2\.clip_grad_norm_"):
-                nn.utils.get_total_norm(weight.grad for weight in mixed)
             assert clip_grad_norm_(mixed, INF).item() == pytest.approx(32**0.5)
         weights[0].grad.mul_(INF)
         with pytest.raises(RuntimeError, match="non-finite"):

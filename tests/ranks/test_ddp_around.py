@@ -22,7 +22,7 @@ def test_around_a_sharded_model() -> None:
         fully_shard(whole)
         fully_shard(part[1])
         for model, first in ((whole, "0.weight"), (part, "1.weight")):
-            with pytest.raises(ValueError, match=rf"fully_shard manages {first}.*Remove DistributedDataParallel"):
+            with pytest.raises(RuntimeError, match=rf"fully_shard manages {first}.*Remove DistributedDataParallel"):
                 DistributedDataParallel(model)
         assert DistributedDataParallel(layers())(torch.ones(1, 4)).shape == (1, 2)
 
@@ -30,14 +30,20 @@ def test_around_a_sharded_model() -> None:
 
 
 def test_replicate_inside_a_sharded_model() -> None:
-    """It has DDP around its parameters from the first forward on."""
+    """It would have DDP around its parameters from the first forward on. Beside it, both train."""
 
     def body(rank: int, _: int) -> None:
         model = layers()
         replicate(model[1])
-        fully_shard(model)
-        with pytest.raises(ValueError, match=r"replicate: fully_shard manages 1\.weight \(2 .*Remove replicate"):
-            model(torch.ones(1, 4))
+        for refused in (model, model[1]):
+            with pytest.raises(ValueError, match=r"weight: torch's replicate was applied .* Leave replicate out"):
+                fully_shard(refused)
+        fully_shard(model[0])
+        torch.manual_seed(rank)
+        model(torch.randn(2, 4)).sum().backward()
+        total = model[1].weight.grad.clone()
+        torch.distributed.all_reduce(total)
+        assert torch.equal(total, 2 * model[1].weight.grad)
 
     run_ranks(2, body)
 

@@ -5,7 +5,6 @@ can be removed.
 """
 
 import copy
-import io
 import os
 import re
 import subprocess
@@ -20,12 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.utils import prune
 
 from fsdp2 import dtensor_fixes, fully_shard
 from fsdp2.dtensor.fixes import describe_fixes
@@ -244,62 +239,11 @@ def loss_of_a_closure() -> bool:
     return losses[0] == losses[1]
 
 
-def loaded_state() -> bool:
-    model, plain = linear(), nn.Linear(4, 5)
-    before = torch.optim.Adam(plain.parameters())
-    plain(torch.ones(2, 4)).sum().backward()
-    before.step()
-    optimizer = torch.optim.Adam(model.parameters())
-    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
-    return isinstance(optimizer.state[model.weight]["exp_avg"], DTensor)
-
-
-def ddp_around() -> bool:
-    return raises(lambda: nn.parallel.DistributedDataParallel(linear()), "Remove DistributedDataParallel")
-
-
-def fsdp1_state() -> bool:
-    return raises(lambda: FSDP1.set_state_dict_type(linear(), StateDictType.FULL_STATE_DICT), "get_model_state_dict")
-
-
-def parallelized() -> bool:
-    mesh = init_device_mesh("cpu", (2,))
-    return raises(lambda: parallelize_module(linear(), mesh, ColwiseParallel()), "Call these before fully_shard")
-
-
-def pruned() -> bool:
-    return raises(lambda: prune.l1_unstructured(linear(), "weight", 0.5), "Prune before")
-
-
 def counted_collective() -> bool:
     p = weight()
     with CommDebugMode() as counted:
         torch.stack([p.norm(), (2 * p).norm()]).norm()
     return counted.get_total_counts() == 1
-
-
-def norm_over_meshes() -> bool:
-    model = linear()
-    model(torch.ones(2, 4)).sum().backward()
-    plain = nn.Parameter(torch.ones(2))
-    plain.grad = torch.ones(2)
-    return raises(lambda: nn.utils.clip_grad_norm_([*model.parameters(), plain], 1.0), "fsdp2.clip_grad_norm_")
-
-
-def fsdp1_around() -> bool:
-    return raises(lambda: FSDP1(linear(), device_id=torch.device("cpu")), "Remove FullyShardedDataParallel")
-
-
-def scripted() -> bool:
-    return raises(lambda: torch.jit.script(linear()), "use torch.compile")
-
-
-def saved_part() -> bool:
-    model = fully_shard(nn.Sequential(*[nn.Linear(50, 50) for _ in range(5)]))
-    model(torch.ones(2, 50)).sum().backward()
-    file = io.BytesIO()
-    torch.save(model[0].weight.grad.to_local(), file)
-    return len(file.getvalue()) < 10_000
 
 
 # Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
@@ -331,16 +275,7 @@ PROGRAMS: dict[str, Callable[[], bool]] = {
     "addresses": address,
     "errors": error_of_a_product,
     "optimizer-steps": loss_of_a_closure,
-    "optimizer-states": loaded_state,
-    "ddp-around": ddp_around,
-    "fsdp1-methods": fsdp1_state,
-    "fsdp-around": fsdp1_around,
-    "script-after": scripted,
-    "saved-parts": saved_part,
-    "parallelize-after": parallelized,
-    "reparametrize-after": pruned,
     "counted-collectives": counted_collective,
-    "mixed-norms": norm_over_meshes,
 }
 ON_AN_EMPTY_RANK: dict[str, Callable[[Any], object]] = {
     "extremes": lambda p: p.max(),

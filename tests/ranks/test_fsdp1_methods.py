@@ -1,10 +1,11 @@
-"""Tests calls of FSDP1's methods that a program has kept: they see sharded modules, or say what to write instead."""
+"""Tests calls of FSDP1's methods that a program has kept: they say what to write, or gather after patch_torch."""
 
 import copy
 import io
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -87,10 +88,9 @@ def state_dicts_are_refused() -> None:
                 assert_same(state[name], value, 1e-5, 1e-6, name)
 
 
-def sharded_state_dicts_are_what_they_were() -> None:
+def sharded_state_dicts_are_refused() -> None:
     model, *_ = trained()
-    with FSDP1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
+    state = advised(lambda: FSDP1.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT), {"model": model})
     assert all(isinstance(value, DTensor) for value in state.values())
     model.load_state_dict(state)
 
@@ -118,14 +118,17 @@ def optimizer_states_are_refused() -> None:
             assert_same(optimizer.state[param]["exp_avg"], of_plain.state[other]["exp_avg"], 1e-5, 1e-6, name)
 
 
-def methods_of_a_module_are_refused() -> None:
+def summoning_is_refused_without_the_patch() -> None:
     model, _, plain, _ = trained()
-    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(9))
-    model(rows_of(x)).square().mean().backward()
-    plain(x).square().mean().backward()
-    norm = advised(lambda: FSDP1.clip_grad_norm_(model, 0.1), {"model": model, "max_norm": 0.1})
-    assert_same(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), 1e-5, 1e-6, "norm")
-    advised(lambda: FSDP1.no_sync(model), {"model": model})
+    for options in ({}, {"recurse": False}, {"writeback": False}):
+
+        def summon(options: Any = options) -> None:
+            with FSDP1.summon_full_params(model, **options):
+                pass
+
+        with advised(summon, {"model": model}):
+            for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(param.detach(), other, 1e-5, 1e-6, name)
 
 
 def parameters_are_summoned() -> None:
@@ -210,13 +213,26 @@ def modules_of_both_are_summoned() -> None:
         assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward afterwards")
 
 
+def patched(body: Callable[[], None]) -> Callable[[], None]:
+    """Returns `body`, run while torch is patched: then torch's method is in its place again."""
+
+    @wraps(body)
+    def run() -> None:
+        before = vars(FSDP1)["summon_full_params"]
+        with fsdp2.patch_torch(), fsdp2.patch_torch():
+            body()
+        assert vars(FSDP1)["summon_full_params"] is before
+
+    return run
+
+
 CHECKS = (
-    modules_of_both_are_summoned,
+    patched(modules_of_both_are_summoned),
     state_dicts_are_refused,
-    sharded_state_dicts_are_what_they_were,
+    sharded_state_dicts_are_refused,
     optimizer_states_are_refused,
-    methods_of_a_module_are_refused,
-    parameters_are_summoned,
+    summoning_is_refused_without_the_patch,
+    patched(parameters_are_summoned),
     other_modules_are_left_alone,
 )
 

@@ -362,11 +362,15 @@ def summoned_by_fsdp1() -> None:
                 assert_same(param, expected, 0, 0, name)
             model.head.weight.zero_()
 
-    with pytest.raises(RuntimeError, match="modified inside full_params"):
+    with pytest.raises(RuntimeError, match=r"call fsdp2\.full_params\(model\) instead"):
+        write()
+    with fsdp2.patch_torch(), pytest.raises(RuntimeError, match="modified inside full_params"):
         write()
     trains(model)
     written, expected = shard(build()), build()
-    with torchs.FullyShardedDataParallel.summon_full_params(written, writeback=True), torch.no_grad():
+    with fsdp2.patch_torch():
+        summoned = torchs.FullyShardedDataParallel.summon_full_params(written, writeback=True)
+    with summoned, torch.no_grad():
         written.head.weight.zero_()
         expected.head.weight.zero_()
     assert_like(written, expected, 0)

@@ -446,6 +446,7 @@ def test_every_message_has_a_program() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:FSDP.state_dict_type:FutureWarning")
 def test_programs_get_the_messages() -> None:
     def check(text: str, program: Program) -> Callable[[], None]:
         def run() -> None:

@@ -41,7 +41,6 @@ ALSO = {
     ("checks.tools_when_needed", "tools.padding"),
     ("checks.tools_when_needed", "tools.profiler_ranges"),
     ("dtensor.table", "bridge.pipelining"),
-    ("dtensor.table", "bridge.fsdp1_methods"),
 }
 # Where collectives are called.
 COMMS = ("engine.comm", "engine.any_group", "engine.gloo", "engine.rank_facts", "checks.named_comm", "optim.exchange")
@@ -60,8 +59,7 @@ COMPAT = (
 )
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP: its names stand here, private ones too.
-# The last names FSDP1 to refuse it around a sharded model, and does not import it.
-BRIDGE = ("bridge.patch", "bridge.fsdp1_methods", "dtensor.wrapped_after")
+BRIDGE = ("bridge.patch", "bridge.fsdp1_methods")
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.

@@ -37,7 +37,7 @@ def test_all_names_are_classified() -> None:
 
 
 def test_tools_are_imported_when_they_are_asked_for() -> None:
-    """From the modules from which type checkers import them; `plan` stays the function, beside a module of that name."""
+    """From where type checkers import them; `plan` stays the function, beside a module of that name."""
     tree = ast.parse(Path(fsdp2.__file__).read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
     listed = {
