@@ -126,7 +126,7 @@ FIXES = (
         "gradients are computed; `torch.autograd.grad`, whose gradients could not be reduced, raises",
         find_accumulators_of_unsharded,
         accept_sharded_inputs,
-        situations=8,
+        situations=9,
     ),
     Fix(
         "views",
