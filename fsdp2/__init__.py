@@ -22,6 +22,8 @@ from .planning.plan import Plan, PlanRow, plan
 from .planning.policies import WrapGroup, wrap_groups
 from .planning.replay import Prediction
 from .planning.settings import Setting
+from .shards.find import shards_of
+from .shards.protocol import ShardGroup, ShardParam, Shards
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
 from .tools.compare import compare
@@ -68,7 +70,10 @@ __all__ = [
     "PlanRow",
     "Prediction",
     "Setting",
+    "ShardGroup",
+    "ShardParam",
     "ShardPlacementResult",
+    "Shards",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
@@ -89,6 +94,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_checks",
+    "shards_of",
     "share_comm_ctx",
     "split_matrices",
     "stream_full_params",

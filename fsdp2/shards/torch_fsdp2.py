@@ -1,0 +1,305 @@
+"""The protocol for modules that torch's own FSDP2 has sharded, from what DTensors and its public methods say.
+
+Nothing is imported from torch.distributed.fsdp: where no program has, no module can be sharded by it. A group is what
+one `fully_shard` call of torch has got: the DTensors in its modules that are in no deeper sharded module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..engine.compat import graph_task, local_of
+from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
+from .protocol import Cut, GroupFacts, Place, Ranks, ShardGroup, ShardParam
+
+__all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
+
+# Sharded module -> the hook by which it refuses to run while its slots hold copies.
+_refusing: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def is_sharded_by_torch(module: nn.Module) -> bool:
+    """Returns True if torch's own fully_shard was applied to `module`."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    return any(
+        cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed.") for cls in type(module).__mro__
+    )
+
+
+def _plain_class(module: nn.Module) -> str:
+    """Returns the name of the class of the module before it was sharded."""
+    names = [cls.__name__ for cls in type(module).__mro__]
+    return names[names.index("FSDPModule") + 1] if is_sharded_by_torch(module) else names[0]
+
+
+class TorchParam:
+    """One parameter of torch's FSDP2, see ShardParam; or any DTensor, which then has no names, no slots and no group
+    but itself.
+    """
+
+    def __init__(self, parameter: DTensor, group: TorchGroup | None = None) -> None:
+        self.parameter = cast(nn.Parameter, parameter)
+        self._names: list[str] = []
+        self.slots: list[tuple[nn.Module, str]] = []
+        if group is None:
+            group = TorchGroup(parameter, "")
+            group.params.append(self)
+        self.group = group
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchParam) and other.parameter is self.parameter
+
+    def __hash__(self) -> int:
+        return id(self.parameter)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.shape} by torch's FSDP2>"
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self._names or [f"a parameter of shape {self.shape}"]
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def registered(self) -> Tensor:
+        module, name = self.slots[0] if self.slots else (nn.Module(), "")
+        found = module._parameters.get(name)
+        return found if isinstance(found, DTensor) else self.parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    @property
+    def local(self) -> Tensor:
+        return local_of(self.parameter)
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = self.parameter.grad
+        return local_of(grad) if isinstance(grad, DTensor) else grad
+
+    @property
+    def is_unsynchronized(self) -> bool:
+        return False
+
+    @property
+    def version(self) -> int:
+        pair = self.parameter, self.local
+        return sum(0 if each.is_inference() else each._version for each in pair)
+
+    @property
+    def cuts(self) -> Sequence[Cut]:
+        return cuts_of(self.name, self._dtensor.device_mesh, self._dtensor.placements, self.shape)
+
+    @property
+    def replicas(self) -> Sequence[dist.ProcessGroup]:
+        return replicas_of(self.parameter)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return box_of(self.cuts, self.shape)
+
+    @property
+    def place(self) -> Place | None:
+        return None
+
+    @property
+    def gathers_itself(self) -> bool:
+        return hasattr(self.local, "fsdp_pre_all_gather")
+
+    @property
+    def is_stepped_in_backward(self) -> bool:
+        return False
+
+    @property
+    def _dtensor(self) -> DTensor:
+        return cast(DTensor, self.parameter)
+
+    def part_of(self, value: Tensor) -> Tensor:
+        return value[self.box] if self.shape else value
+
+    def as_parameter(self, value: Tensor) -> nn.Parameter:
+        return nn.Parameter(value, requires_grad=False)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, name in self.slots:
+            module._parameters[name] = parameter
+
+
+class TorchGroup:
+    """What one fully_shard call of torch has sharded, see ShardGroup."""
+
+    def __init__(self, state: object, name: str) -> None:
+        self._state, self.name = state, name or "root"
+        self.modules: list[nn.Module] = []
+        self.module_names: list[str] = []
+        self.params: list[TorchParam] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchGroup) and other._state is self._state
+
+    def __hash__(self) -> int:
+        return id(self._state)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def ranks(self) -> Ranks:
+        tensor = cast(DTensor, self.params[0].parameter)
+        mesh, device = tensor.device_mesh, device_of_kind(tensor.device_mesh.device_type)
+        axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        num_shards = 1
+        for axis in axes:
+            num_shards *= 1 if tensor.placements[axis].is_replicate() else mesh.size(axis)
+        return Ranks(
+            device=device,
+            axis_groups=tuple(mesh.get_group(axis) for axis in axes),
+            members=frozenset(mesh.mesh.flatten().tolist()),
+            num_shards=num_shards,
+            is_first=not any(mesh.get_local_rank(axis) for axis in axes),
+        )
+
+    @property
+    def in_use(self) -> str | None:
+        if any(module in _refusing for module in self.modules):
+            return "copies"
+        return "backward" if graph_task() != -1 else None
+
+    def settle(self, *, reshard: bool = True, may_be_meta: bool = True, may_be_untied: bool = False) -> None:
+        if reshard:
+            for module in self.modules:
+                cast(Any, module).reshard()
+        on_meta = [param.name for param in self.params if param.local.is_meta]
+        if on_meta and not may_be_meta:
+            raise RuntimeError(
+                f"{on_meta[0]} is on meta: it has no values. Call model.to_empty(device=...), and initialise or load."
+            )
+
+    def facts(self) -> GroupFacts:
+        params = self.params
+        return GroupFacts(
+            cls=_plain_class(self.modules[0]),
+            modules=tuple(self.module_names),
+            parameters=tuple(param.name for param in params),
+            num_frozen=sum(not param.parameter.requires_grad for param in params),
+            numel=sum(param.parameter.numel() for param in params),
+            stored=tuple(dict.fromkeys(param.dtype for param in params)),
+            computed=None,
+            reduced=None,
+            gathered_nbytes=None,
+            reduced_nbytes=None,
+            settings=None,
+        )
+
+    def before_read(self) -> None:
+        """Does nothing: torch's FSDP2 has no copies of shards on their way between steps."""
+
+    def versions(self) -> tuple[int, ...]:
+        return tuple(param.version for param in self.params)
+
+    def copy_whole(self, params: Sequence[ShardParam] | None = None, dtype: torch.dtype | None = None) -> list[Tensor]:
+        wholes = []
+        with torch.inference_mode(False), torch.no_grad():
+            for param in self.params if params is None else params:
+                whole: Tensor = cast(Any, param.parameter).detach().full_tensor().to(self.ranks.device)
+                if whole.data_ptr() == param.local.data_ptr():  # one rank has all of it
+                    whole = whole.clone()
+                is_cast = dtype is not None and whole.is_floating_point()
+                wholes.append(whole.to(dtype) if is_cast else whole)
+        return wholes
+
+    def begin_copies(self) -> None:
+        def refuse(*_: Any) -> None:
+            raise RuntimeError(
+                f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
+                "runs. Leave that block first."
+            )
+
+        for module in self.modules:
+            _refusing[module] = module.register_forward_pre_hook(refuse, prepend=True)
+
+    def end_copies(self) -> None:
+        for module in self.modules:
+            hook = _refusing.pop(module, None)
+            if hook is not None:
+                hook.remove()
+
+    unsharded = None
+
+
+class TorchShards:
+    """The parameters in a module that torch's FSDP2 has sharded, see Shards.
+
+    Where a forward has left some unsharded, it reshards them: only sharded parameters are DTensors.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found: dict[int, TorchParam] = {}
+        groups: dict[int, TorchGroup] = {}
+        state_of: Any = sys.modules["torch.distributed.fsdp"].fully_shard.state
+        entries = [(each, prefix, sharded) for each, prefix, sharded in _walk(module, "", None, set()) if sharded]
+        for each, _, sharded in entries:
+            is_plain = any(type(tensor) is nn.Parameter for tensor in each._parameters.values())
+            if is_plain and graph_task() == -1 and sharded not in _refusing:
+                cast(Any, sharded).reshard()
+        for each, prefix, sharded in entries:
+            state = state_of(sharded)
+            group = groups.setdefault(id(state), TorchGroup(state, prefix))
+            if each is sharded:
+                group.modules.append(each)
+                group.module_names.append(prefix or "root")
+            parameters: dict[str, Any] = each._parameters
+            for name, tensor in parameters.items():
+                if isinstance(tensor, DTensor):
+                    if id(tensor) not in self._found:
+                        self._found[id(tensor)] = TorchParam(tensor, group)
+                        group.params.append(self._found[id(tensor)])
+                    self._found[id(tensor)].slots.append((each, name))
+        for name, found in module.named_parameters(remove_duplicate=False):
+            if id(found) in self._found:
+                self._found[id(found)]._names.append(name)
+        self.groups: Sequence[ShardGroup] = [group for group in groups.values() if group.params]
+
+    def names(self) -> dict[str, ShardParam]:
+        return {name: param for param in self._found.values() for name in param.names}
+
+    def find(self, tensor: Tensor) -> ShardParam | None:
+        return self._found.get(id(tensor))
+
+    def plain_class(self, module: nn.Module) -> str:
+        return _plain_class(module)
+
+    def problems(self) -> dict[str, list[str]]:
+        return {}
+
+
+def _walk(
+    module: nn.Module, prefix: str, sharded: nn.Module | None, seen: set[nn.Module]
+) -> Iterator[tuple[nn.Module, str, nn.Module | None]]:
+    """Yields each module, its FQN, and the innermost sharded module that it is in, or is."""
+    if module in seen:
+        return
+    seen.add(module)
+    sharded = module if is_sharded_by_torch(module) else sharded
+    yield module, prefix, sharded
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}.{name}" if prefix else name, sharded, seen)

@@ -1,0 +1,284 @@
+"""Tests the public protocol and each tool that stands on it, on models that fsdp2 and torch's own FSDP2 have sharded.
+
+Each check runs for both, on one to four ranks and on 2 x 2 ranks (HSDP). What it expects comes from a plain model.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from helpers import full, run_checks
+
+LIBRARIES: dict[str, Callable[..., Any]] = {"fsdp2": fsdp2.fully_shard, "torch": torch_fsdp.fully_shard}
+TOPOLOGIES = {"1": (1,), "2": (2,), "3": (3,), "4": (4,), "hsdp": (2, 2)}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 11), nn.Linear(11, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides, a tied weight, a frozen one, a buffer, and nested wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 5)
+        self.blocks = nn.ModuleList([Block(5), Block(5)])
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].norm.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.full((1,), 1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.second(self.first(x)) * self.scale)
+
+
+def plain_model() -> Model:
+    torch.manual_seed(7)
+    return Model()
+
+
+class Case:
+    """A plain model, and the same sharded by one library over one topology, which every check gets anew."""
+
+    def __init__(self, library: str, topology: str) -> None:
+        self.library, self.is_torch = library, library == "torch"
+        shape = TOPOLOGIES[topology]
+        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        self.num_shards, self.num_replicas = shape[-1], (shape[0] if len(shape) > 1 else 1)
+        self.plain, self.model = plain_model(), self.shard(plain_model())
+        tokens = torch.arange(12) * 5 % 13
+        self.tokens = tokens
+        world = dist.get_world_size()
+        self.own_tokens = tokens.chunk(world)[dist.get_rank()]
+
+    def shard(self, model: nn.Module) -> Any:
+        shard = partial(LIBRARIES[self.library], mesh=self.mesh)
+        for block in model.blocks:
+            shard(block.up)
+            shard(block)
+        shard([model.first, model.second])
+        return shard(model)
+
+    def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(tokens), (tokens + 1) % 13)
+
+    def backward(self) -> None:
+        """Gives both models their gradients."""
+        self.loss(self.plain, self.tokens).backward()
+        self.loss(self.model, self.own_tokens).backward()
+
+    def expected(self, name: str) -> nn.Parameter:
+        return self.plain.get_parameter(name)
+
+    def all_names(self) -> set[str]:
+        return {name for name, _ in self.plain.named_parameters(remove_duplicate=False)}
+
+    def assert_parameters(self, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+        for name, param in self.model.named_parameters():
+            torch.testing.assert_close(
+                full(param.detach()), self.expected(name).detach(), rtol=rtol, atol=atol, msg=name
+            )
+
+
+# ---- the protocol
+
+
+def check_the_protocol(case: Case) -> None:
+    shards = fsdp2.shards_of(case.model)
+    names = [group.name for group in shards.groups]
+    assert sorted(names) == ["blocks.0", "blocks.0.up", "blocks.1", "blocks.1.up", "first", "root"], names
+    by_name = shards.names()
+    assert by_name.keys() == case.all_names()
+    assert by_name["head.weight"] == by_name["embed.weight"]
+    assert sorted(by_name["head.weight"].names) == ["embed.weight", "head.weight"]
+    case.backward()
+    for group in fsdp2.shards_of(case.model).groups:
+        assert (group.ranks.num_shards, group.ranks.num_replicas) == (case.num_shards, case.num_replicas)
+        assert group.ranks.num_ranks == dist.get_world_size()
+        assert group.in_use is None
+        for param, whole in zip(group.params, group.copy_whole(), strict=True):
+            expected = case.expected(param.name)
+            assert param.shape == tuple(expected.shape)
+            assert torch.equal(whole, expected.detach())
+            assert torch.equal(param.local, expected.detach()[param.box])
+            assert torch.equal(param.part_of(expected.detach()), param.local)
+            if expected.requires_grad:
+                torch.testing.assert_close(param.grad, expected.grad[param.box], rtol=1e-5, atol=1e-7)
+            else:
+                assert param.grad is None
+            assert param.group == group
+            cuts = param.cuts
+            assert [(cut.size, cut.dim, cut.shape) for cut in cuts] == (
+                [(case.num_shards, 0, param.shape)] if case.num_shards > 1 else []
+            )
+            before = param.version
+            param.local.mul_(1)
+            assert param.version > before
+            assert (param.place is None) == case.is_torch
+        wide = group.copy_whole([group.params[0]], torch.float64)
+        assert [each.dtype for each in wide] == [torch.float64]
+
+
+def check_what_is_left_unsharded_is_found(case: Case) -> None:
+    with torch.no_grad():
+        case.model(case.own_tokens)  # torch's FSDP2 leaves the root's parameters registered as plain ones
+    assert all(isinstance(param.parameter, DTensor) for param in fsdp2.shards_of(case.model).names().values())
+    assert (
+        fsdp2.shards_of(case.model).names().keys() == dict(case.plain.named_parameters(remove_duplicate=False)).keys()
+    )
+
+
+def check_nothing_is_sharded(case: Case) -> None:
+    shards = fsdp2.shards_of(case.plain)
+    assert (list(shards.groups), shards.names()) == ([], {})
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
+        fsdp2.shards_of(3)
+
+
+# ---- the tools
+
+
+def check_clip_grad_norm(case: Case) -> None:
+    for norm_type, max_norm in ((2.0, 0.1), (float("inf"), 0.01), (1.0, 1e6)):
+        case.backward()
+        expected = torch.nn.utils.clip_grad_norm_(case.plain.parameters(), max_norm, norm_type)
+        for foreach in (None, False):
+            if foreach is None:
+                got = fsdp2.clip_grad_norm_(case.model.parameters(), max_norm, norm_type)
+            else:
+                fsdp2.clip_grad_norm_(case.model.parameters(), 1e9, norm_type, foreach=False)
+            torch.testing.assert_close(got, expected)
+        for name, param in case.model.named_parameters():
+            whole = case.expected(name).grad
+            assert (param.grad is None) == (whole is None)
+            if whole is not None:
+                torch.testing.assert_close(full(param.grad), whole, rtol=1e-5, atol=1e-7)
+        case.plain.zero_grad()
+        case.model.zero_grad()
+
+
+def check_describe(case: Case) -> None:
+    description = fsdp2.describe(case.model)
+    assert description.cls == "Model"
+    assert not description.unmanaged
+    assert description.numel == sum(p.numel() for p in case.plain.parameters())
+    rows = {row.name: row for row in description.groups}
+    assert rows["blocks.0"].parameters == ("blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.down.weight")
+    assert (rows["blocks.1"].num_frozen, rows["blocks.1"].cls) == (1, "Block")
+    assert rows["first"].modules == ("first", "second")
+    own = [param.to_local() for param in case.model.parameters()]
+    assert description.resting_nbytes == sum(each.numel() * each.element_size() for each in own)
+    for row in description.groups:
+        assert (row.num_shards, row.num_replicas) == (case.num_shards, case.num_replicas)
+        assert row.dtypes[0] == (torch.float32,)
+        unknown = (*row.dtypes[1:], row.gathered_nbytes, row.reduced_nbytes, row.settings)
+        assert all(each is None for each in unknown) == case.is_torch
+    assert ("?" in str(description)) == case.is_torch
+
+
+def check_full_params(case: Case) -> None:
+    with fsdp2.full_params(case.model, offload_to_cpu=True) as wholes:
+        assert wholes.keys() == case.all_names()
+        for name, whole in wholes.items():
+            assert torch.equal(whole, case.expected(name))
+            assert case.model.get_parameter(name) is whole
+        with pytest.raises(RuntimeError, match="are copies that full_params has made"):
+            case.model(case.own_tokens)
+        state = case.model.state_dict() if case.is_torch else None
+    with fsdp2.full_params(case.model, dtype=torch.float64, rank0_only=True) as wholes:
+        assert {whole.dtype for whole in wholes.values()} == {torch.float64}
+        assert {whole.is_meta for whole in wholes.values()} == {dist.get_rank() != 0}
+    assert all(isinstance(param, DTensor) for param in case.model.parameters())
+    with fsdp2.full_params(case.model, writeback=True) as wholes:
+        for whole in {id(each): each for each in wholes.values()}.values():
+            whole.mul_(3)
+    with torch.no_grad():
+        for param in case.plain.parameters():
+            param.mul_(3)
+    case.assert_parameters()
+    case.backward()
+    with (
+        pytest.raises(RuntimeError, match="modified inside full_params"),
+        fsdp2.full_params(case.model, offload_to_cpu=True) as wholes,
+    ):
+        wholes["first.bias"].add_(1)
+    case.assert_parameters()
+    if case.num_shards * case.num_replicas > 1:
+        with (
+            pytest.raises(ValueError, match="ranks have given it different values"),
+            fsdp2.full_params(case.model, writeback=True) as wholes,
+        ):
+            wholes["first.bias"].add_(dist.get_rank())
+    if case.is_torch:
+        assert state is not None
+        with pytest.raises(NotImplementedError, match="Pass an option for copies"):
+            fsdp2.full_params(case.model).__enter__()
+        with fsdp2.full_params(case.model.blocks[0], writeback=True):  # the advice
+            pass
+    else:
+        with fsdp2.full_params(case.model) as wholes:
+            assert torch.equal(wholes["first.bias"], case.expected("first.bias"))
+
+
+def check_stream_full_params(case: Case) -> None:
+    def stream(**options: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for bucket in fsdp2.stream_full_params(case.model, **options):
+            found |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
+        return found
+
+    for options in ({}, {"bucket_bytes": 200}, {"dtype": torch.bfloat16}, {"ranks": [0]}):
+        found = stream(**options)
+        assert found.keys() == (set() if options.get("ranks") and dist.get_rank() else case.all_names())
+        for name, tensor in found.items():
+            assert torch.equal(tensor, case.expected(name).detach().to(tensor.dtype)), name
+    twin, version = plain_model(), fsdp2.StreamVersion()
+    stream(since=version)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (case.model, case.plain)]
+    case.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for bucket in fsdp2.stream_full_params(case.model, since=version):
+        assert "blocks.1.norm.bias" not in bucket.names  # frozen: unchanged
+        bucket.write_to(dict(twin.named_parameters(remove_duplicate=False)))
+    for name, param in twin.named_parameters():
+        torch.testing.assert_close(param, case.expected(name), rtol=1e-5, atol=1e-6)
+    iterator = fsdp2.stream_full_params(case.model, bucket_bytes=100)
+    next(iterator)
+    with torch.no_grad():
+        next(case.model.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match=r"it was written to or replaced"):
+        list(iterator)
+
+
+CHECKS = {name.removeprefix("check_"): each for name, each in globals().items() if name.startswith("check_")}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_tools(topology: str) -> None:
+    world = torch.Size(TOPOLOGIES[topology]).numel()
+
+    def run(library: str, check: Callable[[Case], None]) -> None:
+        check(Case(library, topology))
+
+    run_checks(world, [(f"{lib}: {name}", partial(run, lib, c)) for name, c in CHECKS.items() for lib in LIBRARIES])
