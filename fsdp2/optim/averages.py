@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import swa_utils
 
-from ..engine.compat import local_if_any
-from ..engine.write_notices import notices
+from ..shards.find import before_write
+from ..shards.tensors import local_if_any
 from .spans import Place, Places, Run
 
 
@@ -38,7 +38,7 @@ class AveragedModel(swa_utils.AveragedModel):
         if pairs is None or not pairs.are_of(self.module, model):
             pairs = vars(self)["_fsdp2_pairs"] = _Pairs(self.module, model)
         if pairs.written:
-            notices.notify()
+            before_write()
         ours, theirs = (_Flat(*parts) for parts in zip(pairs.flat, pairs.members, strict=True))
         super(AveragedModel, _Update(self, ours)).update_parameters(theirs)  # type: ignore[arg-type]
         if pairs.written:
