@@ -20,8 +20,8 @@ from .features import (
 )
 from .module import FSDPModule
 from .tools import profiler_ranges
-from .tools.audit import AuditAtDebugLevel
-from .tools.padding import WasteLog
+from .tools.audit_at_debug_level import AuditAtDebugLevel
+from .tools.padding_log import WasteLog
 
 
 def install() -> None:

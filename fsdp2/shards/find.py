@@ -8,21 +8,27 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checks.empty_memory import refuse_empty_memory
+from ..checks.initial_weights import compare_initial_weights
 from ..checks.unsynchronized import UnsynchronizedGrad
 from ..dtensor.write_notices import notices
 from ..engine.owners import owners_by_id, sharded_owner
 from ..engine.state import state_of
-from .ours import OurParam, OurShards
+from .ours import OurGroup, OurParam, OurShards, plain_class
 from .ours import place_of as place_in_group
 from .protocol import Place, ShardGroup, ShardParam, Shards
 from .registered import refuse_written
 from .torch_fsdp2 import TorchParam, TorchShards, is_sharded_by_torch
+from .torch_fsdp2 import plain_class as plain_class_of_torchs
 
 __all__ = [
     "before_write",
+    "check_weights",
     "find_params",
+    "groups_managing",
     "is_sharded",
     "is_unsynchronized",
+    "original_class",
     "place_of",
     "refuse_written",
     "shard_of",
@@ -75,9 +81,23 @@ class _Joined:
     def find(self, tensor: Tensor) -> ShardParam | None:
         return next((param for each in self._found if (param := each.find(tensor)) is not None), None)
 
-    def plain_class(self, module: nn.Module) -> str:
-        own = [each.plain_class(module) for each in self._found]
-        return next((name for name in own if name != type(module).__name__), own[0])
+    def unwritten(self) -> Sequence[Tensor]:
+        return [tensor for each in self._found for tensor in each.unwritten()]
+
+    def note_emptied(self, buffers: Sequence[Tensor]) -> None:
+        for each in self._found:
+            each.note_emptied(buffers)
+
+    def frozen_writes(self) -> dict[str, bool]:
+        return {name: is_written for each in self._found for name, is_written in each.frozen_writes().items()}
+
+    def finish_gradients(self) -> None:
+        for each in self._found:
+            each.finish_gradients()
+
+    def drop(self, after_error: bool) -> None:
+        for each in self._found:
+            each.drop(after_error)
 
     def problems(self) -> dict[str, list[str]]:
         return {kind: names for each in self._found for kind, names in each.problems().items()}
@@ -102,11 +122,32 @@ def place_of(tensor: Tensor, known: dict[Any, Any]) -> Place | None:
     return None if owned is None else place_in_group(OurParam(owned.group, owned.param), known)
 
 
+def groups_managing(module: nn.Module) -> list[ShardGroup]:
+    """Returns the groups of sharded modules in `module`, and those of modules around it that shard its parameters."""
+    shards = shards_of(module)
+    owners = (shards.find(tensor) for tensor in module.parameters())
+    return [*dict.fromkeys([*shards.groups, *(param.group for param in owners if param is not None)])]
+
+
 def find_params(tensors: Iterable[Tensor]) -> list[OurParam | None]:
     """Returns what `tensors` are: sharded parameters of fsdp2, or what modules have registered meanwhile; or None."""
     owners = owners_by_id()
     found = (owners.get(id(tensor)) for tensor in tensors)
     return [None if owner is None else OurParam(owner.group, owner.param) for owner in found]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before it was sharded."""
+    return plain_class_of_torchs(module) if is_sharded_by_torch(module) else plain_class(module)
+
+
+def check_weights(groups: Iterable[ShardGroup]) -> None:
+    """Raises RuntimeError, on all ranks, if shards were cut from different weights, or not written to since `to_empty`;
+    of groups of fsdp2. Every rank must call it.
+    """
+    ours = [group.engine_group for group in groups if isinstance(group, OurGroup)]
+    refuse_empty_memory(ours)
+    compare_initial_weights(ours)
 
 
 def is_sharded(module: nn.Module) -> bool:

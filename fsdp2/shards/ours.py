@@ -13,26 +13,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..checks.empty_memory import find_unwritten, mark, note_emptied_buffers
+from ..checks.frozen_parameters import find_written
+from ..checks.initial_weights import known_of
+from ..checks.partial_settings import find_partial
 from ..checks.unsynchronized import UnsynchronizedGrad
-from ..engine.buckets import wire_dtypes
+from ..engine.buckets import find_buckets, wire_dtypes
 from ..engine.buffers import GroupBuffers
-from ..engine.compat import graph_task, local_if_any
+from ..engine.comm import Comm
+from ..engine.compat import graph_task, local_if_any, new_dtensor
 from ..engine.events import strategies
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.layout import gather_layout
+from ..engine.layout import GatherLayout, ParamSpec, bucket_layout, gather_layout
 from ..engine.mesh import DataMesh
 from ..engine.owners import Owned, owners_by_id
 from ..engine.parameter import FSDPParam, fqn
-from ..engine.policy import GroupSettings
+from ..engine.passes import finalize, reset
+from ..engine.policy import GroupSettings, MixedPrecisionPolicy
 from ..engine.rank_facts import is_first, ranks_of
-from ..engine.state import STATE, groups_below, modules_below
+from ..engine.state import STATE, groups_below, modules_below, state_of
 from ..engine.tensor_parallel import TensorParallel
 from ..features.conditional import is_conditional
 from ..features.large_submodules import is_read_outside
 from ..features.module_repr import dtype_text
 from ..features.optimizer_in_backward import steps_of
 from .dtensors import box_of, cuts_of, replicas_of
-from .protocol import Cut, GroupFacts, Place, Ranks, ShardGroup, ShardParam, Unsharded
+from .protocol import (
+    Cut,
+    GroupBytes,
+    GroupFacts,
+    NotedValues,
+    Place,
+    Ranks,
+    ShardGroup,
+    ShardParam,
+    UnevenParam,
+    Unsharded,
+)
 from .registered import registered
 
 __all__ = ["OurGroup", "OurParam", "OurShards", "place_of", "ranks_on"]
@@ -152,6 +169,15 @@ class OurParam:
     def register(self, parameter: nn.Parameter) -> None:
         self.engine_param.register(parameter)
 
+    def empty(self, device: torch.device) -> Tensor:
+        """A group copies new local tensors into its shard buffer. Those made here take no memory: all their elements
+        are one. `device`: where parameters rest is known.
+        """
+        param = self.engine_param
+        one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
+        mark(one)
+        return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
+
 
 def place_of(param: OurParam, known: dict[Any, Any]) -> Place | None:
     """Returns where a parameter lies. `known`: remembers the order of each group."""
@@ -213,6 +239,8 @@ class OurGroup:
     def ranks(self) -> Ranks:
         return ranks_on(self.engine_group.mesh)
 
+    is_foreign = False
+
     @property
     def in_use(self) -> str | None:
         group = self.engine_group
@@ -232,6 +260,18 @@ class OurGroup:
             group.reshard_if_idle()
             group.adopt_replacements(may_be_meta=may_be_meta, may_be_untied=may_be_untied)
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.engine_group.state.input_dtype
+
+    @property
+    def settings_text(self) -> str:
+        own = self.engine_group.settings
+        return f"sync={own.reduce_gradients}, all_reduce={own.all_reduce}, divisor={own.divide_factor}, {own.policy}"
+
+    def find_computed(self) -> tuple[torch.dtype, ...]:
+        return self.facts().computed or ()
+
     def facts(self) -> GroupFacts:
         group, policy = self.engine_group, self.engine_group.settings.policy
         params = sorted(group.params, key=lambda param: param.spec(policy).extended)
@@ -244,7 +284,7 @@ class OurGroup:
         below = self._names_in or {}
         slots = [next((slot for slot in param.slots if slot.module in below), param.slots[0]) for param in params]
         return GroupFacts(
-            cls=plain_class(group.modules[0]),
+            cls=plain_class(group.modules[0]).__name__,
             modules=tuple(below.get(module, group.name) or "root" for module in group.modules),
             parameters=tuple(fqn(below.get(slot.module, group.name), slot.name) for slot in slots),
             num_frozen=trainable.count(False),
@@ -252,10 +292,31 @@ class OurGroup:
             stored=tuple(dict.fromkeys(stored)),
             computed=tuple(dict.fromkeys(computed)),
             reduced=tuple(dict.fromkeys(summed)),
+            sent=tuple(dict.fromkeys(compress(sent, trainable))),
             gathered_nbytes=sum(spec.unsharded_nbytes for spec in specs),
             reduced_nbytes=sum(compress(sizes, trainable)) if group.mesh.num_ranks > 1 else 0,
             settings=tuple(_settings_text(group)),
         )
+
+    def padding(self) -> GroupBytes:
+        group = self.engine_group
+        policy, size, comms = group.settings.policy, group.mesh.size, group.comms
+        spec_of = {param: param.spec(policy) for param in group.params}
+        params = sorted(group.params, key=lambda param: spec_of[param].extended)
+        specs = [spec_of[param] for param in params]
+        plain = tuple(spec for spec in specs if not spec.extended)
+        trainable = [i for i, param in enumerate(params) if param.sharded.requires_grad]
+        gather = reduce = (0, 0)
+        if size > 1:
+            payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
+            gather = sum(spec.nbytes for spec in plain), size * payload
+            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
+        uneven = [
+            UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
+            for param, spec in zip(params, specs, strict=True)
+            if not spec.is_even and not spec.extended
+        ]
+        return GroupBytes(gather, reduce, uneven)
 
     def before_read(self) -> None:
         for notify in self.engine_group.events.shards_needed:
@@ -278,6 +339,17 @@ class OurGroup:
             buffers.move_into_shards([param.local for param in chosen])
             buffers.start_gather(comm).finish()
             return [buffers.unsharded_parameter(i) for i in range(len(specs))]
+
+    def note_loaded(self) -> None:
+        for notify in self.engine_group.events.loaded:
+            notify(self.engine_group)
+
+    def noted_values(self) -> Sequence[NotedValues]:
+        group = self.engine_group
+        return [
+            NotedValues(OurParam(group, param, self._names_in), known.values, known.note_place)
+            for param, known in known_of(group).items()
+        ]
 
     def begin_copies(self) -> None:
         self.engine_group.begin_copies()
@@ -305,7 +377,7 @@ class OurShards:
     def __init__(self, module: nn.Module) -> None:
         self._below = modules_below(module)
         self._module = module
-        self.groups: Sequence[ShardGroup] = [OurGroup(g, self._below) for g in groups_below(module) if g.params]
+        self.groups: Sequence[ShardGroup] = [OurGroup(g, self._below) for g in groups_below(module)]
         self._owners: dict[int, Owned] | None = None
 
     def names(self) -> dict[str, ShardParam]:
@@ -317,11 +389,69 @@ class OurShards:
         owner = self._owners.get(id(tensor))
         return None if owner is None else OurParam(owner.group, owner.param, self._below)
 
-    def plain_class(self, module: nn.Module) -> str:
-        return plain_class(module)
+    @property
+    def _engine_groups(self) -> list[FSDPParamGroup]:
+        return [group.engine_group for group in self.groups if isinstance(group, OurGroup)]
+
+    def unwritten(self) -> Sequence[Tensor]:
+        found = find_unwritten(self._engine_groups)
+        return [each.sharded if isinstance(each, FSDPParam) else each for each in found]
+
+    def note_emptied(self, buffers: Sequence[Tensor]) -> None:
+        sharded = next((module for module in self._below if state_of(module) is not None), None)
+        if sharded is not None:
+            note_emptied_buffers(sharded, (), buffers)
+
+    def frozen_writes(self) -> dict[str, bool]:
+        return find_written(self._engine_groups)
+
+    def finish_gradients(self) -> None:
+        for root in dict.fromkeys(group.root for group in self._engine_groups):
+            finalize(root)
+
+    def drop(self, after_error: bool) -> None:
+        if after_error:
+            for root in dict.fromkeys(group.root for group in self._engine_groups):
+                reset(root)
+        for group in self._engine_groups:
+            group.gradients.unsynchronized.clear()
+            group.gradients.partial.clear()
 
     def problems(self) -> dict[str, list[str]]:
-        return {}
+        return find_partial(self._engine_groups)
+
+
+# ---- padding
+
+
+def gathered_nbytes(layout: GatherLayout) -> int:
+    """Returns the bytes that each rank contributes to a gather: its chunk of each parameter, and up to 15 bytes after
+    the packed ones.
+
+    R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows of
+    each parameter and 15 * W bytes above the parameters' own.
+    """
+    if layout.world_size == 1:
+        return 0
+    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes
+
+
+def _reduce_padding(
+    specs: Sequence[ParamSpec],
+    trainable: Iterable[int],
+    policy: MixedPrecisionPolicy,
+    comm: Comm,
+    device: torch.device,
+) -> tuple[int, int]:
+    reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
+    dtypes = wire_dtypes(specs, policy, comm.sums_on_arrival)
+    nbytes = padded_nbytes = 0
+    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
+        first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
+        layout = bucket_layout(specs, indices, reduce_dtypes[indices[0]], comm.direct_min_bytes, wire_dtype)
+        nbytes += sum(specs[i].numel for i in indices) * wire_dtype.itemsize
+        padded_nbytes += layout.payload_nbytes * first.world_size
+    return nbytes, padded_nbytes
 
 
 # ---- what describe shows
@@ -350,7 +480,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield "conditional"
 
 
-def plain_class(module: nn.Module) -> str:
-    """Returns the name of the module's class before it was sharded."""
-    cls = type(module)
-    return (cls.__bases__[0] if STATE in vars(module) else cls).__name__
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before fsdp2 sharded it."""
+    cls: Any = type(module)
+    found: type[nn.Module] = cls.__bases__[0] if STATE in vars(module) else cls
+    return found

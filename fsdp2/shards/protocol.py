@@ -126,8 +126,9 @@ class GroupFacts:
         parameters: the parameters, in the order in which they are gathered: FQNs, of tied ones the first.
         num_frozen: how many of these do not require a gradient.
         numel: elements of all whole parameters (fsdp2, under tensor parallelism: of those that the ranks share).
-        stored, computed, reduced: the dtypes in which parameters are stored, computed with, and their gradients summed.
-            None: unknown, for torch's FSDP2 does not tell its policy.
+        stored: the dtypes in which parameters are stored.
+        computed, reduced, sent: the dtypes of parameters in forwards, of sums of gradients, and of gradients on their
+            way. None: unknown, for torch's FSDP2 does not tell its policy.
         gathered_nbytes, reduced_nbytes: bytes of the unsharded parameters with padding, and of the gradients as they
             travel. None: unknown.
         settings: what was chosen for the group, and differs from the default, as text. None: unknown.
@@ -141,9 +142,37 @@ class GroupFacts:
     stored: tuple[torch.dtype, ...]
     computed: tuple[torch.dtype, ...] | None
     reduced: tuple[torch.dtype, ...] | None
+    sent: tuple[torch.dtype, ...] | None
     gathered_nbytes: int | None
     reduced_nbytes: int | None
     settings: tuple[str, ...] | None
+
+
+class UnevenParam(NamedTuple):
+    """Describes a parameter whose chunks have different sizes, and travel at that of the largest: its FQN, what is cut
+    of it, along which dim, by how many ranks, and the dtypes in which it is stored and computed with.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    num_ranks: int
+    stored: torch.dtype
+    computed: torch.dtype
+
+
+class GroupBytes(NamedTuple):
+    """Holds the bytes of a group's collectives.
+
+    Args:
+        gather: bytes of the unsharded parameters, and of what all ranks send of them in one gather.
+        reduce: bytes of the gradients, and of what is sent of them in one reduction.
+        uneven: the parameters that are padded.
+    """
+
+    gather: tuple[int, int]
+    reduce: tuple[int, int]
+    uneven: Sequence[UnevenParam]
 
 
 class ShardParam(Protocol):
@@ -242,6 +271,25 @@ class ShardParam(Protocol):
     def register(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` in all `slots`."""
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Returns a tensor like `parameter`, with memory on `device` that holds no values: for `module._apply` to put
+        in the place of one on meta.
+        """
+
+
+class NotedValues(NamedTuple):
+    """Holds numbers that a library has noted of a whole parameter when it cut it, to compare ranks by.
+
+    Args:
+        param: the parameter.
+        values: the numbers.
+        keep: call it when `values` were changed, to those of another rank for example.
+    """
+
+    param: Any
+    values: Tensor
+    keep: Callable[[], None]
+
 
 class ShardGroup(Protocol):
     """The parameters that one `fully_shard` call has sharded, and gathers together. Two of the same group are equal."""
@@ -263,6 +311,12 @@ class ShardGroup(Protocol):
         """The ranks that share or replicate its parameters."""
 
     @property
+    def is_foreign(self) -> bool:
+        """True if another library than fsdp2 has sharded it: some attributes are None, and forwards may leave plain
+        parameters registered until `settle`.
+        """
+
+    @property
     def in_use(self) -> str | None:
         """What uses the parameters now: "forward", "backward", "copies"; or None. torch's FSDP2 tells of backward and
         of copies only.
@@ -278,8 +332,22 @@ class ShardGroup(Protocol):
             may_be_untied: tied parameters may have become several.
         """
 
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype to which forwards cast floating-point inputs. None: to none, or unknown (torch's FSDP2)."""
+
+    @property
+    def settings_text(self) -> str:
+        """What must have been chosen for the group alike on all ranks, as text; empty on torch's FSDP2."""
+
+    def find_computed(self) -> tuple[torch.dtype, ...]:
+        """Returns the dtypes of parameters in forwards. Every rank must call it: torch's FSDP2 gathers them to see."""
+
     def facts(self) -> GroupFacts:
         """Returns what there is to show of the group."""
+
+    def padding(self) -> GroupBytes:
+        """Returns the bytes of the group's collectives; on torch's FSDP2, in the dtypes of stored parameters."""
 
     def before_read(self) -> None:
         """Call it before local tensors are read: waits for a copy of them that is on its way, for example."""
@@ -296,6 +364,12 @@ class ShardGroup(Protocol):
             params: some of the group's; None: all.
             dtype: the dtype of floating-point parameters; None: that in which they are stored.
         """
+
+    def note_loaded(self) -> None:
+        """Call it when weights were loaded, on every rank: ranks of fsdp2 then compare theirs anew."""
+
+    def noted_values(self) -> Sequence[NotedValues]:
+        """Returns what was noted of the whole weights from which shards were cut; nothing on torch's FSDP2."""
 
     def begin_copies(self) -> None:
         """Has the modules of the group refuse to run, because their slots are about to hold copies."""
@@ -329,8 +403,26 @@ class Shards(Protocol):
         that a module around this one manages. None: nothing manages it.
         """
 
-    def plain_class(self, module: nn.Module) -> str:
-        """Returns the name of the class that a module had before it was sharded; of any other, that of its class."""
+    def unwritten(self) -> Sequence[Tensor]:
+        """Returns the parameters and buffers that nothing has written to since `to_empty` gave them memory, as far as
+        version counters tell. Empty on torch's, which does not notice.
+        """
+
+    def note_emptied(self, buffers: Sequence[Tensor]) -> None:
+        """Call it when buffers got memory without values: fsdp2 then refuses a forward before something has written."""
+
+    def frozen_writes(self) -> dict[str, bool]:
+        """Returns the FQN of each frozen parameter -> True if this rank has written to it since ranks last compared
+        them. Empty on torch's, where ranks compare nothing.
+        """
+
+    def finish_gradients(self) -> None:
+        """Finishes reductions that are still running behind a backward."""
+
+    def drop(self, after_error: bool) -> None:
+        """Drops unsynchronized gradients, and after an error all that was under way: the next pass begins anew. torch's
+        FSDP2 can drop nothing but what `reset_iter_state` drops, from 2.13 on.
+        """
 
     def problems(self) -> dict[str, list[str]]:
         """Returns what the library itself knows to be wrong: kinds of `fsdp2.Finding` -> FQNs. Empty on torch's."""

@@ -6,14 +6,20 @@ their ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks.compare_ranks import bounds_over
+from ..checks import compare_ranks
+from ..checks.arguments import check_mesh
 from ..engine.comm import Comm, Purpose, Work
 from ..engine.compat import backend_name
 from ..engine.events import strategies
-from ..engine.meshes import Axis, default_mesh, sharding_axes
+from ..engine.mesh import DataMesh
+from ..engine.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
 from ..engine.rank_facts import (
     all_gather_now,
     all_reduce_over,
@@ -22,10 +28,14 @@ from ..engine.rank_facts import (
     gather_to_one,
     moves_data,
 )
+from .ours import ranks_on as ranks_of_mesh
+from .protocol import Ranks
 
 __all__ = [
     "Axis",
     "Comm",
+    "DataMesh",
+    "DataParallelMeshDims",
     "Purpose",
     "Work",
     "all_gather_now",
@@ -33,14 +43,29 @@ __all__ = [
     "backend_name",
     "bounds_over",
     "broadcast_over",
+    "check_mesh",
     "comm_over",
     "default_mesh",
     "gather_bytes",
     "gather_objects",
     "gather_to_one",
     "moves_data",
+    "ranks_on",
     "sharding_axes",
+    "shared_data_mesh",
 ]
+
+
+def ranks_on(mesh: DeviceMesh) -> Ranks:
+    """Returns the ranks of a mesh, all of which hold copies."""
+    return ranks_of_mesh(DataMesh(mesh, (), tuple(range(mesh.ndim))))
+
+
+def bounds_over(ranks: Ranks, numbers: Sequence[int], name: str) -> list[tuple[int, int]]:
+    """Returns the least and the greatest of each number over `ranks`, all of which must call it. `name`: what they are,
+    for errors.
+    """
+    return compare_ranks.bounds_over(cast(Any, ranks), numbers, name)
 
 
 def comm_over(group: dist.ProcessGroup, device: torch.device, purpose: str) -> Comm:

@@ -6,8 +6,10 @@ one `fully_shard` call of torch has got: the DTensors in its modules that are in
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -18,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.compat import graph_task, local_of
 from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
-from .protocol import Cut, GroupFacts, Place, Ranks, ShardGroup, ShardParam
+from .protocol import Cut, GroupBytes, GroupFacts, NotedValues, Place, Ranks, ShardGroup, ShardParam, UnevenParam
 
 __all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
 
@@ -35,10 +37,10 @@ def is_sharded_by_torch(module: nn.Module) -> bool:
     )
 
 
-def _plain_class(module: nn.Module) -> str:
-    """Returns the name of the class of the module before it was sharded."""
-    names = [cls.__name__ for cls in type(module).__mro__]
-    return names[names.index("FSDPModule") + 1] if is_sharded_by_torch(module) else names[0]
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module had before torch's FSDP2 sharded it."""
+    classes = type(module).__mro__
+    return classes[[cls.__name__ for cls in classes].index("FSDPModule") + 1]
 
 
 class TorchParam:
@@ -142,6 +144,9 @@ class TorchParam:
         for module, name in self.slots:
             module._parameters[name] = parameter
 
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_like(self.parameter, device=device)
+
 
 class TorchGroup:
     """What one fully_shard call of torch has sharded, see ShardGroup."""
@@ -151,6 +156,8 @@ class TorchGroup:
         self.modules: list[nn.Module] = []
         self.module_names: list[str] = []
         self.params: list[TorchParam] = []
+        # A parameter on its mesh, if it has none of its own.
+        self.like: TorchParam | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TorchGroup) and other._state is self._state
@@ -163,7 +170,10 @@ class TorchGroup:
 
     @property
     def ranks(self) -> Ranks:
-        tensor = cast(DTensor, self.params[0].parameter)
+        like = self.params[0] if self.params else self.like
+        if like is None:
+            return Ranks(torch.device("cpu"), (), frozenset([dist.get_rank()]), 1, True)
+        tensor = cast(DTensor, like.parameter)
         mesh, device = tensor.device_mesh, device_of_kind(tensor.device_mesh.device_type)
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         num_shards = 1
@@ -176,6 +186,8 @@ class TorchGroup:
             num_shards=num_shards,
             is_first=not any(mesh.get_local_rank(axis) for axis in axes),
         )
+
+    is_foreign = True
 
     @property
     def in_use(self) -> str | None:
@@ -193,10 +205,25 @@ class TorchGroup:
                 f"{on_meta[0]} is on meta: it has no values. Call model.to_empty(device=...), and initialise or load."
             )
 
+    input_dtype = None
+    settings_text = ""
+
+    def find_computed(self) -> tuple[torch.dtype, ...]:
+        found: dict[torch.dtype, None] = {}
+        for module in self.modules:
+            cast(Any, module).unshard()
+        for param in self.params:
+            for module, name in param.slots[:1]:
+                unsharded = module._parameters.get(name)
+                assert unsharded is not None, "it has just been registered"
+                found[unsharded.dtype] = None
+        self.settle()
+        return tuple(found)
+
     def facts(self) -> GroupFacts:
         params = self.params
         return GroupFacts(
-            cls=_plain_class(self.modules[0]),
+            cls=plain_class(self.modules[0]).__name__,
             modules=tuple(self.module_names),
             parameters=tuple(param.name for param in params),
             num_frozen=sum(not param.parameter.requires_grad for param in params),
@@ -204,10 +231,25 @@ class TorchGroup:
             stored=tuple(dict.fromkeys(param.dtype for param in params)),
             computed=None,
             reduced=None,
+            sent=None,
             gathered_nbytes=None,
             reduced_nbytes=None,
             settings=None,
         )
+
+    def padding(self) -> GroupBytes:
+        """Each parameter is padded to equal chunks, of rows as a rule."""
+        gather, reduce, uneven = (0, 0), (0, 0), list[UnevenParam]()
+        for param in self.params:
+            for cut in list(param.cuts)[:1]:
+                itemsize = param.dtype.itemsize
+                sizes = math.prod(cut.shape) * itemsize, cut.chunk_numel * cut.size * itemsize
+                gather = gather[0] + sizes[0], gather[1] + sizes[1]
+                if param.parameter.requires_grad:
+                    reduce = reduce[0] + sizes[0], reduce[1] + sizes[1]
+                if cut.shape[cut.dim] % cut.size:
+                    uneven.append(UnevenParam(param.name, cut.shape, cut.dim, cut.size, param.dtype, param.dtype))
+        return GroupBytes(gather, reduce, uneven)
 
     def before_read(self) -> None:
         """Does nothing: torch's FSDP2 has no copies of shards on their way between steps."""
@@ -225,6 +267,12 @@ class TorchGroup:
                 is_cast = dtype is not None and whole.is_floating_point()
                 wholes.append(whole.to(dtype) if is_cast else whole)
         return wholes
+
+    def note_loaded(self) -> None:
+        """Does nothing: torch's FSDP2 compares nothing between ranks."""
+
+    def noted_values(self) -> Sequence[NotedValues]:
+        return []
 
     def begin_copies(self) -> None:
         def refuse(*_: Any) -> None:
@@ -276,7 +324,9 @@ class TorchShards:
         for name, found in module.named_parameters(remove_duplicate=False):
             if id(found) in self._found:
                 self._found[id(found)]._names.append(name)
-        self.groups: Sequence[ShardGroup] = [group for group in groups.values() if group.params]
+        self.groups: Sequence[ShardGroup] = [*groups.values()]
+        for group in groups.values():
+            group.like = next(iter(self._found.values()), None)
 
     def names(self) -> dict[str, ShardParam]:
         return {name: param for param in self._found.values() for name in param.names}
@@ -284,8 +334,26 @@ class TorchShards:
     def find(self, tensor: Tensor) -> ShardParam | None:
         return self._found.get(id(tensor))
 
-    def plain_class(self, module: nn.Module) -> str:
-        return _plain_class(module)
+    def unwritten(self) -> Sequence[Tensor]:
+        return []
+
+    def note_emptied(self, buffers: Sequence[Tensor]) -> None:
+        """Does nothing: torch's FSDP2 does not look at buffers."""
+
+    def frozen_writes(self) -> dict[str, bool]:
+        return {}
+
+    def finish_gradients(self) -> None:
+        """Does nothing: torch's FSDP2 has finished when backward returns."""
+
+    def drop(self, after_error: bool) -> None:
+        for group in self.groups if after_error else ():
+            for module in group.modules:
+                begin_anew = getattr(module, "reset_iter_state", None)
+                if begin_anew is not None:
+                    with suppress(RuntimeError):  # a module that is no root
+                        begin_anew()
+                cast(Any, module).reshard()
 
     def problems(self) -> dict[str, list[str]]:
         return {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..shards.find import shards_of
+from ..shards.find import original_class, shards_of
 from ..shards.protocol import ShardGroup
 from ..shards.tensors import dtype_text, local_if_any
 
@@ -145,8 +145,8 @@ def describe(model: nn.Module) -> ModelDescription:
     shards = shards_of(model)
     unmanaged: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if shards.find(p) is None}
     return ModelDescription(
-        cls=shards.plain_class(model),
-        groups=tuple(map(_describe_group, shards.groups)),
+        cls=original_class(model).__name__,
+        groups=tuple(_describe_group(group) for group in shards.groups if group.params),
         unmanaged=tuple(unmanaged),
         unmanaged_nbytes=sum(_local_nbytes(param) for param in unmanaged.values()),
     )

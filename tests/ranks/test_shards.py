@@ -5,6 +5,7 @@ Each check runs for both, on one to four ranks and on 2 x 2 ranks (HSDP). What i
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+import fsdp2.hf
 from helpers import full, run_checks
 
 LIBRARIES: dict[str, Callable[..., Any]] = {"fsdp2": fsdp2.fully_shard, "torch": torch_fsdp.fully_shard}
@@ -49,7 +51,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.second(self.first(x)) * self.scale)
+        return self.head(self.second(self.first(x)) * self.scale.to(x.dtype))
 
 
 def plain_model() -> Model:
@@ -60,8 +62,8 @@ def plain_model() -> Model:
 class Case:
     """A plain model, and the same sharded by one library over one topology, which every check gets anew."""
 
-    def __init__(self, library: str, topology: str) -> None:
-        self.library, self.is_torch = library, library == "torch"
+    def __init__(self, library: str, topology: str, folder: Path) -> None:
+        self.library, self.is_torch, self.folder = library, library == "torch", folder / library
         shape = TOPOLOGIES[topology]
         self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         self.num_shards, self.num_replicas = shape[-1], (shape[0] if len(shape) > 1 else 1)
@@ -71,8 +73,8 @@ class Case:
         world = dist.get_world_size()
         self.own_tokens = tokens.chunk(world)[dist.get_rank()]
 
-    def shard(self, model: nn.Module) -> Any:
-        shard = partial(LIBRARIES[self.library], mesh=self.mesh)
+    def shard(self, model: nn.Module, **options: Any) -> Any:
+        shard = partial(LIBRARIES[self.library], mesh=self.mesh, **options)
         for block in model.blocks:
             shard(block.up)
             shard(block)
@@ -271,14 +273,199 @@ def check_stream_full_params(case: Case) -> None:
         list(iterator)
 
 
+def check_check(case: Case) -> None:
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
+    case.backward()
+    assert fsdp2.check(case.model, optimizer) == []
+    with torch.no_grad():
+        case.model(case.own_tokens)
+    assert fsdp2.check(case.model, optimizer) == [], "also where torch's FSDP2 has left the root unsharded"
+    lacking = torch.optim.SGD([case.model.first.weight, nn.Parameter(torch.ones(2))], lr=0.1)
+    found = {finding.kind: finding.names for finding in fsdp2.check(case.model, lacking)}
+    assert found.keys() == {"optimizer holds strangers", "optimizer lacks"}, found
+    assert "blocks.0.up.bias" in found["optimizer lacks"]
+    if dist.get_rank() == 0:
+        case.model.embed.weight.detach().to_local()[0, 0] = torch.nan
+        case.model.first.bias.grad.to_local()[0] = torch.inf
+        case.model.scale[0] = 3.0
+    case.model.extra = nn.Linear(3, 3)
+    found = {finding.kind: finding for finding in fsdp2.check(case.model, optimizer)}
+    expected = {"not finite", "gradients not finite"}
+    if dist.get_world_size() > 1:
+        expected |= {"unmanaged", "buffers differ"}
+        if case.num_replicas > 1:
+            expected.add("replicas differ")
+    found.pop("unmanaged differ", None)
+    assert found.keys() == expected, found
+    assert found["not finite"].names == ("embed.weight",)
+    assert found["not finite"].ranks == (0,)
+
+
+def check_compare(case: Case) -> None:
+    def loss(module: nn.Module, tokens: Tensor) -> Tensor:
+        return case.loss(module, tokens)
+
+    case.backward()
+    before = {name: full(param.grad) for name, param in case.model.named_parameters() if param.grad is not None}
+    comparison = fsdp2.compare(case.plain, case.model, case.tokens, loss)
+    assert comparison, comparison
+    assert comparison.dtype == torch.float32
+    assert {"weights", "outputs", "loss", "gradients"} <= comparison.num_compared.keys()
+    for name, grad in before.items():
+        assert torch.equal(full(case.model.get_parameter(name).grad), grad), "restored"
+    again = fsdp2.compare(
+        case.plain,
+        case.model,
+        case.tokens,
+        lambda module, tokens: 2 * loss(module, tokens) if (module is case.model) else loss(module, tokens),
+    )
+    assert [each.phase for each in again.differences] == ["loss", "gradients"], again
+    assert "scale" in again.differences[1].hints or case.num_shards * case.num_replicas == 2
+    with torch.no_grad():
+        case.model.second.weight.mul_(1.01)
+    changed = fsdp2.compare(case.plain, case.model, case.tokens, loss)
+    assert changed.differences[0].phase == "weights"
+    assert (changed.differences[0].name, changed.differences[0].group) == ("second.weight", "first")
+    assert {each.phase for each in changed.differences} >= {"weights", "outputs", "loss"}
+
+
+def check_compare_in_bf16(case: Case) -> None:
+    kind = torch_fsdp.MixedPrecisionPolicy if case.is_torch else fsdp2.MixedPrecisionPolicy
+    case.model = case.shard(plain_model(), mp_policy=kind(param_dtype=torch.bfloat16))
+    comparison = fsdp2.compare(case.plain, case.model, case.tokens, lambda m, tokens: case.loss(m, tokens).float())
+    assert comparison.dtype == torch.bfloat16
+    assert comparison, comparison
+
+
+def check_averaged_model(case: Case) -> None:
+    options = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.75)}
+    twin = None
+    if case.is_torch:
+        with pytest.raises(NotImplementedError, match="pass it: "):
+            fsdp2.AveragedModel(case.model, **options)
+        torch.manual_seed(11)
+        twin = case.shard(Model())
+    averages = [
+        fsdp2.AveragedModel(case.model, module=twin, **options),
+        torch.optim.swa_utils.AveragedModel(case.plain, **options),
+    ]
+    for _ in range(3):
+        with torch.no_grad():
+            outputs = [average(case.own_tokens) for average in averages]  # torch's leaves the root unsharded
+            case.model(case.own_tokens)
+        torch.testing.assert_close(*outputs)
+        fsdp2.shards_of(case.model)  # reshards
+        with torch.no_grad():
+            for param in (*case.model.parameters(), *case.plain.parameters()):
+                param.mul_(1.25)
+        for average, model in zip(averages, (case.model, case.plain), strict=True):
+            average.update_parameters(model)
+    ours, plain = averages
+    fsdp2.shards_of(ours.module)  # reshards
+    for name, param in ours.module.named_parameters():
+        assert torch.equal(full(param.detach()), plain.module.get_parameter(name).detach()), name
+
+
+def check_optimizers(case: Case) -> None:
+    """Flat steps, and whole matrices beside them."""
+    torch.manual_seed(3)
+    options = {"exclude": ["embed", "head"]}
+    found = {}
+    for model in (case.model, case.plain):
+        split = fsdp2.split_matrices(model, **options)
+        whole = fsdp2.muon(split.matrices, lr=0.1)
+        rest = torch.optim.AdamW(split.rest, lr=0.1)
+        rest = fsdp2.flatten_optimizer(rest) if model is case.model else rest
+        split.check(whole, rest)
+        found[model] = whole, rest
+    for _ in range(3):
+        case.backward()
+        for optimizer in (*found[case.model], *found[case.plain]):
+            optimizer.step()
+            optimizer.zero_grad()
+    case.assert_parameters(rtol=2e-2, atol=2e-2)  # Newton-Schulz iterations are in bf16
+    state = found[case.model][1].state_dict()["state"]
+    assert all(isinstance(entry["exp_avg"], DTensor) for entry in state.values())
+
+
+def check_flat_steps_alone(case: Case) -> None:
+    """Each library's own shards step as the plain model does."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (case.model, case.plain)]
+    fsdp2.flatten_optimizer(optimizers[0])
+    for _ in range(4):
+        case.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    case.assert_parameters(rtol=1e-4, atol=1e-4)
+
+
+def check_sync_module_states(case: Case) -> None:
+    """Buffers and replicas get the values of the first rank; what is sharded once stays."""
+    coordinate = case.mesh.get_coordinate()
+    assert coordinate is not None
+    with torch.no_grad():
+        case.model.scale.fill_(dist.get_rank() + 1.0)
+        if case.num_replicas > 1 and case.is_torch:
+            case.model.first.weight.add_(coordinate[0])
+    fsdp2.sync_module_states(case.model)
+    assert case.model.scale.item() == 1.0
+    case.assert_parameters()
+
+
+def check_hf_files(case: Case) -> None:
+    folder = case.folder
+    fsdp2.hf.save_model(case.model, folder / "saved", max_shard_size=600)
+    report = fsdp2.hf.load_model(plain := plain_model(), folder / "saved", names=lambda name: name)
+    assert not report.missing
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, case.expected(name)), name
+    with torch.device("meta"):
+        empty = Model()
+    on_meta = case.shard(empty)
+    report = fsdp2.hf.load_model(on_meta, folder / "saved")
+    assert report.num_loaded == len(dict(case.plain.named_parameters())) + 1
+    assert on_meta.head.weight is on_meta.embed.weight
+    case.model = on_meta
+    case.assert_parameters()
+    torch.testing.assert_close(on_meta.scale, case.plain.scale)
+    case.backward()
+    for name, param in on_meta.named_parameters():
+        if case.expected(name).grad is not None:
+            torch.testing.assert_close(full(param.grad), case.expected(name).grad, rtol=1e-5, atol=1e-7)
+    with torch.no_grad():
+        for param in case.model.parameters():
+            param.zero_()
+    fsdp2.hf.load_model(case.model, folder / "saved")
+    case.assert_parameters()
+
+
+def check_padding_report(case: Case) -> None:
+    found = {each.name: each for each in fsdp2.padding_report(case.model)}
+    shards = {group.name: group for group in fsdp2.shards_of(case.model).groups}
+    assert found.keys() == shards.keys()
+    n = case.num_shards
+    for name, each in found.items():
+        params = shards[name].params
+        assert each.num_ranks == n
+        uneven = {param.name for param in params if param.shape[0] % n}
+        assert {row.name for row in each.parameters} == uneven
+        if n > 1:
+            assert each.gather.nbytes == 4 * sum(case.expected(param.name).numel() for param in params)
+            padded = sum(-(-param.shape[0] // n) * n * case.expected(param.name)[0].numel() for param in params)
+            assert 0 <= each.gather.padded_nbytes - 4 * padded <= (0 if case.is_torch else 16 * n)
+
+
 CHECKS = {name.removeprefix("check_"): each for name, each in globals().items() if name.startswith("check_")}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_tools(topology: str) -> None:
+def test_tools(topology: str, tmp_path: Path) -> None:
     world = torch.Size(TOPOLOGIES[topology]).numel()
 
     def run(library: str, check: Callable[[Case], None]) -> None:
-        check(Case(library, topology))
+        check(Case(library, topology, tmp_path))
 
-    run_checks(world, [(f"{lib}: {name}", partial(run, lib, c)) for name, c in CHECKS.items() for lib in LIBRARIES])
+    run_checks(
+        world, [(f"{lib}: {name}", partial(run, lib, c)) for name, c in CHECKS.items() for lib in LIBRARIES], timeout=30
+    )

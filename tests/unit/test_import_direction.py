@@ -24,19 +24,16 @@ MAY_IMPORT = {
     "shards": ("engine", "features", "checks", "dtensor"),
     "optim": ("shards",),
     "tools": ("shards", "optim"),
-    "hf": ("engine", "features", "checks", "dtensor"),
+    "hf": ("shards",),
     "planning": ("engine", "features", "checks", "tools", ""),
     "bridge": ("engine", "features", "checks", "dtensor", ""),
     "": ("engine", "features", "checks", "dtensor", "shards", "optim", "tools", "planning", "bridge"),
 }
 # Tools that follow the engine's events, or ask it more than the protocol of `shards/` has.
 ON_THE_ENGINE = (
-    "tools.audit",
-    "tools.compare",
-    "tools.padding",
+    "tools.audit_at_debug_level",
+    "tools.padding_log",
     "tools.profiler_ranges",
-    "tools.side_by_side",
-    "tools.sync",
     "tools.timeline",
     "tools.watched_comms",
 )
@@ -45,8 +42,7 @@ OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
-    ("checks.plan", "module"),
-    ("tools.padding", "module"),
+    ("engine.root_methods", "tools.audit_at_debug_level"),
     ("dtensor.table", "bridge.pipelining"),
     ("dtensor.table", "bridge.fsdp1_methods"),
 }
