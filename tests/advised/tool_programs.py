@@ -512,7 +512,7 @@ def found_in_replicas() -> None:
     "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)", "No dim of these divides better: shard them over fewer"
 )
 def padding() -> None:
-    import fsdp2.tools.padding as padding_module
+    import fsdp2.tools.padding_log as padding_module
 
     least = padding_module.MIN_LOGGED_NBYTES
     padding_module.MIN_LOGGED_NBYTES = 1
