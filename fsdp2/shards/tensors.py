@@ -15,6 +15,7 @@ from ..engine.compat import (
     local_if_any,
     local_of,
     no_torch_function,
+    on_backward_end,
     untraced,
 )
 from ..engine.gather import group_copies, own_storage_view, view_bytes
@@ -58,6 +59,7 @@ __all__ = [
     "map_tensors",
     "mark",
     "no_torch_function",
+    "on_backward_end",
     "once",
     "own_storage_view",
     "read",

@@ -34,7 +34,7 @@ ON_THE_ENGINE = (
     "tools.audit_at_debug_level",
     "tools.padding_log",
     "tools.profiler_ranges",
-    "tools.timeline",
+    "tools.timeline_of_events",
     "tools.watched_comms",
 )
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
