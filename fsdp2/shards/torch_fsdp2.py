@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.compat import graph_task, local_of
 from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
+from .gathers import gather_whole
 from .protocol import Cut, GroupBytes, GroupFacts, NotedValues, Place, Ranks, ShardGroup, ShardParam, UnevenParam
 
 __all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
@@ -258,15 +259,12 @@ class TorchGroup:
         return tuple(param.version for param in self.params)
 
     def copy_whole(self, params: Sequence[ShardParam] | None = None, dtype: torch.dtype | None = None) -> list[Tensor]:
-        wholes = []
+        chosen = [*(self.params if params is None else params)]
         with torch.inference_mode(False), torch.no_grad():
-            for param in self.params if params is None else params:
-                whole: Tensor = cast(Any, param.parameter).detach().full_tensor().to(self.ranks.device)
-                if whole.data_ptr() == param.local.data_ptr():  # one rank has all of it
-                    whole = whole.clone()
-                is_cast = dtype is not None and whole.is_floating_point()
-                wholes.append(whole.to(dtype) if is_cast else whole)
-        return wholes
+            values = [param.local.detach() for param in chosen]
+            if dtype is not None:
+                values = [each.to(dtype) if each.is_floating_point() else each for each in values]
+            return gather_whole(values, [param.cuts for param in chosen], self.ranks.device)
 
     def note_loaded(self) -> None:
         """Does nothing: torch's FSDP2 compares nothing between ranks."""

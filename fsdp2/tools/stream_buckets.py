@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..shards.dtensors import cuts_of
+from ..shards.gathers import place_chunks
 from ..shards.protocol import Cut, ShardGroup, ShardParam, Shards
 from ..shards.ranks import Work, all_gather_now, backend_name, comm_over, gather_to_one, moves_data
 from ..shards.tensors import RANK_ALIGNMENT, align, bits_of, copy_all, group_copies, local_of
@@ -192,26 +193,12 @@ class StageGather:
 
     def unpack(self, wholes: Sequence[Tensor]) -> None:
         """Copies all ranks' rows to their places in `wholes`, contiguous tensors of the whole shapes."""
-        rows, copies = self.segments.rows, []
+        rows, copies = self.segments.rows, list[tuple[Tensor, Tensor]]()
         assert rows is not None, "this rank receives"
         typed = rows[:, : self.segments.own.numel()].view(self._dtype)
         for cut, start, whole in zip(self._cuts, self._offsets, wholes, strict=False):
-            if whole.numel():
-                chunks = typed[:, start : start + cut.chunk_numel]
-                num_whole = cut.shape[cut.dim] // cut.chunk
-                first, *rest = _split_chunks(whole, cut, num_whole)
-                copies.append((first, chunks[:num_whole].unflatten(1, cut.chunk_shape(0))))
-                if rest:
-                    last = chunks[num_whole, : rest[0].numel()]
-                    copies.append((rest[0], last.view(rest[0].shape)))
+            copies += place_chunks(whole, cut, typed[:, start : start + cut.chunk_numel])
         copy(copies)
-
-
-def _split_chunks(whole: Tensor, cut: Cut, num_whole: int) -> list[Tensor]:
-    """Returns views of `whole`: its whole chunks along `cut.dim`, stacked in a new first dim; then the rest."""
-    rows, dim = num_whole * cut.chunk, cut.dim
-    chunks = whole.narrow(dim, 0, rows).unflatten(dim, (num_whole, cut.chunk)).movedim(dim, 0)
-    return [chunks] if rows == cut.shape[dim] else [chunks, whole.narrow(dim, rows, cut.shape[dim] - rows)]
 
 
 def copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:

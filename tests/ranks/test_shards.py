@@ -16,6 +16,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 import fsdp2.hf
@@ -490,3 +491,43 @@ def test_tools(topology: str, tmp_path: Path) -> None:
     run_checks(
         world, [(f"{lib}: {name}", partial(run, lib, c)) for name, c in CHECKS.items() for lib in LIBRARIES], timeout=30
     )
+
+
+def tensor_parallel(shape: tuple[int, int]) -> None:
+    """torch's FSDP2 behind tensor parallelism: along one dim a strided shard, along two dims, and none."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
+
+    plain, model = build(), build()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch_fsdp.fully_shard(model, mesh=mesh["data"])
+    wholes = {name: param.detach() for name, param in plain.named_parameters()}
+    params = fsdp2.shards_of(model).names()
+    for name, param in params.items():
+        assert torch.equal(param.local, wholes[name][param.box]), name
+    assert max(len(param.cuts) for param in params.values()) == sum(size > 1 for size in shape)
+    for bucket in fsdp2.stream_full_params(model):
+        for name, tensor in bucket.tensors.items():
+            assert torch.equal(tensor, wholes[name]), name
+    with fsdp2.full_params(model, writeback=True) as found:
+        for name, tensor in found.items():
+            assert torch.equal(tensor, wholes[name]), name
+            tensor.mul_(2)
+    for name, param in fsdp2.shards_of(model).names().items():
+        assert torch.equal(param.local, 2 * wholes[name][param.box]), name
+        plain.get_parameter(name).data.mul_(2)
+    rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for each in (plain, model):
+        each(rows).square().mean().backward()
+    got = fsdp2.clip_grad_norm_(model.parameters(), 1e-3)
+    torch.testing.assert_close(got, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3))
+    for name, param in fsdp2.shards_of(model).names().items():
+        torch.testing.assert_close(param.grad, plain.get_parameter(name).grad[param.box])
+    assert fsdp2.check(model) == []
+
+
+def test_tensor_parallelism_of_torch() -> None:
+    run_checks(4, [(str(shape), partial(tensor_parallel, shape)) for shape in ((2, 2), (1, 4), (4, 1))])
