@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ..engine.compat import graph_task, local_of
 from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
@@ -25,8 +25,23 @@ from .protocol import Cut, GroupBytes, GroupFacts, NotedValues, Place, Ranks, Sh
 
 __all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
 
-# Sharded module -> the hook by which it refuses to run while its slots hold copies.
-_refusing: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+class _Refusal:
+    """Is the hook by which a sharded module refuses to run while its slots hold copies. `name`: FQN of its group."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any) -> None:
+        raise RuntimeError(
+            f"{self._name}: its parameters are copies that full_params has made, with which no sharded module runs. "
+            "Leave that block first."
+        )
+
+
+def _refuses(module: nn.Module) -> bool:
+    """Returns True while the slots of a sharded module hold copies."""
+    return any(isinstance(hook, _Refusal) for hook in module._forward_pre_hooks.values())
 
 
 def is_sharded_by_torch(module: nn.Module) -> bool:
@@ -36,6 +51,16 @@ def is_sharded_by_torch(module: nn.Module) -> bool:
     return any(
         cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.distributed.") for cls in type(module).__mro__
     )
+
+
+def _state_of(module: nn.Module) -> object:
+    """Returns what the modules of one fully_shard call have in common; the module, where torch does not tell."""
+    state_of = getattr(sys.modules["torch.distributed.fsdp"].fully_shard, "state", None)
+    try:
+        found = None if state_of is None else state_of(module)
+    except (AssertionError, AttributeError, KeyError, RuntimeError):  # another API of torch, or patch_torch() since
+        found = None
+    return module if found is None else found
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -159,6 +184,7 @@ class TorchGroup:
         self.params: list[TorchParam] = []
         # A parameter on its mesh, if it has none of its own.
         self.like: TorchParam | None = None
+        self._refusals: list[RemovableHandle] = []
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TorchGroup) and other._state is self._state
@@ -192,7 +218,7 @@ class TorchGroup:
 
     @property
     def in_use(self) -> str | None:
-        if any(module in _refusing for module in self.modules):
+        if any(map(_refuses, self.modules)):
             return "copies"
         return "backward" if graph_task() != -1 else None
 
@@ -273,20 +299,13 @@ class TorchGroup:
         return []
 
     def begin_copies(self) -> None:
-        def refuse(*_: Any) -> None:
-            raise RuntimeError(
-                f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
-                "runs. Leave that block first."
-            )
-
-        for module in self.modules:
-            _refusing[module] = module.register_forward_pre_hook(refuse, prepend=True)
+        self._refusals = [
+            module.register_forward_pre_hook(_Refusal(self.name), prepend=True) for module in self.modules
+        ]
 
     def end_copies(self) -> None:
-        for module in self.modules:
-            hook = _refusing.pop(module, None)
-            if hook is not None:
-                hook.remove()
+        while self._refusals:
+            self._refusals.pop().remove()
 
     unsharded = None
 
@@ -300,14 +319,13 @@ class TorchShards:
     def __init__(self, module: nn.Module) -> None:
         self._found: dict[int, TorchParam] = {}
         groups: dict[int, TorchGroup] = {}
-        state_of: Any = sys.modules["torch.distributed.fsdp"].fully_shard.state
         entries = [(each, prefix, sharded) for each, prefix, sharded in _walk(module, "", None, set()) if sharded]
         for each, _, sharded in entries:
             is_plain = any(type(tensor) is nn.Parameter for tensor in each._parameters.values())
-            if is_plain and graph_task() == -1 and sharded not in _refusing:
+            if is_plain and graph_task() == -1 and not _refuses(sharded):
                 cast(Any, sharded).reshard()
         for each, prefix, sharded in entries:
-            state = state_of(sharded)
+            state = _state_of(sharded)
             group = groups.setdefault(id(state), TorchGroup(state, prefix))
             if each is sharded:
                 group.modules.append(each)
