@@ -21,7 +21,7 @@ from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
-from .tools.audit import AuditAtDebugLevel
+from .tools.audit_at_debug_level import AuditAtDebugLevel
 
 
 class FSDPModule:

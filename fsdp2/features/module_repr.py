@@ -12,7 +12,7 @@ from ..engine.state import STATE, FSDPState
 
 
 def class_attributes(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the method that has `print(model)` show what `fully_shard` did to a module: the strategy for the core."""
+    """Returns the method that has `print(model)` show what `fully_shard` did to a module."""
 
     def extra_repr(self: nn.Module) -> str:
         return ", ".join(filter(None, [cls.extra_repr(self), _note(self.__dict__.get(STATE))]))

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import compare_initial_weights
-from ..checks.unsynchronized import UnsynchronizedGrad
-from ..dtensor.write_notices import notices
 from ..engine.owners import owners_by_id, sharded_owner
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.state import state_of
+from ..engine.write_notices import notices
 from .ours import OurGroup, OurParam, OurShards, plain_class
 from .ours import place_of as place_in_group
 from .protocol import Place, ShardGroup, ShardParam, Shards

@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks.empty_memory import find_unwritten, mark, note_emptied_buffers
+from ..checks.empty_memory import find_unwritten, mark
 from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
-from ..checks.unsynchronized import UnsynchronizedGrad
 from ..engine.buckets import find_buckets, wire_dtypes
-from ..engine.buffers import GroupBuffers
 from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
-from ..engine.events import strategies
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, bucket_layout, gather_layout
+from ..engine.memory import Memory
 from ..engine.mesh import DataMesh
 from ..engine.owners import Owned, owners_by_id
 from ..engine.parameter import FSDPParam, fqn
 from ..engine.passes import finalize, reset
+from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.policy import GroupSettings, MixedPrecisionPolicy
 from ..engine.rank_facts import is_first, ranks_of
-from ..engine.state import STATE, groups_below, modules_below, state_of
+from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
+from ..engine.subclasses import gathers_itself
 from ..engine.tensor_parallel import TensorParallel
 from ..features.conditional import is_conditional
 from ..features.large_submodules import is_read_outside
@@ -152,7 +152,7 @@ class OurParam:
 
     @property
     def gathers_itself(self) -> bool:
-        return strategies().gathers_itself(self.engine_param.local)
+        return gathers_itself(self.engine_param.local)
 
     @property
     def is_stepped_in_backward(self) -> bool:
@@ -335,7 +335,7 @@ class OurGroup:
         comm, mesh = group.comms.gathers, group.mesh
         with torch.inference_mode(False), torch.no_grad():
             layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
-            buffers = GroupBuffers(layout, mesh.rank, mesh.device, group.transfers)
+            buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
             buffers.move_into_shards([param.local for param in chosen])
             buffers.start_gather(comm).finish()
             return [buffers.unsharded_parameter(i) for i in range(len(specs))]
@@ -400,7 +400,9 @@ class OurShards:
     def note_emptied(self, buffers: Sequence[Tensor]) -> None:
         sharded = next((module for module in self._below if state_of(module) is not None), None)
         if sharded is not None:
-            note_emptied_buffers(sharded, (), buffers)
+            group = groups_of(sharded)[0]
+            for notify in group.events.given_memory:
+                notify(group, (), buffers, True)
 
     def frozen_writes(self) -> dict[str, bool]:
         return find_written(self._engine_groups)
@@ -459,9 +461,7 @@ def _reduce_padding(
 
 def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     now, usual = group.settings, GroupSettings()
-    if group.comms.post_forward is not None:
-        yield f"reshard_after_forward={group.comms.post_forward.size}"
-    elif now.reshard_after_forward is not None:
+    if now.reshard_after_forward is not None:
         yield f"reshard_after_forward={now.reshard_after_forward}"
     for name in (
         *("reshard_after_backward", "unshard_in_backward", "reduce_gradients", "all_reduce", "reduce_unused"),

@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import compare_ranks
 from ..checks.arguments import check_mesh
-from ..engine.comm import Comm, Purpose, Work
+from ..engine import compare_ranks
+from ..engine.collectives import make_comm
+from ..engine.comm import Comm, Purpose, Work, all_gather_now
 from ..engine.compat import backend_name
-from ..engine.events import strategies
 from ..engine.mesh import DataMesh
 from ..engine.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
 from ..engine.rank_facts import (
-    all_gather_now,
     all_reduce_over,
     broadcast_over,
     gather_objects,
@@ -70,9 +69,9 @@ def bounds_over(ranks: Ranks, numbers: Sequence[int], name: str) -> list[tuple[i
 
 def comm_over(group: dist.ProcessGroup, device: torch.device, purpose: str) -> Comm:
     """Returns what issues collectives over a process group. `purpose`: named in errors, and by checks of ranks."""
-    return strategies().make_comm(group, device, Purpose(purpose))
+    return make_comm(group, device, Purpose(purpose))
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Returns `own` of each rank of `group`, in rank order. All of these must call it, with as many bytes."""
-    return all_gather_now(own, strategies().make_comm(group, device, Purpose()), device)
+    return all_gather_now(own, make_comm(group, device, Purpose()), device)

@@ -25,10 +25,10 @@ from ..engine.once import once
 from ..engine.owners import SHARDED_AS, some_of
 from ..engine.parameter import USER_CLASS, fqn
 from ..engine.state import STATE
+from ..engine.subclasses import is_packed
 from ..engine.torch_names import is_sharded_by_fsdp1
 from ..engine.user_code import hidden, hides_modes
 from ..features.module_repr import dtype_text
-from ..features.subclasses import is_packed
 
 __all__ = [
     "PLAIN",

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..checks.observers import follow_if
 from ..checks.rollcall import level_from_environment
 from ..engine.events import Observer
 from ..engine.rank_facts import is_first
@@ -27,7 +26,7 @@ class AuditAtDebugLevel(Observer):
 
     def ask(self, root: Any, wanted: bool = True) -> None:
         """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-        follow_if(wanted, root, self, "pass_began")
+        root.events.follow_if(wanted, self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
         root.events.ignore(self, "pass_began")

@@ -10,7 +10,7 @@ import torch
 
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
-from ..engine.module import FSDPModule
+from ..module import FSDPModule
 from ..shards.ours import OurGroup
 from .padding import GroupPadding, group_padding
 

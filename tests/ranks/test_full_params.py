@@ -694,8 +694,7 @@ def extended_parameters() -> None:
     model, _ = pair()
     block = full_params(model.first.weight, offload_to_cpu=True)
     text = "^first.weight has fsdp_pre_all_gather"
-    theirs = dataclasses.replace(strategies(), gathers_itself=lambda local: True)
-    patch = mock.patch("fsdp2.shards.ours.strategies", return_value=theirs)
+    patch = mock.patch("fsdp2.shards.ours.gathers_itself", return_value=True)
     with patch, pytest.raises(NotImplementedError, match=text):
         block.__enter__()
 

@@ -42,7 +42,8 @@ OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
-    ("engine.root_methods", "tools.audit_at_debug_level"),
+    ("checks.plan", "module"),
+    ("tools.padding_log", "module"),
     ("dtensor.table", "bridge.pipelining"),
     ("dtensor.table", "bridge.fsdp1_methods"),
 }
