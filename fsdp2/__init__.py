@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .planning.policies import WrapGroup, wrap_groups
     from .planning.replay import Prediction
     from .planning.settings import Setting
+    from .shards.find import shards_of
+    from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
@@ -60,6 +62,9 @@ _MODULES = {
     "PlanRow": "planning.plan",
     "Prediction": "planning.replay",
     "Setting": "planning.settings",
+    "ShardGroup": "shards.protocol",
+    "ShardParam": "shards.protocol",
+    "Shards": "shards.protocol",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
@@ -74,6 +79,7 @@ _MODULES = {
     "padding_report": "tools.padding",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
+    "shards_of": "shards.find",
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
@@ -121,7 +127,10 @@ __all__ = [
     "PlanRow",
     "Prediction",
     "Setting",
+    "ShardGroup",
+    "ShardParam",
     "ShardPlacementResult",
+    "Shards",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
@@ -142,6 +151,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_checks",
+    "shards_of",
     "share_comm_ctx",
     "split_matrices",
     "stream_full_params",

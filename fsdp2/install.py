@@ -11,14 +11,14 @@ from .dtensor import fixes
 from .engine import collectives, parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
 from .engine.unsharded_versions import UnshardedVersions
-from .features import conditional, large_submodules, optimizer_in_backward
+from .features import conditional, large_submodules, module_repr, optimizer_in_backward
 
 
 def install() -> None:
     """Extends the engine. `import fsdp2` calls it, once."""
     extend(
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, tools_when_needed.class_attributes),
+        class_attributes=(entry_points.class_attributes, module_repr.class_attributes),
         observers=(
             unnoticed_writes.make_unnoticed_writes,
             _each(RegisteredStates),

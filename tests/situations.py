@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
@@ -2856,3 +2857,43 @@ def infinity_on_another_mesh(side: Side) -> None:
         scaler.update()
         optimizer.zero_grad()
     side.weights("trained", model)
+
+
+# ---- models that torch's own FSDP2 has sharded
+
+
+def shard_by_torch(side: Side, model: Net) -> Net:
+    for each in [*model.blocks, model] if side.is_sharded else ():
+        torch_fully_shard(each)
+    return model
+
+
+@ends(EXACT)
+def tools_around_torchs_own(side: Side) -> None:
+    """Weights are scaled, gradients clipped, and steps flat, on a model that torch's FSDP2 has sharded"""
+    model = shard_by_torch(side, Net())
+    with torch.no_grad():
+        model(side.batch(3))  # leaves the root's own weights unsharded
+    with fsdp2.full_params(model, writeback=True) if side.is_sharded else torch.no_grad(), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    optimizer = sgd(model)
+    clip = fsdp2.clip_grad_norm_ if side.is_sharded else torch.nn.utils.clip_grad_norm_
+    if side.is_sharded:
+        fsdp2.flatten_optimizer(optimizer)
+    for step in range(3):
+        loss_of(model(side.batch(step))).backward()
+        side.value(f"norm {step}", clip(model.parameters(), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "Pass an option for copies without gradients")
+def a_loss_on_torchs_unsharded_weights(side: Side) -> None:
+    """A penalty on whole weights, of which torch's FSDP2 would not reduce the gradients"""
+    model = shard_by_torch(side, Net())
+    weights = fsdp2.full_params(model) if side.is_sharded else nullcontext(dict(model.named_parameters()))
+    with weights as found:
+        (loss_of(model(side.batch(0))) + found["head.weight"].square().mean()).backward()
+    side.weights("untrained", model)

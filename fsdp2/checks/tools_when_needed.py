@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.rank_facts import is_first
-from ..engine.state import STATE
 from .rollcall import level_from_environment
 
 # Padding of fewer bytes is never logged.
@@ -53,7 +50,7 @@ class WasteLog(Observer):
             for group in state.groups:
                 is_first_rank = not any(group.mesh.mesh.get_coordinate() or ())
                 if is_first_rank and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES:
-                    from ..tools.padding import log_waste
+                    from ..tools.padding_log import log_waste
 
                     log_waste(group, MIN_LOGGED_NBYTES)
 
@@ -87,14 +84,3 @@ class ProfilerRanges(Observer):
         from ..tools.profiler_ranges import show_reshard
 
         show_reshard(group)
-
-
-def class_attributes(cls: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the method that has `print(model)` show what `fully_shard` did to a module: the strategy for the core."""
-
-    def extra_repr(self: nn.Module) -> str:
-        from ..tools.describe import note
-
-        return ", ".join(filter(None, [cls.extra_repr(self), note(self.__dict__.get(STATE))]))
-
-    return {"extra_repr": extra_repr}

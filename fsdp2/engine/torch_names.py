@@ -60,16 +60,6 @@ def reads_metadata(func: Any) -> bool:
     return func in _METADATA_METHODS
 
 
-def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the norm of each, computed in `dtype`; one launch where the device allows it."""
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
-
-
-def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies each by `factor`, a tensor without dims on their device; one launch where the device allows it."""
-    torch._foreach_mul_(tensors, factor)
-
-
 # (tensor) -> a view of all of it. Its gradient takes no operation; that of `view_as` takes one.
 alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 

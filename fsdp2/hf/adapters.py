@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.parameter import Slot
 from .skeleton import SAVE_IN_FULL, make_parts, make_skeleton
-from .tensors import ModelTensor
+from .tensors import ModelTensor, Slot
 from .trace import Tracer
 from .views import View
 

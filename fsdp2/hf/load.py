@@ -14,18 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks.empty_memory import is_marked, mark
-from ..engine.compat import new_dtensor, no_torch_function
-from ..engine.owners import owners_by_id
-from ..engine.parameter import fqn
-from ..engine.state import groups_of, modules_below, state_of
-from ..engine.write_notices import notices
+from ..shards.find import before_write, groups_managing, shards_of
+from ..shards.tensors import fqn, is_marked, mark, no_torch_function
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
-from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, registered, settle, some
+from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
 from .views import Leaf, Names, NameTable, as_view, pattern_of
 
 # Bytes of the bucket through which all values go: the memory that a call needs besides the shards.
@@ -85,10 +81,11 @@ def load_model(
 ) -> LoadReport:
     """Loads safetensors files into a model, of which each rank reads the bytes of its own shards.
 
-    The model may be sharded in any way that fsdp2 offers, on meta or with memory. What is on meta gets memory: for this
-    rank's shards only. Values are converted to the model's dtypes on the way, through one bucket (`BUCKET_NBYTES`, two
-    on an accelerator), which is all the memory that is needed besides the shards; where the model is on meta, each
-    group also has its unsharded memory for a moment, as in `to_empty`. Every rank must call it, between steps.
+    The model may be sharded in any way that fsdp2 or torch's FSDP2 offers, on meta or with memory. What is on meta gets
+    memory: for this rank's shards only. Values are converted to the model's dtypes on the way, through one bucket
+    (`BUCKET_NBYTES`, two on an accelerator), which is all the memory that is needed besides the shards; where the model
+    is on meta, each group of fsdp2 also has its unsharded memory for a moment, as in `to_empty`. Every rank must call
+    it, between steps.
 
     Which bytes are read: replicas (HSDP, `replicate`) read each byte once, in turns, and broadcast it. Of shards along
     another dim than the first, ranks read each row's part, or, where that is shorter than 512 bytes, whole rows.
@@ -146,7 +143,7 @@ def load_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)
-    groups = groups_in(model)
+    groups = groups_managing(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
@@ -167,8 +164,7 @@ def load_model(
     if converter is not None:
         converter.note(model)
     for group in groups:
-        for notify in group.events.loaded:
-            notify(group)
+        group.note_loaded()
     return report
 
 
@@ -304,7 +300,7 @@ def _materialise(
     report: LoadReport,
 ) -> None:
     """Gives memory to what is on meta, and values to what no file has, which it adds to the report."""
-    below = modules_below(model)
+    below = {module: name for name, module in model.named_modules()}
     on_meta = [
         (module, name)
         for module in below
@@ -317,11 +313,8 @@ def _materialise(
     buffers = [registered(*place) for place in on_meta if place[1] in place[0]._buffers]
     for buffer in buffers:
         mark(buffer)
-    sharded = next((module for module in below if state_of(module) is not None), None)
-    if buffers and sharded is not None:
-        group = groups_of(sharded)[0]
-        for notify in group.events.given_memory:
-            notify(group, (), buffers, True)
+    if buffers:
+        shards_of(model).note_emptied(buffers)
     loaded = {(slot.module, slot.name) for tensor in sources for slot in tensor.slots}
     rest = {place: registered(*place) for place in on_meta if place not in loaded}
     rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
@@ -346,22 +339,14 @@ def _materialise(
 
 
 def _give_memory(model: nn.Module, tensors: Sequence[ModelTensor], device: torch.device) -> None:
-    """Gives memory to all parameters and buffers on meta, as `to_empty` does, but not to others, and less of it.
-
-    A group copies new local tensors into its shard buffer. Those made here take no memory: all their elements are one.
-    """
-    owners = owners_by_id()
+    """Gives memory to all parameters and buffers on meta, as `to_empty` does, but not to others, and less of it."""
+    shards = shards_of(model)
 
     def give(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        owned = owners.get(id(tensor))
-        if owned is None:
-            return torch.empty_like(tensor, device=device)
-        param = owned.param
-        one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
-        mark(one)
-        return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
+        param = shards.find(tensor)
+        return torch.empty_like(tensor, device=device) if param is None else param.empty(device)
 
     with torch.no_grad():
         model._apply(give)
@@ -409,7 +394,7 @@ class _Reader:
         order = {name: i for i, name in enumerate(self._files)}
         ordered = sorted(sources.items(), key=lambda item: order[item[1][0][0].name])
         nbytes = sum(each.box.numel * each.dtype.itemsize for each in sources)
-        notices.notify()
+        before_write()
         try:
             with torch.no_grad(), no_torch_function(), self._progress.begin(nbytes):
                 for i, (tensor, found) in enumerate(ordered):

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.comm import Purpose
-from ..engine.meshes import default_mesh
-from ..engine.rank_facts import all_reduce_over, broadcast_over, gather_objects
+from ..shards.ranks import Purpose, all_reduce_over, broadcast_over, default_mesh, gather_objects
 
 T = TypeVar("T")
 # The classes of errors that are raised on other ranks, too; any other becomes a RuntimeError there.

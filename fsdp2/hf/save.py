@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..checks.checksum import bits_of, checksum
-from ..engine.compat import no_torch_function
+from ..shards.find import groups_managing
+from ..shards.tensors import bits_of, checksum, no_torch_function
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
@@ -24,7 +24,7 @@ from .folders import NewFolder
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas
-from .tensors import ModelTensor, find_tensors, groups_in, meshes_of, settle, some
+from .tensors import ModelTensor, find_tensors, meshes_of, settle, some
 from .views import Leaf, View, as_view
 
 
@@ -39,6 +39,8 @@ def save_model(
     progress: bool | None = None,
 ) -> int:
     """Saves a model as safetensors files in a folder, which `from_pretrained` of Transformers loads.
+
+    It takes models of fsdp2, of torch's FSDP2, and plain ones.
 
     Each rank writes its own rows to their place in the final files. Nothing is gathered, and nothing is written twice;
     replicas take turns. The files are those that `safetensors.torch.save_file` writes for the plain model, to the byte:
@@ -277,7 +279,7 @@ def _save(
     """Saves what is planned of a model. `add_files` is called with the new folder on the first rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
-    groups = groups_in(model)
+    groups = groups_managing(model)
     ranks = Ranks(meshes_of(model, groups))
     doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.state import STATE
+from ..shards.find import original_class
+from ..shards.tensors import STATE
 from .tensors import WRAPPERS, ModelTensor
 
 # What an error says where other libraries compute what is saved.
@@ -82,12 +83,6 @@ def inside(module: nn.Module, without_adapters: bool) -> nn.Module:
         if inner is None:
             return module
         module = inner
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """Returns the class that a module had before it was sharded."""
-    cls: Any = type(module)
-    return cls.__bases__[0] if STATE in vars(module) else cls  # type: ignore[no-any-return]
 
 
 def base_of(module: nn.Module) -> nn.Module | None:

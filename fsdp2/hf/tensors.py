@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
-from ..engine.compat import holds_values, local_of
-from ..engine.group import COPIED, FSDPParamGroup
-from ..engine.owners import owners_by_id, sharded_owner, some_of
-from ..engine.parameter import FSDPParam, Slot, fqn
-from ..engine.state import modules_below, states_among
-from ..engine.subclasses import is_packed
-from ..engine.tensor_parallel import TensorParallel
+from ..shards.dtensors import box_of, cuts_of, replicas_of
+from ..shards.find import shards_of
+from ..shards.protocol import Cut, ShardGroup, ShardParam
+from ..shards.tensors import fqn, holds_values, is_packed, local_if_any, some_of
 from .files import Box, whole_box
 
 # What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.
@@ -26,6 +23,13 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 # Names of tensors in errors and reports of files.
 some = partial(some_of, most=5)
+
+
+class Slot(NamedTuple):
+    """A module, and a name under which it has a parameter or buffer."""
+
+    module: nn.Module
+    name: str
 
 
 class ModelTensor:
@@ -36,7 +40,7 @@ class ModelTensor:
     mesh.
     """
 
-    def __init__(self, tensor: Tensor, param: FSDPParam | None) -> None:
+    def __init__(self, tensor: Tensor, param: ShardParam | None) -> None:
         self.names: list[str] = []
         self.slots: list[Slot] = []
         self.param = param
@@ -56,14 +60,12 @@ class ModelTensor:
     @property
     def tensor(self) -> Tensor:
         """The tensor that is registered now."""
-        return registered(self.slots[0].module, self.slots[0].name) if self.param is None else self.param.sharded
+        return registered(self.slots[0].module, self.slots[0].name) if self.param is None else self.param.parameter
 
     @property
     def local(self) -> Tensor:
         """This rank's part: a plain tensor over its memory."""
-        tensor = self.tensor
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        return local.detach()
+        return local_if_any(self.tensor).detach()
 
     def locate(self) -> None:
         """Finds out which part of it this rank holds, and who holds the same.
@@ -72,7 +74,7 @@ class ModelTensor:
             NotImplementedError: it is a tensor subclass, or distributed in a way whose indices are not known.
         """
         tensor = self.tensor
-        local: Any = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_if_any(tensor)
         if is_packed(tensor):
             raise NotImplementedError(
                 f"{self.name}: its values are packed in {tensor.dtype}, and these files can't hold what unpacks them. "
@@ -83,43 +85,26 @@ class ModelTensor:
             raise NotImplementedError(f"{self.name}: {what}. Convert it afterwards, or take it out meanwhile.")
         if not isinstance(tensor, DTensor):
             return
-        mesh, placements = tensor.device_mesh, tensor.placements
-        self.groups = [
-            mesh.get_group(axis)
-            for axis, placement in enumerate(placements)
-            if placement.is_replicate() and mesh.size(axis) > 1
-        ]
-        if self.param is None:
-            self.box = self._cut(mesh, placements)
-        elif not self.param.is_scalar:
-            kind, dim, (first, last) = self.param.distribution, self.param.dim, self.param.bounds
-            box = whole_box(self.shape)
-            if isinstance(kind, TensorParallel):
-                box = self._cut(kind.full_mesh, kind.full_placements)
-            self.box = box.replaced(dim, box.starts[dim] + first, last - first)
+        self.groups = replicas_of(tensor)
+        try:
+            cuts = self.param.cuts if self.param is not None else self._cuts(tensor)
+        except NotImplementedError as error:
+            where = f"{tensor.placements} on {tensor.device_mesh}"
+            raise NotImplementedError(f"{self.name}: expected Shard or Replicate, got {where}") from error
+        box = box_of(cuts, self.shape)
+        self.box = Box(tuple(each.start for each in box), tuple(each.stop - each.start for each in box))
 
-    def _cut(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
-        """Returns the part of the tensor that this rank has by these placements."""
-        box = whole_box(self.shape)
-        for axis, placement in enumerate(placements):
-            if type(placement) is Shard:
-                dim = placement.dim % len(self.shape)
-                rows = -(-box.sizes[dim] // mesh.size(axis))
-                first = min(mesh.get_local_rank(axis) * rows, box.sizes[dim])
-                box = box.replaced(dim, box.starts[dim] + first, min(rows, box.sizes[dim] - first))
-            elif not placement.is_replicate():
-                raise NotImplementedError(f"{self.name}: expected Shard or Replicate on {mesh}, got {placement}")
-        return box
+    def _cuts(self, tensor: DTensor) -> Sequence[Cut]:
+        return cuts_of(self.name, tensor.device_mesh, tensor.placements, self.shape)
 
 
 def find_tensors(model: nn.Module) -> list[ModelTensor]:
     """Returns the distinct parameters and persistent buffers of a model, in the order of its state dict."""
-    owners = owners_by_id()
-    found: dict[Any, ModelTensor] = {}
+    shards = shards_of(model)
+    found: dict[object, ModelTensor] = {}
     for module, prefix, name, tensor in _entries(model):
-        owned = owners.get(id(tensor))
-        key = id(tensor) if owned is None else owned.param
-        each = found.setdefault(key, ModelTensor(tensor, None if owned is None else owned.param))
+        param = shards.find(tensor)
+        each = found.setdefault(id(tensor) if param is None else param, ModelTensor(tensor, param))
         each.names.append(fqn(prefix, name))
         each.slots.append(Slot(module, name))
     return [*found.values()]
@@ -143,33 +128,21 @@ def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
                 yield module, prefix, name, tensor
 
 
-def groups_in(model: nn.Module) -> list[FSDPParamGroup]:
-    """Returns the groups of sharded modules in a model, and those of outer modules that shard parameters in it."""
-    below = modules_below(model)
-    found = dict.fromkeys(group for state in states_among(below) for group in state.groups)
-    for tensor in model.parameters():
-        owned = sharded_owner(tensor) if isinstance(tensor, DTensor) else None
-        if owned is not None:
-            found[owned.group] = None
-    return [*found]
-
-
-def settle(groups: Sequence[FSDPParamGroup], function: str) -> None:
+def settle(groups: Sequence[ShardGroup], function: str) -> None:
     """Registers the sharded parameters of the groups, and takes what users have put in their places.
 
     Raises:
         RuntimeError: a pass runs, or full_params has registered copies.
     """
     for group in groups:
-        if group.state.running or group.root.backward is not None or group.phase is COPIED:
+        if group.in_use is not None:
             what = f"a forward or backward of {group} runs, or full_params has registered copies"
             raise RuntimeError(f"{function}: {what}. Call it between steps.")
     for group in groups:
-        group.reshard_if_idle()
-        group.adopt_replacements(may_be_untied=True)
+        group.settle(may_be_untied=True)
 
 
-def meshes_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> list[DeviceMesh]:
+def meshes_of(model: nn.Module, groups: Sequence[ShardGroup]) -> list[DeviceMesh]:
     """Returns the meshes of all DTensors among the parameters of a model, which has these groups."""
-    sharded: list[Any] = [param.sharded for group in groups for param in group.params]
+    sharded = [param.parameter for group in groups for param in group.params]
     return [each.device_mesh for each in (*sharded, *model.parameters()) if isinstance(each, DTensor)]

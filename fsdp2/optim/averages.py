@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import swa_utils
 
-from ..engine.compat import local_if_any
-from ..engine.write_notices import notices
+from ..shards.find import before_write, shards_of
+from ..shards.tensors import local_if_any
 from .spans import Place, Places, Run
 
 
@@ -30,15 +30,46 @@ class AveragedModel(swa_utils.AveragedModel):
         ...
         optimizer.step()
         ema.update_parameters(model)
+
+    Args:
+        model, device, avg_fn, multi_avg_fn, use_buffers: those of torch's class.
+        module: holds the averages in place of a copy: a module of the same names, sharded alike. It gets the values of
+            `model` now. Modules of torch's FSDP2, which can't be copied, need one: build and shard it as `model`.
+
+    Raises:
+        ValueError: `module` has other parameters than `model`, or they are sharded otherwise.
+        NotImplementedError: torch's FSDP2 has sharded `model`, and there is no `module`.
     """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: int | torch.device | None = None,
+        avg_fn: Callable[..., Any] | None = None,
+        multi_avg_fn: Callable[..., Any] | None = None,
+        use_buffers: bool = False,
+        *,
+        module: nn.Module | None = None,
+    ) -> None:
+        if module is None and any(group.is_foreign for group in shards_of(model).groups):
+            raise NotImplementedError(
+                "AveragedModel: modules of torch's FSDP2 can't be copied. Build another one, shard it alike, and pass "
+                "it: fsdp2.AveragedModel(model, module=twin, ...)."
+            )
+        super().__init__(model if module is None else nn.Module(), device, avg_fn, multi_avg_fn, use_buffers)
+        if module is not None:
+            _copy_values(module, model)
+            self.module = module
 
     def update_parameters(self, model: nn.Module) -> None:
         """Updates the averages by the weights that `model` has now. Every rank may call it by itself."""
         pairs = vars(self).get("_fsdp2_pairs")
+        for group in () if pairs is None else pairs.foreign:
+            group.settle()
         if pairs is None or not pairs.are_of(self.module, model):
             pairs = vars(self)["_fsdp2_pairs"] = _Pairs(self.module, model)
         if pairs.written:
-            notices.notify()
+            before_write()
         ours, theirs = (_Flat(*parts) for parts in zip(pairs.flat, pairs.members, strict=True))
         super(AveragedModel, _Update(self, ours)).update_parameters(theirs)  # type: ignore[arg-type]
         if pairs.written:
@@ -48,10 +79,31 @@ class AveragedModel(swa_utils.AveragedModel):
         return {name: value for name, value in vars(self).items() if name != "_fsdp2_pairs"}
 
 
+@torch.no_grad()
+def _copy_values(target: nn.Module, source: nn.Module) -> None:
+    """Copies parameters and buffers of `source` to `target`."""
+    for each in (target, source):
+        shards_of(each)  # torch's FSDP2 may have left some unsharded
+    before_write()
+    for kind in ("named_parameters", "named_buffers"):
+        targets, sources = (dict(getattr(each, kind)()) for each in (target, source))
+        if targets.keys() != sources.keys():
+            raise ValueError(f"module: expected the names of the model, one lacks {sorted({*targets} ^ {*sources})}")
+        for name, tensor in targets.items():
+            own, other = local_if_any(tensor), local_if_any(sources[name])
+            if own.shape != other.shape or type(tensor) is not type(sources[name]):
+                raise ValueError(f"module: expected {name} sharded as in the model, {other.shape}, got {own.shape}")
+            own.copy_(other)
+
+
 class _Pairs:
-    """Pairs parameters of two models. `flat`: what is averaged, and by what; `written`: sharded parameters in that."""
+    """Pairs parameters of two models. `flat`: what is averaged, and by what; `written`: sharded parameters in that;
+    `foreign`: groups whose forwards may leave parameters unsharded.
+    """
 
     def __init__(self, averaged: nn.Module, current: nn.Module) -> None:
+        groups = [group for each in (averaged, current) for group in shards_of(each).groups]
+        self.foreign = [group for group in groups if group.is_foreign]
         self.members = _Members(averaged), _Members(current)
         self._given = [members.parameters() for members in self.members]
         self._locals = [[*map(local_if_any, given)] for given in self._given]

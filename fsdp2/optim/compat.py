@@ -27,6 +27,17 @@ SMALL_NUMEL = 16 * 1024
 """Up to so many elements, on the CPU, a copy costs less than the call of a norm, or of a step's operations: some ten of
 them, each about 1 us beside its work. So small tensors are copied together first."""
 
+
+def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the norm of each, computed in `dtype`; one launch where the device allows it."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies each by `factor`, a tensor without dims on their device; one launch where the device allows it."""
+    torch._foreach_mul_(tensors, factor)
+
+
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 

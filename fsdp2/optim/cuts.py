@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ..engine.compat import local_if_any
-from ..engine.group import FSDPParamGroup
-from ..engine.owners import sharded_owner
+from ..shards.dtensors import device_of
+from ..shards.find import shard_of
+from ..shards.protocol import ShardParam
+from ..shards.tensors import local_if_any
 
 
 class Cut(NamedTuple):
@@ -23,7 +24,7 @@ class Cut(NamedTuple):
     `dim`: the dimension of that along which they cut it, into chunks as `Tensor.chunk` makes them.
     `size`, `rank`: their number, and the index of this rank; 1 and 0 where each rank has all of it.
     `device`: where matrices travel and are computed.
-    `owner`: the group of fsdp2 that manages the parameter, if one does.
+    `owner`: the sharded parameter; None for a plain tensor.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Cut(NamedTuple):
     rank: int
     process_group: dist.ProcessGroup | None
     device: torch.device
-    owner: FSDPParamGroup | None
+    owner: ShardParam | None
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Returns the first index along `dim` that `rank` holds, and the one after its last."""
@@ -105,20 +106,22 @@ def find_cut(param: Tensor, name: str) -> Cut:
         NotImplementedError: ranks cut its matrices along two axes of a mesh, of which one is that of tensor
             parallelism, or hold values that are still to be summed.
     """
-    local, shape = local_if_any(param), tuple(param.shape)
-    owned = sharded_owner(param) if isinstance(param, DTensor) else None
-    on, placements = (param.device_mesh, param.placements) if isinstance(param, DTensor) else (None, ())
-    axes = [i for i, each in enumerate(placements) if on is not None and not each.is_replicate() and on.size(i) > 1]
-    if owned is not None:
-        sharded, mesh = owned.param, owned.param.mesh
-        name, gathered, device = sharded.name, sharded.gathered_shape, local.device if local.is_meta else mesh.device
-        if gathered[-2:] == shape[-2:]:
-            return Cut(name, gathered, sharded.dim, mesh.size, mesh.rank, mesh.shard_group, device, owned.group)
-    elif on is None or not axes:
+    local, shape, shard = local_if_any(param), tuple(param.shape), shard_of(param)
+    if shard is None:
         return Cut(name, shape, 0, 1, 0, None, local.device, None)
-    elif len(axes) == 1 and isinstance(placement := placements[axes[0]], Shard):
-        axis, dim = axes[0], placement.dim % param.dim()
-        return Cut(name, shape, dim, on.size(axis), on.get_local_rank(axis), on.get_group(axis), local.device, None)
+    name = shard.names[0] if shard.slots else name
+    device = local.device if local.is_meta else device_of(param)
+    try:
+        cuts = shard.cuts
+    except NotImplementedError:
+        cuts = None
+    if cuts is not None and not cuts:
+        return Cut(name, shape, 0, 1, 0, None, device, shard)
+    # Outer cuts may leave matrices whole: experts that are sharded by expert.
+    if cuts is not None and all(each.dim < len(shape) - 2 for each in cuts[1:]):
+        inner = cuts[0]
+        return Cut(name, inner.shape, inner.dim, inner.size, inner.rank, inner.group, device, shard)
+    placements = param.placements if isinstance(param, DTensor) else ()
     raise NotImplementedError(
         f"{name}: expected a matrix that data-parallel ranks alone cut, got placements {placements}. Leave it to an "
         f"elementwise optimizer: split_matrices(..., exclude=({name!r},))."

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.compat import copy_all
-from ..engine.rank_facts import all_reduce_over, gather_objects, moves_data
+from ..shards.ranks import all_reduce_over, gather_objects, moves_data
+from ..shards.tensors import copy_all
 from .cuts import Cut, Matrix
 from .plan import Bucket
 

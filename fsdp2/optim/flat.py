@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..engine.compat import no_torch_function
-from ..engine.once import once
+from ..shards.tensors import no_torch_function, once
 from . import compat
 from .probe import NotElementwiseError
 from .steps import FlatSteps

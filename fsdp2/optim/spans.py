@@ -12,13 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..engine.compat import copy_all, local_of
-from ..engine.gather import view_bytes
-from ..engine.group import FSDPParamGroup
-from ..engine.owners import sharded_owner
-from ..engine.parameter import FSDPParam
+from ..shards.find import place_of
+from ..shards.tensors import copy_all, local_of, view_bytes
 from .compat import flatten
 
 
@@ -26,23 +22,22 @@ class Place(NamedTuple):
     """Says where a sharded parameter lies.
 
     Args:
-        shards: the shard buffer of its group, in bytes.
+        shards: the memory of its group's shards, in bytes.
         offset: its first byte there.
         rank: how many parameters lie before it there.
+        is_current: () -> False once that is not the memory of the shards any more.
     """
 
-    group: FSDPParamGroup
-    param: FSDPParam
     parameter: Tensor
     local: Tensor
     shards: Tensor
     offset: int
     rank: int
+    is_current: Callable[[], bool]
 
     def is_valid(self) -> bool:
         """Returns True if the parameter still lies there."""
-        buffers = self.group.parameters.buffers
-        return buffers is not None and buffers.shards is self.shards and local_of(self.parameter) is self.local
+        return self.is_current() and local_of(self.parameter) is self.local
 
     def touches(self, following: Place) -> bool:
         """Returns True if `following` has the same dtype and begins where this one ends, without padding between."""
@@ -54,32 +49,17 @@ class Places:
     """Finds where sharded parameters lie. It remembers the order of each buffer while it is in use."""
 
     def __init__(self) -> None:
-        self._ranks: dict[FSDPParamGroup, dict[FSDPParam, tuple[int, int]]] = {}
+        self._known: dict[Any, Any] = {}
 
     def find(self, parameter: Tensor) -> Place | None:
         """Returns where a parameter lies, or None if it can't be stepped on as a part of a flat tensor."""
-        owned = sharded_owner(parameter) if isinstance(parameter, DTensor) else None
-        if owned is None or owned.group.parameters.buffers is None:
+        found = place_of(parameter, self._known)
+        if found is None:
             return None
-        ranks = self._ranks.get(owned.group)
-        if ranks is None:
-            ranks = self._ranks[owned.group] = _ranks_of(owned.group)
-        local, shards = owned.param.local, owned.group.parameters.buffers.shards
-        if owned.param not in ranks or type(local) is not Tensor or local.is_inference():
+        local = local_of(parameter)
+        if type(local) is not Tensor or local.is_inference() or not local.is_floating_point() or local.is_meta:
             return None
-        offset, rank = ranks[owned.param]
-        is_there = not local.numel() or (local.data_ptr() == shards.data_ptr() + offset and local.is_contiguous())
-        if not is_there or not local.is_floating_point() or local.device.type == "meta":
-            return None
-        return Place(owned.group, owned.param, parameter, local, shards, offset, rank)
-
-
-def _ranks_of(group: FSDPParamGroup) -> dict[FSDPParam, tuple[int, int]]:
-    """Returns each parameter in the buffers -> its first byte, and how many lie before it."""
-    assert group.parameters.buffers is not None, "there are places"
-    offsets, params = group.parameters.buffers.layout.shard_offsets, group.parameters.plain
-    order = sorted(range(len(params)), key=lambda i: (offsets[i], i))
-    return {params[i]: (offsets[i], rank) for rank, i in enumerate(order)}
+        return Place(parameter, local, found.memory, found.offset, found.order, found.is_current)
 
 
 class Member(NamedTuple):
@@ -311,10 +291,10 @@ def runs(places: Sequence[tuple[Place, Any]]) -> Iterator[tuple[list[Place], Any
 
     `places`: (place, label), in any order. Places with the label None are no part of any run.
     """
-    groups: dict[FSDPParamGroup, list[tuple[Place, Any]]] = {}
+    groups: dict[int, list[tuple[Place, Any]]] = {}
     for place, label in places:
         if label is not None:
-            groups.setdefault(place.group, []).append((place, label))
+            groups.setdefault(id(place.shards), []).append((place, label))
     for found in groups.values():
         found.sort(key=lambda pair: pair[0].rank)
         run: list[Place] = []

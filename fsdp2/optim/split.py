@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from ..engine.owners import some_of
+from ..shards.tensors import some_of
 from .cuts import block_sizes
 from .whole_matrix import WholeMatrixOptimizer
 

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..dtensor.compat import dtensor
-from ..engine.compat import dtensor_spec, local_of
-from ..engine.gather import own_storage_view
+from ..shards.tensors import dtensor, dtensor_spec, local_of, own_storage_view, spec_of
 from .spans import Member, Packed, Place, Span
 
 State = dict[str, Any]
@@ -63,11 +61,11 @@ def show(state: State, span: Span, member: Member) -> State:
 
 
 def _as_dtensor(elements: Tensor, place: Place) -> DTensor:
-    param, dtype = place.param, elements.dtype
+    dtype = elements.dtype
     begin, memory = int(elements.storage_offset()) * dtype.itemsize, elements.untyped_storage()
     bytes_ = torch.empty(0, dtype=torch.uint8, device=elements.device).set_(memory)
-    local = own_storage_view(bytes_, begin, tuple(param.local_shape), dtype)
-    spec = param.dtensor_spec
+    local = own_storage_view(bytes_, begin, tuple(place.local.shape), dtype)
+    spec = spec_of(place.parameter)
     if spec.tensor_meta is None or spec.tensor_meta.dtype != dtype:
         spec = dtensor_spec(spec.mesh, spec.placements, tuple(spec.shape), dtype)
     return dtensor(local, spec)
@@ -80,7 +78,7 @@ def read(state: State, place: Place) -> State | None:
     found = {}
     for name, value in state.items():
         if isinstance(value, DTensor):
-            local, spec = local_of(value), place.param.dtensor_spec
+            local, spec = local_of(value), spec_of(place.parameter)
             is_alike = value.placements == spec.placements and value.device_mesh == spec.mesh
             if type(local) is not Tensor or not is_alike or local.shape != place.local.shape:
                 return None

@@ -15,11 +15,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..dtensor.compat import spec_of
-from ..engine.compat import local_of, no_torch_function
-from ..engine.events import extensions
-from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.write_notices import notices
+from ..shards.find import before_write, is_unsynchronized
+from ..shards.tensors import local_of, no_torch_function, spec_of
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .probe import Verdict, probe, signature
@@ -57,10 +54,10 @@ class Plan:
         members = [member for span in spans for member in span.members]
         self.members = [member.parameter for member in members]
         self._locals = [member.place.local for member in members]
-        self._specs = [member.place.param.dtensor_spec for member in members]
+        self._specs = [*map(spec_of, self.members)]
         # Where the gradients of the members are among those of all parameters.
         self._pick = picker([index[id(member.parameter)] for member in members])
-        self._classes = {extensions().tensor_class, DTensor}
+        self._classes = {DTensor, *map(type, self.members)}
         self._filled = [bool(member.numel) for span in flats for member in span.members]
         # The gradients of each flat span among those that are not empty; where those of listed spans begin.
         self._slices: list[slice] = []
@@ -421,7 +418,7 @@ class FlatSteps:
         """Steps by a plan. `whole`: the parameters of all entries; `gradients`: those of the plan's members."""
         optimizer = self._optimizer
         if plan.members:
-            notices.notify()
+            before_write()
         with torch.no_grad():
             flat = plan.flat_gradients(gradients) if plan.flats else []
         own = vars(optimizer)
@@ -523,7 +520,7 @@ def _odd_among(params: Sequence[Tensor], gradients: Sequence[Any]) -> tuple[int,
     for i, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
         if gradient is None or not isinstance(param, DTensor):
             continue
-        if isinstance(gradient, UnsynchronizedGrad):
+        if is_unsynchronized(gradient):
             gradient.to_local()  # raises
         if not _is_laid_out_like(gradient, param):
             odd.append(i)

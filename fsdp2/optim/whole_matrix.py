@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.compat import local_if_any
-from ..engine.write_notices import notices
-from ..features.optimizer_in_backward import steps_of
+from ..shards.find import before_write
+from ..shards.tensors import local_if_any
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan
@@ -202,12 +201,12 @@ class WholeMatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
-        if any(each.cut.owner is not None and steps_of(each.cut.owner) is not None for each in self._members):
+        if any(each.cut.owner is not None and each.cut.owner.is_stepped_in_backward for each in self._members):
             raise RuntimeError(
                 "whole-matrix optimizer: a step communicates, and can't run in backward on some parameters at a time. "
                 "Call set_optimizer_in_backward(None), and step after backward."
             )
-        notices.notify()  # shards may still be on their way to the device
+        before_write()  # shards may still be on their way to the device
         missing, absent = {i for i, param in enumerate(self._params) if param.grad is None}, set[int]()
         for process_group, numbers in self._sharing.items():
             own = [i not in missing for i in numbers]

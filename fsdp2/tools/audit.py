@@ -15,24 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks.checksum import checksum, read, values_of
-from ..checks.empty_memory import find_unwritten
-from ..checks.frozen_parameters import find_written, written_by_some
-from ..checks.partial_settings import find_partial
-from ..engine.compare_ranks import widest_mesh
-from ..engine.group import FSDPParamGroup
-from ..engine.mesh import DataMesh
-from ..engine.owners import SHARDED_AS
-from ..engine.parameter import FSDPParam, fqn
-from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.rank_facts import gather_objects, ranks_of
-from ..engine.state import groups_below
-from ..engine.torch_names import is_sharded_by_fsdp1
+from ..shards.find import is_unsynchronized, shards_of
+from ..shards.protocol import Ranks, ShardGroup, ShardParam, Shards
+from ..shards.ranks import gather_objects
+from ..shards.tensors import SHARDED_AS, checksum, fqn, is_sharded_by_fsdp1, read, values_of, written_by_some
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 
 def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     """Looks for what trains on without an error and gives wrong weights. Every rank of the model's mesh must call it.
+
+    It takes models of torch's FSDP2, too, and then finds the same but for what that does not tell: unsynchronized
+    gradients, settings, what `to_empty` has left, and what frozen parameters were written to.
 
     It finds: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
     tell); NaN and infinity in weights and gradients; unsynchronized gradients; divisors of gradients and functions of
@@ -57,36 +51,36 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
         TypeError: not an nn.Module, or an optimizer without param_groups.
         ValueError: nothing in `model` is sharded.
     """
-    groups = sharded_groups(model)
-    mesh = widest_mesh(groups)
+    shards = sharded(model)
+    groups, ranks = shards.groups, widest(shards.groups)
     everything = list(tensors_of(model, groups))
     tensors = [held for held in everything if not is_sharded_by_fsdp1(held.tensor)]
     layout = _layout(model, groups, tensors)
     digest = hashlib.blake2b(repr(sorted(layout.items())).encode()).hexdigest()
-    found = _find_in_values(tensors, groups) | _find_in_optimizers(everything, _optimizers(optimizer))
-    sums, written = _read_sums(tensors, mesh), find_written(groups)
-    report = _Report(dist.get_rank(), min(ranks_of(mesh)), found, digest, sums, written)
-    axes = [*mesh.axis_groups, *_model_parallel_axes(groups, mesh)]
-    reports = {each.rank: each for each in gather_objects(report, axes, mesh.device)}
-    for name, ranks in written_by_some({rank: each.written for rank, each in sorted(reports.items())}).items():
-        for rank in ranks:
+    found = _find_in_values(tensors, shards) | _find_in_optimizers(everything, _optimizers(optimizer))
+    sums, written = _read_sums(tensors, ranks), shards.frozen_writes()
+    report = _Report(dist.get_rank(), min(ranks.members), found, digest, sums, written)
+    axes = [*ranks.axis_groups, *_model_parallel_axes(groups, ranks)]
+    reports = {each.rank: each for each in gather_objects(report, axes, ranks.device)}
+    for name, apart in written_by_some({rank: each.written for rank, each in sorted(reports.items())}).items():
+        for rank in apart:
             reports[rank].found.setdefault("written on some ranks", []).append(name)
     findings = merge({rank: each.found for rank, each in reports.items()})
     if len({each.digest for each in reports.values()}) == 1:
         names = [(held.name, held.kind) for held in tensors]
         of_ranks = {rank: each.sums for rank, each in reports.items()}
         return findings + compare_sums(names, of_ranks, {rank: each.batch for rank, each in reports.items()})
-    layouts = gather_objects((report.rank, layout), axes, mesh.device)
+    layouts = gather_objects((report.rank, layout), axes, ranks.device)
     return findings + compare_layouts(dict(layouts))
 
 
-def _model_parallel_axes(groups: Sequence[FSDPParamGroup], data: DataMesh) -> list[dist.ProcessGroup]:
+def _model_parallel_axes(groups: Sequence[ShardGroup], data: Ranks) -> list[dist.ProcessGroup]:
     """Returns this rank's process groups, along axes of parameters' meshes, with ranks that get the same rows."""
-    params = [param for group in groups for param in group.params]
-    meshes = {id(mesh): mesh for mesh in (param.dtensor_spec.mesh for param in params)}
+    params: list[Any] = [param.parameter for group in groups for param in group.params]
+    meshes = {id(mesh): mesh for mesh in (param.device_mesh for param in params)}
     axes = [mesh.get_group(axis) for mesh in meshes.values() for axis in range(mesh.ndim)]
     found = {tuple(dist.get_process_group_ranks(axis)): axis for axis in axes}
-    return [axis for ranks, axis in sorted(found.items()) if not ranks_of(data).issuperset(ranks)]
+    return [axis for ranks, axis in sorted(found.items()) if not data.members.issuperset(ranks)]
 
 
 def log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
@@ -96,8 +90,8 @@ def log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
         logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")
 
 
-def sharded_groups(model: Any) -> list[FSDPParamGroup]:
-    """Returns all groups in `model`.
+def sharded(model: Any) -> Shards:
+    """Returns the shards of a model, with the sharded parameters registered.
 
     Raises:
         TypeError: it is no module.
@@ -105,13 +99,18 @@ def sharded_groups(model: Any) -> list[FSDPParamGroup]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}")
-    groups = groups_below(model)
-    if not groups:
+    shards = shards_of(model)
+    if not shards.groups:
         raise ValueError(
             f"model: expected a module that fully_shard was applied to, or one with such modules inside, "
             f"got a {type(model).__name__} without"
         )
-    return groups
+    return shards
+
+
+def widest(groups: Sequence[ShardGroup]) -> Ranks:
+    """Returns the ranks of the group that has most: those that train on one batch."""
+    return max((group.ranks for group in groups), key=lambda ranks: ranks.num_ranks)
 
 
 # ---- what a rank holds
@@ -121,13 +120,13 @@ class Held(NamedTuple):
     """Holds a tensor of the model, as it is registered on this rank.
 
     `kind`: "parameter", "unmanaged" (a parameter too) or "buffer".
-    `param`: the FSDPParam of a managed parameter, else None.
+    `param`: what there is to know of a managed parameter, else None.
     """
 
     name: str
     kind: str
     tensor: Tensor
-    param: FSDPParam | None = None
+    param: ShardParam | None = None
 
 
 class _Report(NamedTuple):
@@ -148,11 +147,11 @@ class _Report(NamedTuple):
     written: dict[str, bool]
 
 
-def tensors_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[Held]:
+def tensors_of(model: nn.Module, groups: Sequence[ShardGroup]) -> Iterator[Held]:
     """Yields each parameter and buffer once, by its first name. It yields the sharded parameter of a managed one, also
     while the unsharded one is registered.
     """
-    managed = {(slot.module, slot.name): param for group in groups for param in group.params for slot in param.slots}
+    managed = {slot: param for group in groups for param in group.params for slot in param.slots}
     seen: set[Any] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -160,13 +159,13 @@ def tensors_of(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[H
             key = param or parameter
             if parameter is not None and key not in seen:
                 seen.add(key)
-                tensor = parameter if param is None else param.sharded
+                tensor = parameter if param is None else param.parameter
                 kind = "unmanaged" if param is None else "parameter"
                 yield Held(fqn(prefix, name), kind, tensor, param)
     yield from (Held(name, "buffer", buffer) for name, buffer in model.named_buffers())
 
 
-def _layout(model: nn.Module, groups: Sequence[FSDPParamGroup], tensors: Sequence[Held]) -> dict[str, str]:
+def _layout(model: nn.Module, groups: Sequence[ShardGroup], tensors: Sequence[Held]) -> dict[str, str]:
     """Returns name -> a description that must be the same on every rank."""
     layout = {f"module {name or 'root'}": f"training={module.training}" for name, module in model.named_modules()}
     position = {param: f" at {i} of {group}" for group in groups for i, param in enumerate(group.params)}
@@ -177,29 +176,25 @@ def _layout(model: nn.Module, groups: Sequence[FSDPParamGroup], tensors: Sequenc
         text = f"{tuple(tensor.shape)} {tensor.dtype}{lies} requires_grad={tensor.requires_grad}{place}"
         layout[f"{'buffer' if held.kind == 'buffer' else 'parameter'} {held.name}"] = text
     for i, group in enumerate(groups):
-        own = group.settings
-        layout[f"group {i} {group}"] = (
-            f"{len(group.params)} parameters, sync={own.reduce_gradients}, all_reduce={own.all_reduce}, "
-            f"divisor={own.divide_factor}, {own.policy}"
-        )
+        layout[f"group {i} {group}"] = f"{len(group.params)} parameters, {group.settings_text}"
     return layout
 
 
-def _find_in_values(tensors: Sequence[Held], groups: Sequence[FSDPParamGroup]) -> dict[str, list[str]]:
+def _find_in_values(tensors: Sequence[Held], shards: Shards) -> dict[str, list[str]]:
     parameters = [held for held in tensors if held.kind != "buffer"]
     gradients = [(held.name, held.tensor.grad) for held in parameters]
-    unsynchronized = [name for name, gradient in gradients if isinstance(gradient, UnsynchronizedGrad)]
+    unsynchronized = [name for name, gradient in gradients if is_unsynchronized(gradient)]
     left_out = set(unsynchronized)
     reduced = [(name, gradient) for name, gradient in gradients if gradient is not None and name not in left_out]
-    unwritten = find_unwritten(groups)
-    alone = all(group.mesh.num_ranks == 1 for group in groups)
+    unwritten = {*map(id, shards.unwritten())}
+    alone = all(group.ranks.num_ranks == 1 for group in shards.groups)
     return {
         "on meta": [held.name for held in tensors if held.tensor.is_meta],
-        "unwritten": [held.name for held in tensors if (held.param or held.tensor) in unwritten],
+        "unwritten": [held.name for held in tensors if id(held.tensor) in unwritten],
         "not finite": _not_finite((held.name, held.tensor) for held in parameters),
         "gradients not finite": _not_finite(reduced),
         "unsynchronized": unsynchronized,
-        **find_partial(groups),
+        **shards.problems(),
         "unmanaged": [h.name for h in tensors if h.kind == "unmanaged" and h.tensor.requires_grad and not alone],
     }
 
@@ -249,12 +244,12 @@ def _describe(position: str, tensor: Tensor) -> str:
 # ---- what ranks tell each other
 
 
-def _read_sums(tensors: Sequence[Held], data: DataMesh) -> list[tuple[int, int]]:
+def _read_sums(tensors: Sequence[Held], data: Ranks) -> list[tuple[int, int]]:
     sums = read([checksum(held.tensor) for held in tensors])
     return [(_part(held.tensor, data), value) for held, value in zip(tensors, sums, strict=True)]
 
 
-def _part(tensor: Tensor, data: DataMesh) -> int:
+def _part(tensor: Tensor, data: Ranks) -> int:
     """Returns a number for the part of a sharded tensor that this rank holds. It is the same on ranks that should hold
     the same values.
     """
@@ -264,4 +259,4 @@ def _part(tensor: Tensor, data: DataMesh) -> int:
     coordinate = tuple(mesh.get_local_rank(axis) for axis, placement in axes if not placement.is_replicate())
     ranks = tuple(mesh.mesh.flatten().tolist())
     # What is cut among all that train on one batch is the same on other ranks that get the same rows.
-    return hash(((ranks if ranks_of(data).difference(ranks) else ()), coordinate))
+    return hash(((ranks if data.members.difference(ranks) else ()), coordinate))

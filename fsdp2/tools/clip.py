@@ -15,15 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..dtensor.compat import spec_of
-from ..engine.comm import Purpose
-from ..engine.compat import local_of, no_torch_function
-from ..engine.events import extensions
-from ..engine.meshes import Axis, sharding_axes
-from ..engine.rank_facts import all_reduce_over
-from ..engine.torch_names import norm_each, scale_each
-from ..optim.compat import SMALL_NUMEL, flatten, grad_of
+from ..optim.compat import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
+from ..shards.ranks import Axis, Purpose, all_reduce_over, sharding_axes
+from ..shards.tensors import local_of, no_torch_function, spec_of
 
 
 @torch.no_grad()
@@ -37,8 +32,8 @@ def clip_grad_norm_(
     """Scales gradients in place so that their norm, as if all were one vector, is at most `max_norm`; returns the norm.
 
     It does what `torch.nn.utils.clip_grad_norm_` does, but the parameters of one call may be on different meshes: plain
-    tensors and DTensors, sharded or replicated on any axes. Every rank must call it, with the same parameters in the
-    same order; a gradient may be None, on all ranks or on some.
+    tensors and DTensors, sharded or replicated on any axes, by fsdp2 or by torch's FSDP2. Every rank must call it, with
+    the same parameters in the same order; a gradient may be None, on all ranks or on some.
 
     Sharded gradients add up over ranks, replicated ones count once. Plain tensors count once, too; their gradients must
     therefore be the same on every rank. Parameters on a mesh that this rank is not part of (those of other pipeline
@@ -231,7 +226,9 @@ class _Prepared:
         order = [index[id(each)] for axes, others in single.items() for each in (*others, *placed_in[axes])]
         rest = {*compress(range(len(parameters)), map(not_, absent))}.difference(order)
         self._pick = picker([*order, *rest])
-        self._class = {extensions().tensor_class}
+        self._classes = {*map(type, parameters)}
+        # Reductions of other libraries may make gradients of any kind.
+        self._is_foreign = DTensor in self._classes
 
     def is_of(self, parameters: list[Any]) -> bool:
         """Returns True if it was made of these, and their memory is the same."""
@@ -242,11 +239,13 @@ class _Prepared:
     def find(self, parameters: list[Any], gradients: list[Any]) -> _Found | None:
         """Returns the gradients, or None if some are not those that reductions make."""
         own = self._pick(gradients)
-        if not self._class.issuperset(map(type, own)):
+        if not self._classes.issuperset(map(type, own)):
             return None
         if not all(map(is_, map(spec_of, own), map(spec_of, self._pick(parameters)))):
             return None
         plain = [*map(local_of, own)]
+        if self._is_foreign and not all(map(_is_usual, plain)):
+            return None
         addresses = [*map(Tensor.data_ptr, plain)]
         counted: dict[tuple[Axis, ...], list[Tensor]] = {}
         begin = 0
@@ -256,6 +255,10 @@ class _Prepared:
             counted[axes] = plain[begin:middle] + some.join(plain[middle:end], addresses[middle:end])
             begin = end
         return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)
+
+
+def _is_usual(local: Tensor) -> bool:
+    return type(local) is Tensor and local.layout is torch.strided and local.is_floating_point()
 
 
 _referent: Any = weakref.ref.__call__
@@ -277,7 +280,7 @@ def _find_usual(parameters: list[Any]) -> _Found | None:
         key = tuple(map(id, parameters)), absent
         prepared = _prepared.get(key)
         if prepared is None or not prepared.is_of(parameters):
-            if {*map(type, parameters)} != {extensions().tensor_class} or len({*key[0]}) < len(parameters):
+            if len({*key[0]}) < len(parameters) or not all(map(isinstance, parameters, repeat(DTensor))):
                 return None
             prepared = _prepared[key] = _Prepared(parameters, absent)
             while len(_prepared) > _MOST_PREPARED:

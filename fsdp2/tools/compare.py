@@ -12,14 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks.checksum import checksum, read
-from ..engine.compare_ranks import widest_mesh
-from ..engine.compat import local_of
-from ..engine.nested import tensors_in
-from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.rank_facts import gather_objects
-from ..engine.subclasses import gathers_itself
-from .audit import Held, sharded_groups, tensors_of
+from ..shards.find import is_unsynchronized
+from ..shards.ranks import gather_objects
+from ..shards.tensors import checksum, local_of, read, tensors_in
+from .audit import Held, sharded, tensors_of, widest
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
 
@@ -43,13 +39,14 @@ def compare(
 
     Args:
         reference: a plain module of the same FQNs, mode and weights, on every rank.
-        model: the sharded model.
+        model: the sharded model, by fsdp2 or by torch's FSDP2.
         batch: a tensor or a tuple of arguments for both models, the same on every rank. Tensors are cut into equal
             chunks along dim 0, one for each rank.
         loss_fn: `loss_fn(module, *batch)` calls the module and returns its loss, a mean over rows. None: the mean of
             the scalars that the module returns; if there are none, the mean square of each tensor, summed.
         rtol: the largest error that is allowed, divided by the largest magnitude in its tensor. None: the square root
-            of the precision of `Comparison.dtype`, half of its digits. Weights must be equal.
+            of the precision of `Comparison.dtype`, half of its digits. Weights must be equal. torch's FSDP2 does not
+            tell in which dtype it reduces: if that is narrower than the one it computes in, give the error.
 
     Returns:
         The same on every rank, except for `num_compared`.
@@ -59,19 +56,19 @@ def compare(
             is not the same on every rank. If one rank raises, all do.
         RuntimeError: there are unsynchronized gradients.
     """
-    groups = sharded_groups(model)
-    mesh = widest_mesh(groups)
+    shards = sharded(model)
+    mesh = widest(shards.groups)
     share: Callable[[Any], list[Any]] = partial(gather_objects, groups=mesh.axis_groups, device=mesh.device)
     batch = batch if isinstance(batch, tuple) else (batch,)
-    tensors = list(tensors_of(model, groups))
+    tensors = list(tensors_of(model, shards.groups))
     problem = _problem(reference, model, tensors, batch, mesh.num_ranks)
     whole = [] if problem else [*named_tensors(reference).values(), *tensors_in(batch)]
     answers = share((dist.get_rank(), problem, read([checksum(tensor) for tensor in whole])))
     for error in [problem for _, problem, _ in answers if problem] or _unequal(answers):
         raise error
     ranks = [rank for rank, _, _ in answers]
-    sides = Sides(reference, model, groups, tensors, batch, loss_fn or mean_loss, ranks, rtol)
-    with restored(reference, tensors, groups):
+    sides = Sides(reference, model, shards, tensors, batch, loss_fn or mean_loss, ranks, rtol)
+    with restored(reference, tensors, shards):
         found = _Found(sides)
         shown = share((_compare_weights(found), float(sides.ours.loss)))
         _compare_gathered(found, {name for names, _ in shown for name in names})
@@ -104,7 +101,7 @@ def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: A
     if len(rows) != 1 or not min(rows) or min(rows) % num_ranks:
         return ValueError(f"batch: expected tensors of equally many rows, a multiple of {num_ranks} ranks, got {rows}")
     for held in tensors:
-        if isinstance(held.tensor.grad, UnsynchronizedGrad):
+        if is_unsynchronized(held.tensor.grad):
             return RuntimeError(
                 f"{held.name}: its gradient is unsynchronized. End the accumulation, or call zero_grad."
             )
@@ -156,7 +153,7 @@ def _compare_weights(found: _Found) -> set[str]:
     """Compares weights, and returns the names of those that differ on this rank."""
     sides, names = found.sides, set()
     for held in sides.tensors:
-        if held.param is not None and gathers_itself(held.param.local):
+        if held.param is not None and held.param.gathers_itself:
             continue
         is_open, whole = found.is_open("weights"), sides.whole_tensors[held.name]
         own, part = _local(held.tensor), _part(held, whole)
@@ -232,7 +229,7 @@ def _compare_gradients(found: _Found) -> None:
 def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints: list[str]) -> None:
     sides, got = found.sides, found.sides.ours.gradients[held.name]
     whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
-    if isinstance(got, UnsynchronizedGrad):
+    if is_unsynchronized(got):
         return found.add("gradients", group, held.name, _NOTHING, ["unsynchronized"])
     if got is None or whole is None:
         return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
@@ -254,4 +251,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _part(held: Held, whole: Tensor) -> Tensor:
     """Returns this rank's shard of a tensor of the reference, or the tensor itself if no group shards it."""
-    return whole.detach() if held.param is None else held.param.own_rows(held.param.gathered(whole.detach()))
+    return whole.detach() if held.param is None else held.param.part_of(whole.detach())

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..engine.group import FSDPParamGroup
-from ..engine.owners import Owned, owners_by_id
-from ..engine.parameter import FSDPParam
-from ..engine.state import state_of
+from ..shards.find import find_params, is_sharded, shards_of
+from ..shards.protocol import ShardGroup, ShardParam
 
 
 class GivenParams(NamedTuple):
@@ -20,7 +18,7 @@ class GivenParams(NamedTuple):
     """
 
     tensors: list[Tensor]
-    owned: list[Owned | None]
+    owned: list[ShardParam | None]
     names: list[str] | None
     is_one: bool
 
@@ -32,8 +30,10 @@ class GivenParams(NamedTuple):
             TypeError, ValueError: see `full_params`.
         """
         if isinstance(module_or_params, nn.Module):
+            shards = shards_of(module_or_params)
             named = list(_named_parameters(module_or_params, recurse))
-            given = cls._find([tensor for _, tensor in named], [name for name, _ in named])
+            tensors = [tensor for _, tensor in named]
+            given = cls(tensors, [*map(shards.find, tensors)], [name for name, _ in named], False)
             if not any(given.owned):
                 kind = type(module_or_params).__name__
                 raise ValueError(f"module_or_params: expected a module with sharded parameters, {kind} has none")
@@ -41,31 +41,28 @@ class GivenParams(NamedTuple):
         if not recurse:
             raise ValueError("recurse: expected True with parameters, got False")
         is_one = isinstance(module_or_params, Tensor)
-        given = cls._find(_as_list(module_or_params), None, is_one)
+        tensors = _as_list(module_or_params)
+        given = cls(tensors, [*find_params(tensors)], None, is_one)
         for tensor, owned in zip(given.tensors, given.owned, strict=True):
             if owned is None:
                 raise ValueError(
                     f"module_or_params: expected parameters that fully_shard manages, got a {type(tensor).__name__} of "
-                    f"shape {tuple(tensor.shape)} that isn't one"
+                    f"shape {tuple(tensor.shape)} that isn't one. Of torch's FSDP2, pass the module that has it"
                 )
         return given
 
-    @classmethod
-    def _find(cls, tensors: list[Tensor], names: list[str] | None, is_one: bool = False) -> GivenParams:
-        owners = owners_by_id()
-        return cls(tensors, [owners.get(id(tensor)) for tensor in tensors], names, is_one)
-
-    def by_group(self) -> dict[FSDPParamGroup, list[FSDPParam]]:
+    def by_group(self) -> dict[ShardGroup, list[ShardParam]]:
         """Returns each group with those of its parameters that were passed, in the order in which they were passed."""
-        found: dict[FSDPParamGroup, dict[FSDPParam, None]] = {}
-        for group, param in filter(None, self.owned):
-            found.setdefault(group, {})[param] = None
+        found: dict[ShardGroup, dict[ShardParam, None]] = {}
+        for param in self.owned:
+            if param is not None:
+                found.setdefault(param.group, {})[param] = None
         return {group: list(params) for group, params in found.items()}
 
-    def yielded(self, unsharded_of: Callable[[FSDPParam], Tensor]) -> Any:
+    def yielded(self, unsharded_of: Callable[[ShardParam], Tensor]) -> Any:
         """Returns the value that a block yields. `unsharded_of` returns the tensor in place of a sharded parameter."""
         tensors = [
-            unsharded_of(owned.param) if owned else tensor
+            tensor if owned is None else unsharded_of(owned)
             for tensor, owned in zip(self.tensors, self.owned, strict=True)
         ]
         if self.names is not None:
@@ -89,5 +86,5 @@ def _named_parameters(module: nn.Module, recurse: bool, prefix: str = "") -> Ite
         if param is not None:
             yield prefix + name, param
     for name, child in module._modules.items():
-        if child is not None and (recurse or state_of(child) is None):
+        if child is not None and (recurse or not is_sharded(child)):
             yield from _named_parameters(child, recurse, f"{prefix}{name}.")

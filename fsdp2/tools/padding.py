@@ -10,7 +10,6 @@ the placement, so the user chooses it: `cheapest_placement`.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,27 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..checks.arguments import check_mesh
-from ..engine.buckets import codecs_of, find_buckets
-from ..engine.comm import Comm
-from ..engine.compat import local_of
-from ..engine.group import FSDPParamGroup
-from ..engine.layout import GatherLayout, ParamSpec, align, bucket_layout, gather_layout
-from ..engine.mesh import DataMesh
-from ..engine.meshes import DataParallelMeshDims, shared_data_mesh
-from ..engine.policy import MixedPrecisionPolicy
-from ..engine.state import groups_below
-from ..module import FSDPModule
+from ..shards.find import shards_of
+from ..shards.protocol import ShardGroup
+from ..shards.ranks import DataMesh, DataParallelMeshDims, check_mesh, shared_data_mesh
+from ..shards.tensors import ParamSpec, align, local_of
 
 # The cost of copying a byte (read and written at 2.5 TB/s), relative to that of receiving it over NVLink. Networks are
 # slower than NVLink.
 COPY_COST = 0.25
 # The bytes that a GPU or a CPU moves at once: a shorter run of bytes takes as long.
 LINE_NBYTES = 128
-# A gather with at least so much padding is logged, relative to the parameters' own bytes.
-MIN_LOGGED_SHARE = 0.25
-# The kinds of groups whose padding was examined already.
-_examined: set[tuple[object, ...]] = set()
 
 
 # ---- the cheapest dim
@@ -197,112 +185,30 @@ def padding_report(module: nn.Module) -> list[GroupPadding]:
     """Returns the exact padding of each group at and below `module`, outermost first, from shapes and dtypes.
 
     It does not communicate, and may be called on any rank, also for a model on meta. Parameters that define their own
-    gather count in reductions only.
+    gather count in reductions only. Of torch's FSDP2, which pads each parameter to equal chunks of rows, the bytes are
+    those of the dtypes in which parameters are stored: it does not tell others.
     """
-    return [_group_padding(group) for group in groups_below(module) if group.params]
+    return [group_padding(group) for group in shards_of(module).groups if group.params]
 
 
-def _group_padding(group: FSDPParamGroup) -> GroupPadding:
-    policy, size, comms = group.settings.policy, group.mesh.size, group.comms
-    spec_of = {param: param.spec(policy) for param in group.params}
-    params = sorted(group.params, key=lambda param: spec_of[param].extended)
-    specs = [spec_of[param] for param in params]
-    plain = tuple(spec for spec in specs if not spec.extended)
-    gather = Padded(0, 0)
-    if size > 1:
-        payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
-        gather = Padded(sum(spec.nbytes for spec in plain), size * payload)
-    trainable = [i for i, param in enumerate(params) if param.sharded.requires_grad]
-    uneven = [
-        _parameter_padding(param.name, spec)
-        for param, spec in zip(params, specs, strict=True)
-        if not spec.is_even and not spec.extended
-    ]
+def group_padding(group: ShardGroup) -> GroupPadding:
+    """Returns the padding of one group."""
+    padding = group.padding()
     return GroupPadding(
         name=group.name,
-        num_ranks=size,
-        gather=gather,
-        reduce=_reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
-        if size > 1
-        else Padded(0, 0),
-        parameters=tuple(sorted(uneven, key=lambda each: -each.gather.waste)),
+        num_ranks=group.ranks.num_shards,
+        gather=Padded(*padding.gather),
+        reduce=Padded(*padding.reduce),
+        parameters=tuple(
+            sorted((_parameter_padding(*each) for each in padding.uneven), key=lambda each: -each.gather.waste)
+        ),
     )
 
 
-def gathered_nbytes(layout: GatherLayout) -> int:
-    """Returns the bytes that each rank contributes to a gather: its chunk of each parameter, and up to 15 bytes after
-    the packed ones.
-
-    R rows over W ranks need (-R) mod W rows of padding, so all ranks' payloads together have at most (W - 1) rows of
-    each parameter and 15 * W bytes above the parameters' own.
-    """
-    if layout.world_size == 1:
-        return 0
-    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes
-
-
-def _reduce_padding(
-    specs: Sequence[ParamSpec],
-    trainable: Iterable[int],
-    policy: MixedPrecisionPolicy,
-    comm: Comm,
-    device: torch.device,
-) -> Padded:
-    reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
-    codecs = codecs_of(specs, policy, comm.sums_on_arrival)
-    dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
-    nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
-        first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
-        codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, summed, comm.direct_min_bytes, wire_dtype)
-        nbytes += codec.sent_nbytes(sum(specs[i].numel for i in indices), summed)
-        padded_nbytes += codec.sent_nbytes(layout.shard_numel, summed) * first.world_size
-    return Padded(nbytes, padded_nbytes)
-
-
-def _parameter_padding(name: str, spec: ParamSpec) -> ParameterPadding:
-    dim = cheapest_dim(spec.shape, spec.storage_dtype, spec.world_size)
-    cheapest = ParamSpec(spec.shape, spec.storage_dtype, spec.compute_dtype, spec.world_size, dim)
-    gather, cheapest_gather = (Padded(each.nbytes, each.compute_nbytes * each.world_size) for each in (spec, cheapest))
-    return ParameterPadding(name, spec.shape, spec.dim, gather, dim, cheapest_gather)
-
-
-# ---- the warning
-
-
-def log_waste(group: FSDPParamGroup, least_nbytes: int) -> None:
-    """Logs the padding of a group's gather, and what to do, if that has at least `least_nbytes`, and is a large share.
-
-    Of groups that are alike one is logged.
-    """
-    if not _was_examined(group):
-        report = _group_padding(group)
-        if report.gather.waste >= max(least_nbytes, MIN_LOGGED_SHARE * report.gather.nbytes):
-            logging.getLogger("fsdp2").warning(f"fully_shard({_class_name(group)}): {_advise(report)}")
-
-
-def _class_name(group: FSDPParamGroup) -> str:
-    """Returns the name that the class of the group's first module had before it was sharded."""
-    cls = type(group.modules[0])
-    return (cls.__bases__[0] if issubclass(cls, FSDPModule) else cls).__name__
-
-
-def _was_examined(group: FSDPParamGroup) -> bool:
-    """Returns True if a group of the same kind was examined before, and notes that this one was."""
-    shapes = tuple((param.gathered_shape, param.dim, param.local.dtype) for param in group.params)
-    kind = (_class_name(group), group.mesh.size, group.settings.policy.param_dtype, shapes)
-    before = kind in _examined
-    _examined.add(kind)
-    return before
-
-
-def _advise(report: GroupPadding) -> str:
-    worst = [each for each in report.parameters if each.gather.waste > report.gather.waste / 10]
-    advice = "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)"
-    if all(each.dim == each.cheapest_dim for each in worst):
-        advice = "No dim of these divides better: shard them over fewer ranks, on a mesh that also replicates"
-    return (
-        f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
-        f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."
-    )
+def _parameter_padding(
+    name: str, shape: tuple[int, ...], dim: int, world_size: int, stored: torch.dtype, computed: torch.dtype
+) -> ParameterPadding:
+    best = cheapest_dim(shape, stored, world_size)
+    specs = [ParamSpec(shape, stored, computed, world_size, each) for each in (dim, best)]
+    gather, cheapest_gather = (Padded(each.nbytes, each.compute_nbytes * each.world_size) for each in specs)
+    return ParameterPadding(name, shape, dim, gather, best, cheapest_gather)

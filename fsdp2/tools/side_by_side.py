@@ -14,11 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.group import FSDPParamGroup
-from ..engine.nested import map_tensors, tensors_in
-from ..engine.passes import finalize, reset
-from ..engine.state import FSDPState
-from ..engine.subclasses import gathers_itself
+from ..shards.protocol import ShardGroup, Shards
+from ..shards.tensors import map_tensors, tensors_in
 from .audit import Held
 from .difference import Distance, measure
 
@@ -51,20 +48,22 @@ class Sides:
         self,
         reference: nn.Module,
         model: nn.Module,
-        groups: Sequence[FSDPParamGroup],
+        shards: Shards,
         tensors: Sequence[Held],
         batch: tuple[Any, ...],
         loss_fn: Callable[..., Tensor],
         ranks: list[int],
         rtol: float | None,
     ) -> None:
-        self.reference, self.model, self.groups, self.tensors = reference, model, groups, tensors
+        self.reference, self.model, self.shards, self.tensors = reference, model, shards, tensors
+        self.groups = groups = shards.groups
         self.batch, self.loss_fn, self.num_ranks = batch, loss_fn, len(ranks)
         self.rank = ranks.index(dist.get_rank())
         names = {module: name for name, module in model.named_modules()}
-        # FQN of each sharded module -> its state.
-        states: list[FSDPState] = [*dict.fromkeys(group.state for group in reversed(groups))]
-        self.sharded = {names[m]: state for state in states for m in state.modules if m in names}
+        # FQN of each sharded module -> its group.
+        self.sharded: dict[str, ShardGroup] = {
+            names[module]: group for group in reversed(groups) for module in group.modules if module in names
+        }
         self.group_names = {param: group.name for group in groups for param in group.params}
         self.whole_tensors = named_tensors(reference, duplicates=True)
         self.dtype = max(self._dtypes(), key=lambda dtype: torch.finfo(dtype).eps)
@@ -75,12 +74,9 @@ class Sides:
 
     def _dtypes(self) -> Iterator[torch.dtype]:
         for group in self.groups:
-            for param in group.params:
-                stored, policy = param.local.dtype, group.settings.policy
-                if stored.is_floating_point:
-                    yield from (param.compute_dtype(policy), policy.gradient_dtype(stored), policy.sent_dtype(stored))
-                    if policy.gradient_codec is not None and policy.gradient_codec.exchanges:
-                        yield torch.bfloat16  # a codec that is worth its bytes is not more exact
+            facts = group.facts()
+            found = {*group.find_computed(), *(facts.reduced or ()), *(facts.sent or ())}
+            yield from (dtype for dtype in found if dtype.is_floating_point)
         yield from (t.dtype for t in self.reference.parameters() if t.is_floating_point())
 
     @property
@@ -110,10 +106,10 @@ class Sides:
         with ExitStack() as handles:
             for name in self.sharded:
                 module = self.model.get_submodule(name)
-                handles.callback(module.register_forward_hook(self._compare_unsharded).remove)
+                # Before the hook by which torch's FSDP2 reshards.
+                handles.callback(module.register_forward_hook(self._compare_unsharded, prepend=True).remove)
             run = self._run(self.model, self.rows)
-        for root in dict.fromkeys(group.root for group in self.groups):
-            finalize(root)
+        self.shards.finish_gradients()
         run.gradients = {held.name: held.tensor.grad for held in self.tensors}
         return run
 
@@ -130,12 +126,12 @@ class Sides:
     @cached_property
     def rounded(self) -> Run | None:
         """The run of the reference with inputs rounded as the policies cast them, or None if they cast none."""
-        if all(state.input_dtype is None for state in self.sharded.values()):
+        if all(group.input_dtype is None for group in self.sharded.values()):
             return None
         with ExitStack() as handles:
-            for name, state in self.sharded.items():
-                if state.input_dtype is not None:
-                    module, cast = self.reference.get_submodule(name), partial(_round_inputs, state.input_dtype)
+            for name, group in self.sharded.items():
+                if group.input_dtype is not None:
+                    module, cast = self.reference.get_submodule(name), partial(_round_inputs, group.input_dtype)
                     handles.callback(module.register_forward_pre_hook(cast, with_kwargs=True).remove)
             return self._run_reference(self.batch)
 
@@ -158,7 +154,7 @@ class Sides:
         def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
             run.outputs.append((name, [t.detach().clone() for t in tensors_in(output) if t.is_floating_point()]))
 
-        device = self.groups[0].mesh.device
+        device = self.groups[0].ranks.device
         others = [] if device.type == "cpu" else [device]
         # Without devices the type doesn't matter, but torch refuses "cpu".
         kind = others[0].type if others else "cuda"
@@ -176,13 +172,14 @@ class Sides:
     @torch.no_grad()
     def _compare_unsharded(self, module: nn.Module, *_: Any) -> None:
         """Compares the unsharded weights of a sharded module, whose forward has just run, with the reference."""
-        used = {param for group in self.groups if module in group.state.modules for param in group.params}
+        used = {param for group in self.groups if module in group.modules for param in group.params}
         for held in self.tensors:
             param = held.param
-            if param is None or param not in used or gathers_itself(param.local):
+            if param is None or param not in used or param.gathers_itself:
                 continue
-            unsharded = param.unsharded
-            if not isinstance(unsharded, DTensor):
+            owner, name = param.slots[0]
+            unsharded = owner._parameters.get(name)
+            if unsharded is not None and not isinstance(unsharded, DTensor):
                 distance = measure(unsharded, self.whole_tensors[held.name].to(unsharded.dtype))
                 if distance.relative:
                     self.gathered.append((held, distance))
@@ -213,7 +210,7 @@ def mean_loss(module: nn.Module, *batch: Any) -> Tensor:
 
 
 @contextmanager
-def restored(reference: nn.Module, tensors: Sequence[Held], groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+def restored(reference: nn.Module, tensors: Sequence[Held], shards: Shards) -> Iterator[None]:
     """Context: parameters have no gradients inside. It restores gradients and buffers afterwards."""
     parameters = [*reference.parameters(), *(held.tensor for held in tensors if held.kind != "buffer")]
     gradients = [parameter.grad for parameter in parameters]
@@ -224,13 +221,10 @@ def restored(reference: nn.Module, tensors: Sequence[Held], groups: Sequence[FSD
     try:
         yield
     except BaseException:
-        for root in dict.fromkeys(group.root for group in groups):
-            reset(root)
+        shards.drop(after_error=True)
         raise
     finally:
-        for group in groups:
-            group.gradients.unsynchronized.clear()
-            group.gradients.partial.clear()
+        shards.drop(after_error=False)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():

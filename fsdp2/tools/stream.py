@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.comm import Purpose
-from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.owners import some_of
-from ..engine.rank_facts import all_reduce_over, gather_objects
-from ..engine.tensor_parallel import TensorParallel
-from ..engine.user_code import hides_modes
+from ..shards.find import shards_of
+from ..shards.protocol import ShardGroup
+from ..shards.ranks import Purpose, all_reduce_over, gather_objects
+from ..shards.tensors import hides_modes, some_of
 from .stream_buckets import (
     ChangedBucket,
     Route,
@@ -193,8 +191,8 @@ def stream_full_params(
     Raises:
         TypeError, ValueError: a wrong argument, or `model` has no sharded parameter, or ranks stream different
             parameters. The latter is raised on all ranks.
-        NotImplementedError: a parameter has `fsdp_pre_all_gather`, or is a DTensor that several axes of its own mesh
-            cut. It is raised on all ranks.
+        NotImplementedError: a parameter has `fsdp_pre_all_gather`, or is a DTensor with a placement that is neither
+            Shard nor Replicate. It is raised on all ranks.
         RuntimeError: a forward, a backward or full_params runs, or a parameter is on meta, on any rank; it is raised on
             all ranks. While iterating: a parameter was written to.
 
@@ -205,22 +203,22 @@ def stream_full_params(
         ```
     """
     _check_arguments(model, bucket_bytes, dtype, ranks, since)
-    named = [*model.named_parameters(remove_duplicate=False)]
-    groups = find_groups(named)
+    shards = shards_of(model)
+    groups = find_groups(shards, model.named_parameters(remove_duplicate=False))
     if not groups:
         raise ValueError(f"model: expected a module with sharded parameters, {type(model).__name__} has none")
     sources: list[Source] = []
     problem: Exception | None = None
     try:
         _settle(groups)
-        sources = find_sources([*model.named_parameters(remove_duplicate=False)], dtype)
+        sources = find_sources(shards_of(model), [*model.named_parameters(remove_duplicate=False)], dtype)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         problem = error
     settings = f"bucket_bytes={bucket_bytes}, ranks={ranks and sorted(ranks)}, since={type(since).__name__}"
     knows_nothing = since is not None and not since._is_complete
     if _compare(groups, sources, settings, problem, knows_nothing) and since is not None:
         since.clear()
-    return ParamStream(groups[0].mesh.device, sources, bucket_bytes, ranks, since)
+    return ParamStream(groups[0].ranks.device, sources, bucket_bytes, ranks, since)
 
 
 def _check_arguments(model: Any, bucket_bytes: Any, dtype: Any, ranks: Any, since: Any) -> None:
@@ -242,21 +240,19 @@ def _check_arguments(model: Any, bucket_bytes: Any, dtype: Any, ranks: Any, sinc
         expect(are_there, ValueError, "ranks", f"some of 0 to {size - 1}", repr(ranks))
 
 
-def _settle(groups: Sequence[FSDPParamGroup]) -> None:
+def _settle(groups: Sequence[ShardGroup]) -> None:
     """Adopts what users have registered in place of parameters."""
     for group in groups:
-        if group.state.running or group.root.is_in_backward() or group.phase is COPIED:
+        if group.in_use is not None:
             raise RuntimeError(
                 f"{group}: a forward, a backward or a block of full_params uses its parameters. Call "
                 "stream_full_params between passes."
             )
-        if group.phase is not UNSHARDED and group.registration.is_replaced():
-            group.reshard_if_idle()
-            group.adopt_replacements()
+        group.settle(reshard=False)
 
 
 def _compare(
-    groups: Sequence[FSDPParamGroup],
+    groups: Sequence[ShardGroup],
     sources: Sequence[Source],
     settings: str,
     problem: Exception | None,
@@ -268,13 +264,13 @@ def _compare(
         ValueError: ranks stream different parameters.
     """
     described = [f"{source.names} of shape {source.shape} in {source.dtype}" for source in sources]
-    checksum, device = zlib.crc32(repr((described, settings)).encode()), groups[0].mesh.device
+    checksum, device = zlib.crc32(repr((described, settings)).encode()), groups[0].ranks.device
     numbers = torch.tensor([checksum, -checksum, problem is not None, knows_nothing], dtype=torch.int64, device=device)
     purpose = Purpose("what stream_full_params is to deliver")
     all_reduce_over(numbers, _process_groups(groups), largest=True, purpose=purpose)
     most, least, any_problem, any_knows_nothing = numbers.tolist()
     if any_problem:
-        problems = gather_objects((dist.get_rank(), problem), groups[0].mesh.axis_groups, device)
+        problems = gather_objects((dist.get_rank(), problem), groups[0].ranks.axis_groups, device)
         if problem is not None:
             raise problem
         found = [(rank, error) for rank, error in problems if error is not None]
@@ -289,15 +285,13 @@ def _compare(
     return bool(any_knows_nothing)
 
 
-def _process_groups(groups: Sequence[FSDPParamGroup]) -> list[dist.ProcessGroup]:
+def _process_groups(groups: Sequence[ShardGroup]) -> list[dist.ProcessGroup]:
     """Returns the process groups, one for each axis, of all ranks that share the parameters, by tensor parallelism,
     too.
     """
-    found = {each.group_name: each for group in groups for each in group.mesh.axis_groups}
-    kinds = [param.distribution for group in groups for param in group.params]
-    for mesh in dict.fromkeys(kind.full_mesh for kind in kinds if isinstance(kind, TensorParallel)):
-        over = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        found |= {each.group_name: each for each in over}
+    found = {each.group_name: each for group in groups for each in group.ranks.axis_groups}
+    for param in (param for group in groups for param in group.params):
+        found |= {each.group_name: each for each in (*(cut.group for cut in param.cuts), *param.replicas)}
     return [*found.values()]
 
 
@@ -418,8 +412,7 @@ class ParamStream:
         bucket = self._buckets[self._position]
         self._position += 1
         for group in dict.fromkeys(source.group for source in bucket.sources if source.group is not None):
-            for notify in group.events.shards_needed:
-                notify(group)
+            group.before_read()
         with torch.inference_mode(False), torch.no_grad():
             bucket.start(number, self._device, self._keep)
         self._pending = bucket

@@ -9,30 +9,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ..checks.checksum import bits_of
-from ..engine.collectives import make_comm
-from ..engine.comm import Purpose, Work, all_gather_now
-from ..engine.compat import backend_name, copy_all, local_of
-from ..engine.gather import group_copies
-from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align, param_spec, split_chunks
-from ..engine.owners import owners_by_id
-from ..engine.parameter import FSDPParam
-from ..engine.rank_facts import gather_to_one, moves_data
-from ..engine.subclasses import gathers_itself
-from ..engine.tensor_parallel import TensorParallel
+from ..shards.dtensors import cuts_of
+from ..shards.gathers import place_chunks
+from ..shards.protocol import Cut, ShardGroup, ShardParam, Shards
+from ..shards.ranks import Work, all_gather_now, backend_name, comm_over, gather_to_one, moves_data
+from ..shards.tensors import RANK_ALIGNMENT, align, bits_of, copy_all, group_copies, local_of
 
 _GATHER_TO_ONE = ("gloo", "nccl")
 """Backends that can send to one rank alone."""
-
-
-class Stage(NamedTuple):
-    """Says which ranks hold chunks of a value, and how it is cut."""
-
-    group: dist.ProcessGroup
-    spec: ParamSpec
 
 
 # What changes when a parameter is written to or replaced: the registered one, its local tensor, their versions.
@@ -56,9 +42,9 @@ class Source:
     tensor: Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stages: tuple[Stage, ...]
-    param: FSDPParam | None = None
-    group: FSDPParamGroup | None = None
+    stages: tuple[Cut, ...]
+    param: ShardParam | None = None
+    group: ShardGroup | None = None
 
     @property
     def numel(self) -> int:
@@ -67,8 +53,8 @@ class Source:
     @property
     def padded_nbytes(self) -> int:
         """Bytes of the whole value, padded to equal chunks; the same on all ranks."""
-        spec = self.stages[-1].spec if self.stages else None
-        return (self.numel if spec is None else spec.shard_numel * spec.world_size) * self.dtype.itemsize
+        cut = self.stages[-1] if self.stages else None
+        return (self.numel if cut is None else cut.chunk_numel * cut.size) * self.dtype.itemsize
 
     def local(self) -> Tensor:
         """Returns this rank's rows, a plain tensor."""
@@ -76,10 +62,10 @@ class Source:
 
     def mark(self) -> Mark:
         """Returns what changes when the parameter is written to or replaced."""
-        now = registered = self.param.sharded if self.param is not None else self.tensor
+        now = registered = self.tensor
+        if self.param is not None:
+            now, registered = self.param.parameter, self.param.registered
         local = local_of(now) if isinstance(now, DTensor) else now
-        if self.param is not None and self.group is not None and self.group.phase not in (UNSHARDED, COPIED):
-            registered = self.param.slots[0].get()
         return registered, local, sum(0 if each.is_inference() else each._version for each in (now, local))
 
 
@@ -87,65 +73,41 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def find_groups(named: Iterable[tuple[str, Tensor]]) -> list[FSDPParamGroup]:
+def find_groups(shards: Shards, named: Iterable[tuple[str, Tensor]]) -> list[ShardGroup]:
     """Returns the groups that manage these parameters."""
-    owners = owners_by_id()
-    return list(dict.fromkeys(owner.group for _, tensor in named if (owner := owners.get(id(tensor))) is not None))
+    return list(dict.fromkeys(param.group for _, tensor in named if (param := shards.find(tensor)) is not None))
 
 
-def find_sources(named: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Source]:
+def find_sources(shards: Shards, named: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> list[Source]:
     """Returns each distinct parameter once.
 
     Raises:
         NotImplementedError, RuntimeError: see `stream_full_params`.
     """
-    owners = owners_by_id()
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, tuple[Tensor, Any]] = {}
+    names: dict[Any, list[str]] = {}
+    tensors: dict[Any, tuple[Tensor, ShardParam | None]] = {}
     for name, tensor in named:
-        owner = owners.get(id(tensor))
-        key = id(tensor if owner is None else owner.param)
+        param = shards.find(tensor)
+        key = id(tensor) if param is None else param
         names.setdefault(key, []).append(name)
-        tensors[key] = tensor, owner
-    return [_source(tuple(names[key]), tensor, owner, dtype) for key, (tensor, owner) in tensors.items()]
+        tensors[key] = tensor, param
+    return [_source(tuple(names[key]), tensor, param, dtype) for key, (tensor, param) in tensors.items()]
 
 
-def _source(names: tuple[str, ...], tensor: Tensor, owner: Any, dtype: torch.dtype | None) -> Source:
-    param, group = (None, None) if owner is None else (owner.param, owner.group)
+def _source(names: tuple[str, ...], tensor: Tensor, param: ShardParam | None, dtype: torch.dtype | None) -> Source:
     local = _local(tensor) if param is None else param.local
     if local.is_meta:
         raise RuntimeError(f"{names[0]} is on meta: it has no values. Call model.to_empty(device=...), and initialise.")
-    if gathers_itself(local):
+    if param is not None and param.gathers_itself:
         raise NotImplementedError(
             f"{names[0]} has fsdp_pre_all_gather: stream_full_params can't gather its stored form. Use full_params."
         )
     delivered = dtype if dtype is not None and local.dtype.is_floating_point else local.dtype
-    stages: list[Stage] = []
-    shape = tuple(tensor.shape) if param is None else param.shape
-    if param is not None and not param.is_scalar and param.mesh.size > 1:
-        spec = param_spec(param.gathered_shape, local.dtype, delivered, param.mesh.size, param.dim)
-        assert param.mesh.shard_group is not None, "ranks share it"
-        stages.append(Stage(param.mesh.shard_group, spec))
-    kind = None if param is None else param.distribution
-    if isinstance(kind, TensorParallel):
-        stages += _stages_of(names[0], kind.full_mesh, kind.full_placements, shape, delivered)
-    elif param is None and isinstance(tensor, DTensor):
-        stages += _stages_of(names[0], tensor.device_mesh, tensor.placements, shape, delivered)
-    return Source(names, tensor, shape, delivered, tuple(stages), param, group)
-
-
-def _stages_of(name: str, mesh: Any, placements: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Stage]:
-    """Returns how a DTensor of tensor parallelism is gathered over its own mesh."""
-    axes = [axis for axis, each in enumerate(placements) if not each.is_replicate() and mesh.size(axis) > 1]
-    if not axes:
-        return []
-    if len(axes) > 1 or type(placements[axes[0]]) is not Shard:
-        raise NotImplementedError(
-            f"{name}: stream_full_params can gather a DTensor that one axis of its mesh cuts, got placements "
-            f"{tuple(placements)}. Take {name}.full_tensor() for this parameter."
-        )
-    (axis,) = axes
-    return [Stage(mesh.get_group(axis), param_spec(shape, dtype, dtype, mesh.size(axis), placements[axis].dim))]
+    if param is not None:
+        return Source(names, tensor, param.shape, delivered, tuple(param.cuts), param, param.group)
+    shape = tuple(tensor.shape)
+    cuts = cuts_of(names[0], tensor.device_mesh, tensor.placements, shape) if isinstance(tensor, DTensor) else ()
+    return Source(names, tensor, shape, delivered, cuts)
 
 
 # ---- one collective
@@ -160,7 +122,7 @@ class Route:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Collection[int] | None) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
-        self.comm = make_comm(group, device, Purpose("the parameters of stream_full_params"))
+        self.comm = comm_over(group, device, "the parameters of stream_full_params")
         members = dist.get_process_group_ranks(group)
         wanted = [i for i, rank in enumerate(members) if ranks is None or rank in ranks]
         to_one = len(wanted) == 1 and backend_name(group, device) in _GATHER_TO_ONE
@@ -174,7 +136,7 @@ class Route:
 class Routes(Protocol):
     """Returns the route of a stage. `is_only`: there is no other stage."""
 
-    def __call__(self, stage: Stage, is_only: bool = True) -> Route: ...
+    def __call__(self, stage: Cut, is_only: bool = True) -> Route: ...
 
 
 class Segments:
@@ -215,33 +177,27 @@ class Segments:
 class StageGather:
     """Gathers values that are cut alike by the ranks of one route."""
 
-    def __init__(self, route: Route, specs: Sequence[ParamSpec], dtype: torch.dtype) -> None:
-        self._specs, self._dtype = specs, dtype
+    def __init__(self, route: Route, cuts: Sequence[Cut], dtype: torch.dtype) -> None:
+        self._cuts, self._dtype = cuts, dtype
         self._offsets = [0]
-        for spec in specs:
-            self._offsets.append(self._offsets[-1] + spec.shard_numel)
+        for cut in cuts:
+            self._offsets.append(self._offsets[-1] + cut.chunk_numel)
         self.segments = Segments(route, self._offsets[-1] * dtype.itemsize)
         self._rank = route.rank
 
     def slots(self) -> list[Tensor]:
         """Returns the memory of this rank's rows."""
-        own, shapes = self.segments.own.view(self._dtype), [spec.local_shape(self._rank) for spec in self._specs]
+        own, shapes = self.segments.own.view(self._dtype), [cut.chunk_shape(self._rank) for cut in self._cuts]
         places = zip(self._offsets, shapes, strict=False)
         return [own[start : start + torch.Size(shape).numel()].view(shape) for start, shape in places]
 
     def unpack(self, wholes: Sequence[Tensor]) -> None:
         """Copies all ranks' rows to their places in `wholes`, contiguous tensors of the whole shapes."""
-        rows, copies = self.segments.rows, []
+        rows, copies = self.segments.rows, list[tuple[Tensor, Tensor]]()
         assert rows is not None, "this rank receives"
         typed = rows[:, : self.segments.own.numel()].view(self._dtype)
-        for spec, start, whole in zip(self._specs, self._offsets, wholes, strict=False):
-            if whole.numel():
-                chunks = typed[:, start : start + spec.shard_numel]
-                first, *rest = split_chunks(whole, spec)
-                copies.append((first, chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))))
-                if rest:
-                    last = chunks[spec.whole_chunks, : rest[0].numel()]
-                    copies.append((rest[0], last.view(rest[0].shape)))
+        for cut, start, whole in zip(self._cuts, self._offsets, wholes, strict=False):
+            copies += place_chunks(whole, cut, typed[:, start : start + cut.chunk_numel])
         copy(copies)
 
 
@@ -288,7 +244,7 @@ class WholeBucket:
         """Packs this rank's rows, and begins to gather. `keep` is called with the packed rows of each parameter."""
         self._number, self._device = number, device
         if self._routes:
-            self._gather = StageGather(self._routes[0], [source.stages[0].spec for source in self.sources], self._dtype)
+            self._gather = StageGather(self._routes[0], [source.stages[0] for source in self.sources], self._dtype)
             slots = self._gather.slots()
         else:
             self._flat = self._new_flat()
@@ -305,8 +261,8 @@ class WholeBucket:
         for stage in range(1, len(self._routes)):
             assert gather is not None, "begun"
             problem = gather.segments.wait()
-            specs = [source.stages[stage].spec for source in self.sources]
-            following = StageGather(self._routes[stage], specs, self._dtype)
+            cuts = [source.stages[stage] for source in self.sources]
+            following = StageGather(self._routes[stage], cuts, self._dtype)
             gather.unpack(following.slots())
             gather = following
             gather.segments.start(problem)
@@ -452,12 +408,12 @@ def _indices_in_whole(source: Source, places: Tensor) -> Tensor:
     """Returns where elements of this rank's rows lie in the whole parameter."""
     if not source.stages:
         return places
-    group, spec = source.stages[0]
-    first, end = spec.rows(group.rank())
-    inner = torch.Size(spec.shape[spec.dim + 1 :]).numel()
+    cut = source.stages[0]
+    first, end = cut.bounds()
+    inner = torch.Size(cut.shape[cut.dim + 1 :]).numel()
     own_rows = max(1, end - first)
     outer, row = places // (own_rows * inner), places // inner % own_rows
-    return (outer * spec.num_rows + row + first) * inner + places % inner
+    return (outer * cut.shape[cut.dim] + row + first) * inner + places % inner
 
 
 def count_changes(sources: Sequence[Source], version: StreamVersion, routes: Routes) -> dict[Source, list[int]]:

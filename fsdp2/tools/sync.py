@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..checks.empty_memory import refuse_empty_memory
-from ..checks.initial_weights import InitialValues, compare_initial_weights, known_of
-from ..engine.compare_ranks import bounds_over, widest_mesh
-from ..engine.compat import PLAIN, holds_values, inner_tensors, no_torch_function
-from ..engine.group import COPIED, FSDPParamGroup
-from ..engine.mesh import DataMesh
-from ..engine.meshes import default_mesh
-from ..engine.owners import sharded_owner
-from ..engine.parameter import USER_CLASS, FSDPParam, fqn
-from ..engine.rank_facts import broadcast_over, gather_objects, ranks_of
-from ..engine.state import modules_below, states_among
-from ..engine.write_notices import notices
+from ..shards.find import before_write, check_weights, groups_managing, shards_of
+from ..shards.protocol import NotedValues, Ranks, ShardGroup, Shards
+from ..shards.ranks import bounds_over, broadcast_over, default_mesh, gather_objects, ranks_on
+from ..shards.tensors import PLAIN, USER_CLASS, fqn, holds_values, inner_tensors, no_torch_function
+from .audit import widest
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
 BUCKET_NBYTES = 16 * 1024 * 1024
@@ -41,9 +34,9 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     objects, and are written to in place; a tied parameter is sent once. Tensors among the attributes of a parameter of
     your own class, the scales of packed values for example, are copied with it.
 
-    After `fully_shard` it copies the tensors that several ranks hold: buffers, parameters that no fully_shard call
-    manages, replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if the shards were cut
-    from different weights.
+    After `fully_shard`, of fsdp2 or of torch, it copies the tensors that several ranks hold: buffers, parameters that
+    no fully_shard call manages, replicas (HSDP, `replicate`) and scalars. Each shard exists once, so it is an error if
+    the shards were cut from different weights, which is known of fsdp2's.
 
     Args:
         module: the model, or any part of it.
@@ -66,19 +59,14 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     if mesh is not None and mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
-    below = modules_below(module)
-    groups = _groups_of(below)
-    if mesh is None and groups:
-        ranks = widest_mesh(groups)
-    else:
-        mesh = mesh or default_mesh()
-        ranks = DataMesh(mesh, (), tuple(range(mesh.ndim)))
+    groups = groups_managing(module)
+    ranks = widest(groups) if mesh is None and groups else ranks_on(mesh or default_mesh())
     problem = _settle(groups)
     found: list[_Copies] = []
-    known: list[InitialValues] = []
+    known: list[NotedValues] = []
     if problem is None:
         try:
-            found += _find_copies(below, ranks)
+            found += _find_copies(module, ranks)
             for group in groups:
                 for copies, values in _known_of_replicas(group):
                     found.append(copies)
@@ -89,9 +77,8 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
     with torch.no_grad(), no_torch_function():
         _broadcast(found, ranks.device)
     for values in known:
-        values.note_place()
-    refuse_empty_memory(groups)
-    compare_initial_weights(groups)
+        values.keep()
+    check_weights(groups)
 
 
 class _Copies(NamedTuple):
@@ -109,46 +96,35 @@ class _Copies(NamedTuple):
 # ---- the tensors
 
 
-def _groups_of(below: Iterable[nn.Module]) -> list[FSDPParamGroup]:
-    """Returns the groups of sharded modules among these, and those of outer modules that shard their parameters."""
-    found = dict.fromkeys(group for state in states_among(below) for group in state.groups)
-    parameters: list[Any] = [tensor for module in below for tensor in module._parameters.values()]
-    for tensor in parameters:
-        owned = sharded_owner(tensor) if isinstance(tensor, DTensor) else None
-        if owned is not None:
-            found[owned.group] = None
-    return [*found]
-
-
-def _settle(groups: Sequence[FSDPParamGroup]) -> Exception | None:
+def _settle(groups: Sequence[ShardGroup]) -> Exception | None:
     """Reshards the groups. Returns the error that forbids it, or None."""
     for group in groups:
-        if group.state.running or group.root.backward is not None or group.phase is COPIED:
+        if group.in_use is not None:
             return RuntimeError(
                 f"sync_module_states: a forward or backward of {group} runs, or full_params has registered copies of "
                 "its parameters. Call it between steps."
             )
     try:
         for group in groups:
-            group.reshard_if_idle()
-            group.adopt_replacements()
+            group.settle()
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return error
     return None
 
 
-def _find_copies(below: dict[nn.Module, str], ranks: DataMesh) -> Iterator[_Copies]:
-    """Yields each distinct parameter and buffer of these modules, under the first of its names."""
+def _find_copies(root: nn.Module, ranks: Ranks) -> Iterator[_Copies]:
+    """Yields each distinct parameter and buffer of the modules in `root`, under the first of its names."""
     seen: set[int] = set()
-    for module, prefix in below.items():
+    shards = shards_of(root)
+    for prefix, module in root.named_modules():
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    yield _copies_of(f"{kind} {fqn(prefix, name)}", tensor, ranks)
+                    yield _copies_of(f"{kind} {fqn(prefix, name)}", tensor, ranks, shards)
                     if USER_CLASS in vars(tensor) or (type(tensor) not in PLAIN and holds_values(tensor)):
                         for attribute, value in _tensors_of(tensor, seen):
-                            yield _copies_of(f"attribute {fqn(prefix, name)}.{attribute}", value, ranks)
+                            yield _copies_of(f"attribute {fqn(prefix, name)}.{attribute}", value, ranks, shards)
 
 
 def _tensors_of(owner: object, seen: set[int], depth: int = 3) -> Iterator[tuple[str, Tensor]]:
@@ -165,32 +141,32 @@ def _tensors_of(owner: object, seen: set[int], depth: int = 3) -> Iterator[tuple
             yield from ((f"{name}.{below}", each) for below, each in _tensors_of(value, seen, depth - 1))
 
 
-def _copies_of(name: str, tensor: Tensor, ranks: DataMesh) -> _Copies:
+def _copies_of(name: str, tensor: Tensor, ranks: Ranks, shards: Shards) -> _Copies:
     if isinstance(tensor, UninitializedParameter):
         raise RuntimeError(f"{name} is uninitialised. Run the lazy module once before sync_module_states.")
     description = f"{name} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
-    groups = ranks.axis_groups
+    groups = [*ranks.axis_groups]
     if isinstance(tensor, DTensor):
         description += f" and placements {tensor.placements}"
-        groups = _groups_of_copies(name, tensor, ranks)
+        groups = _groups_of_copies(name, tensor, ranks, shards)
     parts = [_writable(name, part) for part in inner_tensors(tensor)] if groups else []
     if not isinstance(tensor, DTensor):
         description += "".join(f", {tuple(part.shape)} {part.dtype}" for part in parts if part.shape != tensor.shape)
     return _Copies(parts, groups, description)
 
 
-def _groups_of_copies(name: str, tensor: DTensor, ranks: DataMesh) -> list[dist.ProcessGroup]:
+def _groups_of_copies(name: str, tensor: DTensor, ranks: Ranks, shards: Shards) -> list[dist.ProcessGroup]:
     """Returns the process groups whose ranks hold the same shard of a DTensor as this rank."""
     mesh = tensor.device_mesh
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     groups = [mesh.get_group(axis) for axis in axes if tensor.placements[axis].is_replicate()]
-    if sharded_owner(tensor) is not None:
+    if shards.find(tensor) is not None:
         return groups
     apart = [mesh.get_group(axis) for axis in axes if not tensor.placements[axis].is_replicate()]
     others = {rank for group in apart for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()}
-    if others & ranks_of(ranks):
+    if others & ranks.members:
         raise ValueError(
-            f"{name}: ranks of {ranks.mesh} hold different shards of it (placements {tensor.placements} on {mesh}). "
+            f"{name}: ranks of {sorted(ranks.members)} hold different shards of it ({tensor.placements} on {mesh}). "
             "Pass the axes of data parallelism, for example sync_module_states(model, mesh['dp'])."
         )
     return [*groups, *(group for group in ranks.axis_groups if group not in groups)]
@@ -217,21 +193,15 @@ def _writable(name: str, part: Tensor) -> Tensor:
     return plain
 
 
-def _known_of_replicas(group: FSDPParamGroup) -> Iterator[tuple[_Copies, InitialValues]]:
+def _known_of_replicas(group: ShardGroup) -> Iterator[tuple[_Copies, NotedValues]]:
     """Yields the noted values of the weights from which replicas were cut, which must come from the first rank, too."""
-    for param, values in known_of(group).items():
-        replicas = _replica_groups(param)
+    for noted in group.noted_values():
+        replicas = [*noted.param.replicas]
         if replicas:
-            yield _Copies([values.values], replicas, f"values that {param.name} was cut from"), values
+            yield _Copies([noted.values], replicas, f"values that {noted.param.name} was cut from"), noted
 
 
-def _replica_groups(param: FSDPParam) -> list[dist.ProcessGroup]:
-    mesh, placements = param.sharded.device_mesh, param.sharded.placements  # type: ignore[attr-defined]
-    axes = (axis for axis in range(mesh.ndim) if placements[axis].is_replicate() and mesh.size(axis) > 1)
-    return [mesh.get_group(axis) for axis in axes]
-
-
-def _refuse_differences(ranks: DataMesh, descriptions: Sequence[str], problem: Exception | None) -> None:
+def _refuse_differences(ranks: Ranks, descriptions: Sequence[str], problem: Exception | None) -> None:
     """Raises the error of one rank on all ranks.
 
     Raises:
@@ -282,7 +252,7 @@ def _broadcast(found: Sequence[_Copies], device: torch.device) -> None:
 
 
 def _broadcast_over(groups: Sequence[dist.ProcessGroup], parts: Sequence[Tensor], device: torch.device) -> None:
-    notices.notify()
+    before_write()
     is_first = all(group.rank() == 0 for group in groups)
     size = min(BUCKET_NBYTES, sum(_aligned(part.nbytes) for part in parts))
     bucket = torch.empty(size, dtype=torch.uint8, device=device)

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..engine.comm import all_gather_now
-from ..engine.compat import local_if_any
-from ..engine.group import FSDPParamGroup
-from ..engine.layout import gather_layout
-from ..engine.memory import Memory
-from ..engine.parameter import FSDPParam
-from ..engine.write_notices import notices
+from ..shards.find import before_write
+from ..shards.protocol import Ranks, ShardGroup, ShardParam
+from ..shards.ranks import gather_bytes
+from ..shards.tensors import are_alike, bits_of, checksum, local_if_any, read, values_of, word_sum
 
 _DIGEST_NBYTES = 16
 _CHANGED_MEANWHILE = (
@@ -26,27 +21,10 @@ _CHANGED_MEANWHILE = (
 )
 
 
-def copy_unsharded(group: FSDPParamGroup, params: Sequence[FSDPParam], dtype: torch.dtype | None) -> list[Tensor]:
-    """Returns the unsharded parameters, in new memory, in the dtypes in which they are stored. Floating-point ones are
-    in `dtype`, if that is given. Every rank must call it.
-    """
-    specs = []
-    for spec in (param.spec(group.settings.policy) for param in params):
-        wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
-        specs.append(replace(spec, compute_dtype=wanted))
-    comm, mesh = group.comms.gathers, group.mesh
-    with torch.inference_mode(False), torch.no_grad():
-        layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
-        buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
-        buffers.move_into_shards([param.local for param in params])
-        buffers.start_gather(comm).finish()
-        return [buffers.unsharded_parameter(i) for i in range(len(specs))]
-
-
 class UnshardedCopies:
     """Holds copies of `params`, all of one group, in memory of their own. They take no gradient."""
 
-    def __init__(self, group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
+    def __init__(self, group: ShardGroup, params: Sequence[ShardParam]) -> None:
         self._group, self._params = group, params
         self._copies: list[_Copy] = []
         # The versions that the sharded parameters had when they were copied.
@@ -54,18 +32,18 @@ class UnshardedCopies:
 
     def register(
         self, dtype: torch.dtype | None, device: torch.device, has_data: bool
-    ) -> dict[FSDPParam, nn.Parameter]:
+    ) -> dict[ShardParam, nn.Parameter]:
         """Registers copies on `device`, in `dtype` or in the dtypes in which the parameters are stored, and returns
         them. Without `has_data` they are on meta. Every rank must call it.
         """
-        self._group.adopt_replacements(may_be_meta=False)
-        self._versions = self._group.shard_versions()
-        gathered = copy_unsharded(self._group, self._params, dtype)
+        self._group.settle(may_be_meta=False)
+        self._versions = self._group.versions()
+        gathered = self._group.copy_whole(self._params, dtype)
         self._group.begin_copies()
         with torch.inference_mode(False), torch.no_grad():
             for param, memory in zip(self._params, gathered, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
-                self._copies.append(_Copy(param, param.as_unsharded(own, requires_grad=False)))
+                self._copies.append(_Copy(param, param.as_parameter(own)))
         return {copy.param: copy.parameter for copy in self._copies}
 
     def unregister(self) -> None:
@@ -84,9 +62,9 @@ class UnshardedCopies:
         Raises:
             ValueError: a copy has different values on different ranks, or can't be written back. Every rank raises.
         """
-        is_current = self._group.shard_versions() == self._versions
+        is_current = self._group.versions() == self._versions
         own = [copy.digest(is_current) + bytes([copy.changes_rows()]) for copy in self._copies]
-        of_all = _from_all_ranks(b"".join(own), self._group)
+        of_all = _from_all_ranks(b"".join(own), self._group.ranks)
         problems = []
         for i, copy in enumerate(self._copies):
             theirs = [each[i * len(own[i]) : (i + 1) * len(own[i])] for each in of_all]
@@ -112,7 +90,7 @@ class _Copy:
     `problem`: the reason why it can't be written back, or None. `is_changed`: True if the shard of any rank changes.
     """
 
-    def __init__(self, param: FSDPParam, parameter: nn.Parameter) -> None:
+    def __init__(self, param: ShardParam, parameter: nn.Parameter) -> None:
         self.param, self.parameter = param, parameter
         self.problem: str | None = None
         self.is_changed = False
@@ -123,8 +101,8 @@ class _Copy:
 
     def unregister(self) -> None:
         """Registers the sharded parameter again, and notes what was registered."""
-        self._found = [slot.module._parameters.get(slot.name) for slot in self.param.slots]
-        self.param.register(self.param.sharded)
+        self._found = [module._parameters.get(name) for module, name in self.param.slots]
+        self.param.register(self.param.parameter)
 
     def is_written(self) -> bool:
         """Returns True if it was modified or replaced."""
@@ -145,8 +123,8 @@ class _Copy:
         value, copy = self._found[0], self.parameter
         if value is None or any(each is None for each in self._found) or any(replaced) != all(replaced):
             return "it was removed, or was replaced under some of its names only"
-        if tuple(value.shape) != self.param.shape or value.dtype != self.param.local.dtype:
-            stored = f"{self.param.local.dtype} of shape {self.param.shape}"
+        if tuple(value.shape) != self.param.shape or value.dtype != self.param.dtype:
+            stored = f"{self.param.dtype} of shape {self.param.shape}"
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
         if _placements_of(value) != _placements_of(copy):
             return f"expected placements {_placements_of(copy)}, got {_placements_of(value)}"
@@ -165,14 +143,14 @@ class _Copy:
         if self.problem is not None:
             return False
         local = self.param.local
-        rows = self.param.own_rows(self._value()).to(local.device)
+        rows = self.param.part_of(self._value()).to(local.device)
         return not torch.equal(bits_of(rows), bits_of(local))
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copies this rank's rows of the value into its shard."""
-        notices.notify()
-        self.param.local.copy_(self.param.own_rows(self._value()))
+        before_write()
+        self.param.local.copy_(self.param.part_of(self._value()))
 
 
 def _placements_of(tensor: Tensor) -> object:
@@ -190,11 +168,10 @@ def _sums_of(copy: Tensor) -> list[int]:
     return read([word_sum(part) for part in values_of(copy)])
 
 
-def _from_all_ranks(own: bytes, group: FSDPParamGroup) -> list[bytes]:
+def _from_all_ranks(own: bytes, ranks: Ranks) -> list[bytes]:
     """Returns `own` of each rank that shards or replicates the group. All of these ranks must call it."""
-    comms, device = group.comms, group.mesh.device
-    of_all = all_gather_now(own, comms.reduces, device)
-    if comms.replicas is not None:
-        joined = all_gather_now(b"".join(of_all), comms.replicas, device)
+    of_all = [own]
+    for axis in ranks.axis_groups:
+        joined = gather_bytes(b"".join(of_all), axis, ranks.device)
         of_all = [each[i : i + len(own)] for each in joined for i in range(0, len(each), len(own))]
     return of_all

@@ -36,6 +36,8 @@ FULL = StateDictOptions(full_state_dict=True)
 
 ELSEWHERE.update(
     {
+        "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
+        "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
         "On every rank, call {} instead": "tests/ranks/test_fsdp1_methods.py::state_dicts_are_refused",
         "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
             "tests/ranks/test_advice.py::inputs_that_are_not_cast"

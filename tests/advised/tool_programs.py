@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -182,11 +182,12 @@ def streams_between_passes() -> None:
 
 
 @follows("Take {}.full_tensor() for this parameter", ranks=4)
-def streams_of_what_two_axes_cut() -> None:
+def streams_of_sums() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     model, plain = build(), build()
     fully_shard(model.block, mesh=init_device_mesh("cpu", (4,)))
-    weight = nn.Parameter(distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0), Shard(1)]))
+    part = torch.arange(64.0).view(8, 8) / 4
+    weight = nn.Parameter(DTensor.from_local(part, mesh, [Partial(), Partial()]))
     model.extra = nn.Module()
     model.extra.register_parameter("weight", weight)
     refused(lambda: [*stream_full_params(model)])

@@ -24,7 +24,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_sha
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.group import SHARDED
 from fsdp2.engine.state import groups_below
-from fsdp2.tools import unsharded_copies
+from fsdp2.shards.ours import OurGroup
 from helpers import assert_same, full, run_checks, shard_batch
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 
@@ -525,7 +525,7 @@ def one_group_at_a_time() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    gather, seen = unsharded_copies.copy_unsharded, []
+    gather, seen = OurGroup.copy_whole, []
 
     def spy(*args: Any) -> list[Tensor]:
         assert all(reference() is None for reference in seen)
@@ -534,7 +534,7 @@ def one_group_at_a_time() -> None:
         return gathered
 
     with (
-        mock.patch.object(unsharded_copies, "copy_unsharded", spy),
+        mock.patch.object(OurGroup, "copy_whole", spy),
         full_params(model, offload_to_cpu=True, rank0_only=True),
     ):
         assert len(seen) == 17
@@ -694,7 +694,7 @@ def extended_parameters() -> None:
     model, _ = pair()
     block = full_params(model.first.weight, offload_to_cpu=True)
     text = "^first.weight has fsdp_pre_all_gather"
-    patch = mock.patch("fsdp2.tools.full_params.gathers_itself", return_value=True)
+    patch = mock.patch("fsdp2.shards.ours.gathers_itself", return_value=True)
     with patch, pytest.raises(NotImplementedError, match=text):
         block.__enter__()
 

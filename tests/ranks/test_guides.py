@@ -303,6 +303,20 @@ def pictures(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=4))
 
 
+@guide("Tools on torch's own FSDP2")
+def tools_on_torchs_own(names: Names) -> None:
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 5))
+    rows = [torch.randn(4, 16, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
+    model(torch.cat(rows)).square().mean().backward()
+    torch.testing.assert_close(names["norm"], torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert names["shapes"] == {name: param.shape for name, param in model.named_parameters()}
+    held = torch.tensor(names["held"])
+    dist.all_reduce(held)
+    assert held == sum(param.numel() for param in model.parameters())
+
+
 @guide("Full weights")
 def whole_weights(names: Names) -> None:
     """What was written is in the shards; the loss that reads the head's weight gives it a gradient of the batch."""

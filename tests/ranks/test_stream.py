@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, StreamVersion, full_params, fully_shard, stream_full_params
@@ -469,10 +469,15 @@ def tensors_of_tensor_parallelism_alone() -> None:
     parallelize_module(model.up, mesh["tensor"], ColwiseParallel())
     fully_shard(model, mesh=mesh["data"], ignored_params={*model.up.parameters()})
     assert_whole(streamed(model), plain)
-    both = nn.Module()
-    both.cut = nn.Parameter(torch.distributed.tensor.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)]))
+    both, values = nn.Module(), torch.arange(35.0).view(5, 7)
+    both.cut = nn.Parameter(torch.distributed.tensor.distribute_tensor(values, mesh, [Shard(0), Shard(1)]))
+    both.twice = nn.Parameter(torch.distributed.tensor.distribute_tensor(values, mesh, [Shard(1), Shard(1)]))
     both.down = fully_shard(nn.Linear(4, 4), mesh=mesh["data"])
-    with pytest.raises(NotImplementedError, match=r"cut: .* one axis of its mesh cuts, got .*cut\.full_tensor\(\)"):
+    delivered = streamed(both)
+    assert torch.equal(delivered["cut"], values)
+    assert torch.equal(delivered["twice"], values)
+    both.sum = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Partial(), Replicate()]))
+    with pytest.raises(NotImplementedError, match=r"sum: .* sharded or replicated .*, got .*sum\.full_tensor\(\)"):
         stream_full_params(both)
 
 

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, padding_report, replicate
-from fsdp2.tools.padding import Padded, _examined
+from fsdp2.tools.padding import Padded
+from fsdp2.tools.padding_log import _examined
 from helpers import fake_world
 
 POLICIES = {

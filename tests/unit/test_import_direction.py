@@ -21,24 +21,31 @@ MAY_IMPORT = {
     "features": ("engine", "checks", "dtensor"),
     "checks": ("engine", "features", "dtensor"),
     "dtensor": ("engine", "features", "checks"),
-    "optim": ("engine", "features", "checks", "dtensor"),
-    "tools": ("engine", "features", "checks", "dtensor", "optim"),
-    "hf": ("engine", "features", "checks", "dtensor"),
+    "shards": ("engine", "features", "checks", "dtensor"),
+    "optim": ("shards",),
+    "tools": ("shards", "optim"),
+    "hf": ("shards",),
     "planning": ("engine", "features", "checks", "tools", ""),
     "bridge": ("engine", "features", "checks", "dtensor", ""),
-    "": ("engine", "features", "checks", "dtensor", "optim", "tools", "hf", "planning", "bridge"),
+    "": ("engine", "features", "checks", "dtensor", "shards", "optim", "tools", "hf", "planning", "bridge"),
 }
+# Tools that follow the engine's events, or ask it more than the protocol of `shards/` has.
+ON_THE_ENGINE = (
+    "tools.audit_at_debug_level",
+    "tools.padding_log",
+    "tools.profiler_ranges",
+    "tools.timeline_of_events",
+    "tools.watched_comms",
+)
 # Packages that a folder may import besides torch, inside functions that need them: users may not have them.
 OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
 # Modules that others may import besides: the first knows the standard library alone.
 ALSO = {
     ("*", "bridge.when_imported"),
     ("checks.plan", "module"),
-    ("tools.padding", "module"),
     # Tools that run at events, each imported then.
     ("checks.tools_when_needed", "tools.audit"),
-    ("checks.tools_when_needed", "tools.describe"),
-    ("checks.tools_when_needed", "tools.padding"),
+    ("checks.tools_when_needed", "tools.padding_log"),
     ("checks.tools_when_needed", "tools.profiler_ranges"),
     ("dtensor.table", "bridge.pipelining"),
 }
@@ -60,12 +67,14 @@ COMPAT = (
 WHERE = f"it belongs in one of {', '.join(COMPAT)}"
 # The bridge for programs that were written for torch's FSDP: its names stand here, private ones too.
 BRIDGE = ("bridge.patch", "bridge.fsdp1_methods")
+# It finds modules that torch's own FSDP2 has sharded, and does not import it.
+KNOWS_TORCH_FSDP = ("shards.torch_fsdp2",)
 # What torch's other composable APIs look up on a module; neither an implementation of FSDP nor imported with fsdp2.
 CONTRACT = "torch.distributed._composable.contract"
 # Python finds this one in a folder of its own.
 STARTUP = "bridge/startup/sitecustomize.py"
 # The __init__.py of these hold their docstring only: what is in it is imported from where it stands.
-PLAIN = ("bridge", "checks", "dtensor", "features", "optim", "planning", "tools")
+PLAIN = ("bridge", "checks", "dtensor", "features", "optim", "planning", "shards", "tools")
 # Plain descriptions: they, and what they import at run time, know nothing of torch.distributed.
 PURE = ("engine.layout", "engine.policy", "tools.difference", "tools.finding")
 COLLECTIVES = re.compile(
@@ -170,7 +179,8 @@ def folders_import_as_listed(sources: dict[str, Source]) -> Problems:
             continue
         for line, imported in source.siblings():
             folder = folder_of(imported)
-            if folder == source.folder or folder in MAY_IMPORT[source.folder]:
+            more = MAY_IMPORT["shards"] if source.name in ON_THE_ENGINE else ()
+            if folder == source.folder or folder in (*MAY_IMPORT[source.folder], *more):
                 continue
             if not {(source.name, imported), ("*", imported)} & ALSO:
                 where = f"{source.folder}/" if source.folder else "a module of the package itself"
@@ -236,7 +246,7 @@ def only_comm_calls_collectives(sources: dict[str, Source]) -> Problems:
 
 def nothing_touches_torch_fsdp(sources: dict[str, Source]) -> Problems:
     for source in sources.values():
-        if source.name in BRIDGE:
+        if source.name in (*BRIDGE, *KNOWS_TORCH_FSDP):
             continue
         for line, dotted in (*source.names(), *source.strings):
             if source.name == "engine.torch_names" and under(dotted, CONTRACT):
@@ -378,6 +388,8 @@ def test_each_exception_is_needed(exception: tuple[str, str]) -> None:
         (folders_import_as_listed, "dtensor/views", "from ..tools.clip import clip_grad_norm_"),
         (folders_import_as_listed, "tools/clip", "from ..api import fully_shard"),
         (folders_import_as_listed, "tools/clip", "from ..bridge import patch"),
+        (folders_import_as_listed, "tools/clip", "from ..engine.owners import all_groups"),
+        (folders_import_as_listed, "optim/steps", "from ..checks.check_times import is_time"),
         (folders_import_as_listed, "more/helpers", "x = 1"),
         (nothing_imports_itself, "engine/comm", "from .gather import start"),
         (nothing_imports_itself, "engine/comm", "def f(): from ..engine import gather"),
@@ -471,7 +483,8 @@ def test_rules_allow_what_the_design_needs(tmp_path: Path) -> None:
             "engine/once": "",
             "bridge/when_imported": "import sys",
             "api": "from .tools import clip\nfrom .engine.owners import all_groups\n",
-            "tools/clip": "from ..dtensor.compat import local_of\n",
+            "tools/clip": "from ..shards.find import shards_of\n",
+            "shards/find": "from ..dtensor.compat import local_of\n",
             "dtensor/compat": "from torch.distributed.tensor._api import DTensor\n",
         },
     )

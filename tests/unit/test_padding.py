@@ -14,7 +14,8 @@ from benchmarks.alignment import BLOCKS, EXPERTS
 from fsdp2 import DataParallelMeshDims, cheapest_placement
 from fsdp2.engine.buckets import MAX_BUCKETS_OF_COPIES, MAX_PIECES, MIN_PIECE_BYTES, find_buckets, split_pieces
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
-from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, Padded, cheapest_dim, gather_cost, gathered_nbytes
+from fsdp2.shards.ours import gathered_nbytes
+from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, Padded, cheapest_dim, gather_cost
 from helpers import fake_world
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -1,0 +1,74 @@
+"""What tools ask of tensors, sharded or not: local tensors, their bits, names for texts."""
+
+from __future__ import annotations
+
+from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
+from ..checks.empty_memory import is_marked, mark
+from ..checks.frozen_parameters import written_by_some
+from ..dtensor.compat import dtensor, spec_of
+from ..engine.compat import (
+    PLAIN,
+    copy_all,
+    dtensor_spec,
+    holds_values,
+    inner_tensors,
+    local_if_any,
+    local_of,
+    no_torch_function,
+    on_backward_end,
+    untraced,
+)
+from ..engine.gather import group_copies, own_storage_view, view_bytes
+from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
+from ..engine.nested import map_tensors, tensors_in
+from ..engine.once import once
+from ..engine.owners import SHARDED_AS, some_of
+from ..engine.parameter import USER_CLASS, fqn
+from ..engine.state import STATE
+from ..engine.subclasses import is_packed
+from ..engine.torch_names import is_sharded_by_fsdp1
+from ..engine.user_code import hidden, hides_modes
+from ..features.module_repr import dtype_text
+
+__all__ = [
+    "PLAIN",
+    "RANK_ALIGNMENT",
+    "SHARDED_AS",
+    "STATE",
+    "USER_CLASS",
+    "ParamSpec",
+    "align",
+    "are_alike",
+    "bits_of",
+    "checksum",
+    "copy_all",
+    "dtensor",
+    "dtensor_spec",
+    "dtype_text",
+    "fqn",
+    "group_copies",
+    "hidden",
+    "hides_modes",
+    "holds_values",
+    "inner_tensors",
+    "is_marked",
+    "is_packed",
+    "is_sharded_by_fsdp1",
+    "local_if_any",
+    "local_of",
+    "map_tensors",
+    "mark",
+    "no_torch_function",
+    "on_backward_end",
+    "once",
+    "own_storage_view",
+    "read",
+    "some_of",
+    "spec_of",
+    "tensors_in",
+    "untraced",
+    "values_of",
+    "view_bytes",
+    "word_sum",
+    "written_by_some",
+]
