@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..engine.group import FSDPParamGroup
-from ..module import FSDPModule
+from ..shards.find import original_class
 from ..shards.ours import OurGroup
 from .padding import GroupPadding, group_padding
 
@@ -27,8 +27,7 @@ def log_waste(group: FSDPParamGroup, least: int) -> None:
 
 def _class_name(group: FSDPParamGroup) -> str:
     """Returns the name that the class of the group's first module had before it was sharded."""
-    cls = type(group.modules[0])
-    return (cls.__bases__[0] if issubclass(cls, FSDPModule) else cls).__name__
+    return original_class(group.modules[0]).__name__
 
 
 def _was_examined(group: FSDPParamGroup) -> bool:
