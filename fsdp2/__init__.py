@@ -20,7 +20,7 @@ from .optim.whole_matrix import WholeMatrixOptimizer
 from .planning.check import CheckedValue, PlanCheck
 from .planning.plan import Plan, PlanRow, plan
 from .planning.policies import WrapGroup, wrap_groups
-from .planning.replay import Prediction
+from .planning.prediction import Prediction
 from .planning.settings import Setting
 from .tools.audit import check
 from .tools.clip import clip_grad_norm_
