@@ -10,7 +10,6 @@ waits for a stream before it is free.
 
 import math
 import types
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,16 +24,17 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from fsdp2.planning import meter
 
 from .cuda_group import Wire, start_wire_group
 
 KIND = "gpu"
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(meter.StorageMeter):
     """Counts the bytes of all storages of FakeTensors that operations make while it is active.
 
     `live`, `peak`: bytes now, and the most since `start_region`, by the type of device.
@@ -46,38 +46,20 @@ class StorageMeter(TorchDispatchMode):
         super().__init__()
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._storages: dict[int, tuple[str, int]] = {}  # address -> (type of device, bytes)
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operations come back to us
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor):
-                self._see(leaf)
+        self.see(tree_leaves(out))
         return out
 
     def start_region(self) -> None:
         self.peak = Counter(self.live)
 
-    def _see(self, tensor: FakeTensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = (tensor.device.type, 0)
-            weakref.finalize(storage, self._forget, storage._cdata)
-            self.resize(storage)
-
-    def resize(self, storage: torch.UntypedStorage) -> None:
-        """Notes the new size of a storage. One that no operation has returned is unknown."""
-        kind, before = self._storages.get(storage._cdata, ("", 0))
-        if kind:
-            self._storages[storage._cdata] = (kind, storage.nbytes())
-            self.live[kind] += storage.nbytes() - before
-            self.peak[kind] = max(self.peak[kind], self.live[kind])
-
-    def _forget(self, address: int) -> None:
-        kind, nbytes = self._storages.pop(address)
-        self.live[kind] -= nbytes
+    def change(self, place: str, nbytes: int, more: int) -> None:
+        self.live[place] += nbytes
+        self.peak[place] = max(self.peak[place], self.live[place])
 
 
 @contextmanager
@@ -89,14 +71,14 @@ def simulated_gpu(world_size: int, kind: str = KIND) -> Iterator[tuple[DeviceMes
     _install()
     wire = start_wire_group(world_size, torch.device(kind, 0))
     mesh = dist.init_device_mesh(kind, (world_size,))
-    meter = StorageMeter()
+    storages = StorageMeter()
     try:
         with ExitStack() as stack:
-            for patch in (*_patches_of_torch(meter), *_patches_of_fsdp2()):
+            for patch in (*_patches_of_torch(), *_patches_of_fsdp2()):
                 stack.enter_context(patch)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(meter)
-            yield mesh, meter, wire
+            stack.enter_context(storages)
+            yield mesh, storages, wire
     finally:
         dist.destroy_process_group()
 
@@ -172,13 +154,8 @@ def _have_one_storage(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
-def _patches_of_torch(meter: StorageMeter) -> Iterator[Any]:
-    resize, make, data = torch.UntypedStorage.resize_, Tensor._make_subclass, Tensor.data
-
-    def resize_and_note(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        resize(storage, nbytes)
-        meter.resize(storage)
-        return storage
+def _patches_of_torch() -> Iterator[Any]:
+    make, data = Tensor._make_subclass, Tensor.data
 
     def make_alike(*args: Any, **kwargs: Any) -> Tensor:
         if "device_for_backend_keys" in kwargs:
@@ -189,7 +166,6 @@ def _patches_of_torch(meter: StorageMeter) -> Iterator[Any]:
         data.__set__(tensor, value)  # type: ignore[attr-defined]
         tensor.fake_device = value.fake_device  # type: ignore[attr-defined]
 
-    yield mock.patch.object(torch.UntypedStorage, "resize_", resize_and_note)
     # FSDP1 offloads by `.data`, which must not be of another kind of tensor, and which FakeTensors do not follow.
     yield mock.patch.object(Tensor, "_make_subclass", staticmethod(make_alike))
     yield mock.patch.object(FakeTensor, "data", property(data.__get__, set_data))  # type: ignore[attr-defined]
@@ -212,4 +188,5 @@ def _patches_of_fsdp2() -> Iterator[Any]:
 
     yield mock.patch("fsdp2.checks.plan._check_subclass", _do_nothing)  # it refuses FakeTensors
     yield mock.patch("fsdp2.engine.buffers.own_storage_view", view_of)  # slices of a storage need its memory
+    yield mock.patch("fsdp2.engine.mesh.check_order", _do_nothing)  # it reads values
     yield mock.patch.dict(levels._levels(), dict.fromkeys(levels.NAMES, "off"))  # they read values

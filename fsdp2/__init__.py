@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .planning.check import CheckedValue, PlanCheck
     from .planning.plan import Plan, PlanRow, plan
     from .planning.policies import WrapGroup, wrap_groups
-    from .planning.replay import Prediction
+    from .planning.prediction import Prediction
     from .planning.settings import Setting
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
@@ -60,7 +60,7 @@ _MODULES = {
     "Plan": "planning.plan",
     "PlanCheck": "planning.check",
     "PlanRow": "planning.plan",
-    "Prediction": "planning.replay",
+    "Prediction": "planning.prediction",
     "Setting": "planning.settings",
     "ShardGroup": "shards.protocol",
     "ShardParam": "shards.protocol",

@@ -19,6 +19,7 @@ from .mesh import DataMesh, Distribution, data_mesh
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
 from .root import Root
+from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
 from .tensor_parallel import distribute
 from .user_code import hides_modes
@@ -101,7 +102,7 @@ def _check_backends(plan: Plan) -> None:
     meshes = {id(each.mesh): each.mesh for each in plan.parameters.values()}
     for mesh in (plan.mesh, *meshes.values()):
         for group in (mesh.shard_group, mesh.replicate_group):
-            if group is not None:
+            if group is not None and not isinstance(group, SimulatedGroup):
                 backend_name(group, mesh.device)
 
 
@@ -243,7 +244,7 @@ def _make_groups(
 
 def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
     """Returns where shards live, and whether in page-locked memory. A policy of torch's own is accepted, too."""
-    cpu = torch.device("cpu")
+    cpu = torch.device("meta" if device.type == "meta" else "cpu")
     if not hasattr(policy, "pin_memory") or device == cpu:
         return device, False
     return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()

@@ -20,6 +20,7 @@ from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
 from .compat import backend_name
 from .events import Observer
 from .gloo import PairwiseComm
+from .simulation import SimulatedGroup
 from .streams import exist_on
 from .subgroups import subgroup
 
@@ -51,6 +52,8 @@ def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpos
     """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
     if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
         return NamedPairwiseComm(group, purpose) if is_on("headers") else PairwiseComm(group, purpose)
+    if isinstance(group, SimulatedGroup):
+        return group.make_comm(purpose)
     comm = core_comm.make_comm(group, device, purpose)
     return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
 
@@ -183,6 +186,8 @@ def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
     mesh, world = group.mesh, dist.group.WORLD
     if usual.size <= RANKS_OF_A_MACHINE or not exist_on(mesh.device) or not isinstance(usual, core_comm.CoalescedComm):
         return False
+    if isinstance(usual.group, SimulatedGroup):
+        return True
     return world is not None and (world.bound_device_id is None or mesh.num_ranks == world.size())
 
 

@@ -6,7 +6,9 @@ are overridden. `extend` adds observers for the whole process, before modules ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -225,9 +227,23 @@ class _Current:
     extensions = Extensions()
 
 
+# Those that hold on this thread instead, see `chosen`.
+_chosen: ContextVar[Extensions | None] = ContextVar("extensions", default=None)
+
+
 def extensions() -> Extensions:
-    """Returns what has been added so far."""
-    return _Current.extensions
+    """Returns what has been added so far, or holds on this thread."""
+    return _chosen.get() or _Current.extensions
+
+
+@contextmanager
+def chosen(**changes: Any) -> Iterator[None]:
+    """Context: on this thread, these fields replace those of the process."""
+    token = _chosen.set(replace(extensions(), **changes))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
 
 
 def extend(**changes: Any) -> None:

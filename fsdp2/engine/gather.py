@@ -34,6 +34,8 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
+    if buffer.is_meta:  # which has no address
+        return view_bytes(buffer, offset, math.prod(shape), dtype).view(shape)
     storage = buffer.untyped_storage()[offset : offset + nbytes]
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from .compat import storage_id
+from .simulation import simulated
 from .state import names_below
 from .torch_names import share_versions
 
@@ -32,7 +33,9 @@ class Owned(NamedTuple):
 
 
 def note_root(root: Any) -> None:
-    """Remembers a root, for as long as it is alive."""
+    """Remembers a root, for as long as it is alive; not those of plans, which nobody else has."""
+    if simulated.get() is not None:
+        return
     key = id(root)
     _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
 

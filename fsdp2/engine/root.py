@@ -94,7 +94,9 @@ class Root:
         # Where the inputs of a pass are moved.
         device = self.group.mesh.device
         self.input_device = None if device.type in ("cpu", "meta") else device
-        self._transfers = {group.transfers for group in self.groups if group.transfers is not None}
+        # Shards without memory need not be waited for.
+        copies = [group.transfers for group in self.groups if device.type != "meta"]
+        self._transfers = {each for each in copies if each is not None}
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()
         self.events = NO_EVENTS

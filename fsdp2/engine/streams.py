@@ -20,18 +20,19 @@ from torch import Tensor
 
 from . import compat
 from .codec import Rows, sum_rows
+from .simulation import kind_of, simulated
 
 Result = TypeVar("Result")
 
 
 def exist_on(device: torch.device) -> bool:
     """Returns True if work on `device` is queued on streams, so that waiting does not hold up the host."""
-    return device.type not in ("cpu", "meta")
+    return (device.type if device.type != "meta" else kind_of(device)) not in ("cpu", "meta")
 
 
 def costs_launches(device: torch.device) -> bool:
     """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
-    return device.type != "cpu"
+    return (device.type if device.type != "meta" else kind_of(device)) != "cpu"
 
 
 @contextmanager
@@ -42,6 +43,10 @@ def beside(device: torch.device) -> Iterator[None]:
     """
     if not exist_on(device):
         yield
+        return
+    if device.type == "meta" and (simulation := simulated.get()) is not None:
+        with simulation.beside():
+            yield
         return
     current = torch.accelerator.current_stream(device)
     stream = _stream_beside(current, device)
@@ -231,7 +236,12 @@ class Transfers:
             last.synchronize()
 
 
-@cache
 def make_transfers(device: torch.device, pin: bool) -> Transfers:
     """Returns the Transfers that all groups on `device` share."""
+    simulation = simulated.get() if device.type == "meta" else None
+    return _transfers_of(device, pin) if simulation is None else simulation.transfers
+
+
+@cache
+def _transfers_of(device: torch.device, pin: bool) -> Transfers:
     return Transfers(device, pin)

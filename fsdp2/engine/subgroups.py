@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from .simulation import SimulatedGroup
 from .torch_names import name_of_new_group
 
 # Process group -> size -> the group of so many neighbours of this rank.
@@ -22,9 +23,11 @@ def subgroup(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     the default group is bound to a device (`init_process_group(device_id=...)`), all ranks of that must, because NCCL
     splits it.
     """
+    first = group.rank() // size * size
+    if isinstance(group, SimulatedGroup):
+        return group.among(range(first, first + size))
     of_size = _subgroups.setdefault(group, {})
     if size not in of_size:
-        first = group.rank() // size * size
         ranks = tuple(dist.get_process_group_ranks(group)[first : first + size])
         assert dist.group.WORLD is not None, "there are other groups"
         num_made = _num_made.setdefault(dist.group.WORLD, Counter())

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ..api import fully_shard
 from ..engine.compat import backend_name
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .ledger import Machine
+from .clocks import Machine
 from .policies import WrapGroup
 from .settings import Setting
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.collectives import RANKS_OF_A_MACHINE
 from ..engine.nested import tensors_in
 from ..engine.policy import MixedPrecisionPolicy
-from .ledger import Machine
+from .clocks import Machine
 from .network import NCCL_LATENCY, NO_LATENCY
 from .policies import OPTIONS
 from .settings import Setting, candidates, read_bytes, read_latency
@@ -84,7 +83,6 @@ def read_machine(
         device,
         over,
         latency=read_latency(latency, NCCL_LATENCY if is_nccl else NO_LATENCY),
-        apart_beyond=RANKS_OF_A_MACHINE if is_nccl else None,
         **counts,
         **read,  # type: ignore[arg-type]
     )

@@ -15,7 +15,7 @@ from ..engine.compat import local_if_any
 from ..engine.events import Observer
 from ..engine.state import groups_below, require_state
 from ..tools.watched_comms import Collective, watch
-from .replay import Prediction
+from .prediction import Prediction
 
 __all__ = ["CheckedValue", "PlanCheck"]
 TOLERANCE = 0.03

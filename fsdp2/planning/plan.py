@@ -14,12 +14,13 @@ from ..engine.layout import ParamSpec
 from ..engine.policy import MixedPrecisionPolicy
 from . import apply, arguments, table
 from .check import PlanCheck, StepMeter
-from .ledger import Machine
+from .clocks import Machine
+from .outline import Outline
 from .policies import WrapGroup, join_blocks, wrap_groups
+from .prediction import Prediction, ShardedCopy, key_of
 from .recording import Recording, record, renumbered, without_activations
-from .replay import Prediction, modules_of, replay
 from .settings import Setting, read_bytes, read_optimizer
-from .structure import PlannedGroup, find_groups
+from .structure import PlannedGroup, find_groups, modules_of
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -71,6 +72,7 @@ class _Wrapping:
     """
 
     calls: list[WrapGroup]
+    outline: Outline
     groups: list[PlannedGroup]
     plain: Recording
     checkpointed: Recording | None
@@ -151,7 +153,7 @@ class Plan:
         wrapping = self._wrapping_of(row)
         machine = apply.machine_of(mesh, self._machine)
         # What runs may differ from what was planned for: by its device, or its process group.
-        prediction = _predict(self._model, wrapping, row.setting, machine, self._optimizer)
+        prediction = _predict(self._model, wrapping, row.setting, machine, self._optimizer, {})
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
         self._meter = StepMeter(model)
@@ -202,9 +204,9 @@ def plan(
 
     It needs no process group and no device, and changes neither the model nor a process group that exists. The forward
     and the backward of the plain model run once without values (FakeTensorMode), and once more with checkpointing. For
-    each setting the engine's own decisions are then replayed around that: which groups are unsharded when, in which
-    buckets gradients are reduced. `tests/trace/test_plan.py` and `test_plan_time.py` compare that with real
-    steps.
+    each setting the engine itself then runs around that, on tensors without memory: it decides which groups are
+    unsharded when, and in which buckets gradients are reduced. `tests/trace/test_plan.py` and `test_plan_time.py`
+    compare that with real steps.
 
     Bytes: shards are parameters / ranks, each parameter padded to whole rows for each rank; optimizer states as
     `optimizer` says, for trainable ones. Peaks are computed for the second step, in which the order of groups is known,
@@ -295,6 +297,7 @@ def plan(
         wrappings |= {(name, count): wrapping for count, wrapping in found.items()}
     read_optimizer(optimizer, 1)
     rows = []
+    copies: dict[Setting, ShardedCopy] = {}
     for setting in chosen:
         if (setting.policy, setting.blocks_per_call) not in wrappings:
             if settings is not None:
@@ -307,7 +310,7 @@ def plan(
         if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
             continue
         states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
-        prediction = _predict(model, wrapping, setting, machine, optimizer)
+        prediction = _predict(model, wrapping, setting, machine, optimizer, copies)
         on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
         rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations, on_host))
     if any(row.setting.offload for row in rows):
@@ -343,20 +346,21 @@ def _wrap(
         notes.append(f"Nothing but the model itself is wrapped: {why}.")
     if batch is None:
         notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
-    groups = find_groups(model, calls, precision)
-    found = {1: _wrapping(model, calls, groups, batch, loss, checkpoints, notes)}
+    outline, groups = find_groups(model, calls, precision)
+    found = {1: _wrapping(model, calls, outline, groups, batch, loss, checkpoints, notes)}
     for count in counts:
         joined = join_blocks(model, calls, count)
         if len(joined) < len(calls):
-            own = find_groups(model, joined, precision)
-            same = _renumbered(found[1], groups, joined, own)
-            found[count] = same or _wrapping(model, joined, own, batch, loss, checkpoints, [])
+            outline, own = find_groups(model, joined, precision)
+            same = _renumbered(found[1], groups, joined, outline, own)
+            found[count] = same or _wrapping(model, joined, outline, own, batch, loss, checkpoints, [])
     return found
 
 
 def _wrapping(
     model: nn.Module,
     calls: list[WrapGroup],
+    outline: Outline,
     groups: list[PlannedGroup],
     batch: Any,
     loss: Any,
@@ -369,11 +373,15 @@ def _wrapping(
         plain = _record(model, groups, batch, loss, (), notes)
         again = _record(model, groups, batch, loss, blocks, notes) if checkpoints and blocks and plain else None
     recording = plain or without_activations(model, groups)
-    return _Wrapping(calls, [group.on_meta() for group in groups], recording, again, plain is not None)
+    return _Wrapping(calls, outline, [group.on_meta() for group in groups], recording, again, plain is not None)
 
 
 def _renumbered(
-    wrapping: _Wrapping, groups: list[PlannedGroup], calls: list[WrapGroup], own: list[PlannedGroup]
+    wrapping: _Wrapping,
+    groups: list[PlannedGroup],
+    calls: list[WrapGroup],
+    outline: Outline,
+    own: list[PlannedGroup],
 ) -> _Wrapping | None:
     """Returns the wrapping of other calls on the same modules, with the same recordings: all modules are marked as they
     were. Returns None if others have groups of their own: what is a large submodule depends on the groups beside it.
@@ -388,7 +396,7 @@ def _renumbered(
     numbers = [modules[module] for module in before], [parameters[p] for group in groups for p in group.parameters]
     again = renumbered(wrapping.checkpointed, *numbers) if wrapping.checkpointed is not None else None
     light = [group.on_meta() for group in own]
-    return _Wrapping(calls, light, renumbered(wrapping.plain, *numbers), again, wrapping.has_activations)
+    return _Wrapping(calls, outline, light, renumbered(wrapping.plain, *numbers), again, wrapping.has_activations)
 
 
 def _record(
@@ -411,13 +419,22 @@ def _record(
 
 
 def _predict(
-    model: nn.Module, wrapping: _Wrapping, setting: Setting, machine: Machine, optimizer: str | float | None
+    model: nn.Module,
+    wrapping: _Wrapping,
+    setting: Setting,
+    machine: Machine,
+    optimizer: str | float | None,
+    copies: dict[Setting, ShardedCopy],
 ) -> Prediction:
+    """Returns what a step takes. `copies`: those of the model that have been sharded, to which another is added."""
     recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     # With offload the CPU steps, in a time that no plan knows.
     traffic = 0.0 if setting.offload else sum(_optimizer_traffic(g, setting, optimizer) for g in wrapping.groups)
-    return replay(wrapping.groups, recording, setting, machine, buffers, traffic)
+    key = key_of(setting)
+    if key not in copies:
+        copies[key] = ShardedCopy(wrapping.outline, setting, machine)
+    return copies[key].predict(setting, recording, buffers, traffic)
 
 
 def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> int:

@@ -2,17 +2,17 @@
 
 The model runs in torch's FakeTensorMode, on tensors that have no memory. A dispatch mode counts the storages that
 operations make until they are freed. What it notes between two marks (a module is called, a gradient is complete) is
-later replayed with each setting's unsharded parameters and gradients around it.
+later played with each setting's unsharded parameters and gradients around it (playback.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.state import cast_floating
-from .compat import TorchDispatchMode, fake_mode, flop_formulas, is_fake
+from .compat import fake_mode, flop_formulas, is_fake
+from .meter import StorageMeter
 from .structure import PlannedGroup
 
 # Kinds of marks. `subject` is the index of a group's module, or of a parameter for GRADIENT.
@@ -37,6 +38,8 @@ class Mark(NamedTuple):
         peak: most bytes alive since the mark before, in activations and gradients that are not complete.
         live: such bytes at this moment. A gradient that is complete counts in `peak` only.
         flops: floating-point operations since the mark before.
+        call: of a module, which of its calls in the forward it is about, from 0 on.
+        has_grad: of BEGIN: grad is enabled.
         flag: of END: outputs have a gradient to come. Of BEGIN: the forward runs again, in backward.
     """
 
@@ -46,6 +49,8 @@ class Mark(NamedTuple):
     live: int
     flops: int
     flag: bool = False
+    call: int = 0
+    has_grad: bool = True
 
 
 @dataclass
@@ -64,14 +69,13 @@ def renumbered(recording: Recording, modules: Sequence[int], parameters: Sequenc
     return Recording(marks, recording.last_peak, recording.last_flops)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(StorageMeter):
     """Counts bytes of living storages that operations have made, and floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self._formulas = flop_formulas()
-        self._known: set[int] = set()
-        self.live = self.peak = self.flops = 0
+        self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,30 +83,8 @@ class _Counter(TorchDispatchMode):
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
-        for each in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(each, Tensor):
-                self.add(each)
+        self.see(out)
         return out
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = id(storage), storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.live += nbytes
-            self.peak = max(self.peak, self.live)
-            finalize(storage, self._free, key, nbytes).atexit = False
-
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Counts these as resting: parameters, buffers and inputs."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._known.add(id(storage))
-            finalize(storage, self._known.discard, id(storage)).atexit = False
-
-    def _free(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.live -= nbytes
 
 
 def record(
@@ -129,9 +111,9 @@ def record(
         mode = fake_mode()
         parameters = stack.enter_context(_on_fakes(model, mode, compute_dtypes))
         args, kwargs = _as_call(_to_fake(arguments, mode))
-        counter.ignore(tensors_in(args, kwargs))
-        counter.ignore(parameters)
-        counter.ignore(b for b in model.buffers())
+        counter.leave_out(tensors_in(args, kwargs))
+        counter.leave_out(parameters)
+        counter.leave_out(model.buffers())
         for module in checkpointed:
             stack.enter_context(_forward_again(module))
         hooks = _Hooks(counter, marks)
@@ -158,10 +140,12 @@ class _Hooks:
     def __init__(self, counter: _Counter, recording: Recording) -> None:
         self._counter, self._marks = counter, recording.marks
         self.in_backward = False
+        # How often each module has been called.
+        self._calls: Counter[int] = Counter()
 
-    def mark(self, kind: str, subject: int, flag: bool = False) -> None:
-        counter = self._counter
-        self._marks.append(Mark(kind, subject, counter.peak, counter.live, counter.flops, flag))
+    def mark(self, kind: str, subject: int, flag: bool = False, call: int = 0) -> None:
+        counter, has_grad = self._counter, torch.is_grad_enabled()
+        self._marks.append(Mark(kind, subject, counter.peak, counter.live, counter.flops, flag, call, has_grad))
         counter.peak, counter.flops = counter.live, 0
 
     def gradient(self, i: int, parameter: Tensor) -> None:
@@ -170,21 +154,28 @@ class _Hooks:
 
     @contextmanager
     def on_module(self, module: nn.Module, i: int, into: torch.dtype | None, out: torch.dtype | None) -> Iterator[None]:
+        begun: list[int] = []  # calls that run, the innermost last
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if into is not None:
                 args, kwargs = cast_floating(args, into), cast_floating(kwargs, into)
             inputs = [t for t in tensors_in(args, kwargs) if t.grad_fn is not None]
-            self.mark(BEGIN, i, self.in_backward)
-            if inputs and not self.in_backward:
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self.mark(INPUTS, i))
+            call = self._calls[i]
+            self.mark(BEGIN, i, self.in_backward, call)
+            if not self.in_backward:
+                self._calls[i] += 1
+                begun.append(call)
+                if inputs:
+                    torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self.mark(INPUTS, i, call=call))
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             nodes = dict.fromkeys(t.grad_fn for t in tensors_in(output) if t.grad_fn is not None)
+            call = 0 if self.in_backward else begun.pop()
             if not self.in_backward:
                 for node in nodes:
-                    node.register_prehook(lambda _: self.mark(REACHED, i))
-            self.mark(END, i, bool(nodes) and not self.in_backward)
+                    node.register_prehook(lambda _: self.mark(REACHED, i, call=call))
+            self.mark(END, i, bool(nodes) and not self.in_backward, call)
             return cast_floating(output, out) if out is not None else output
 
         handles = [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]

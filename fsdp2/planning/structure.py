@@ -1,10 +1,9 @@
-"""Finds the groups that `fully_shard` calls would make of a model, without making them."""
+"""Finds the groups that `fully_shard` calls would make of a model, without changing it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.layout import ParamSpec, param_spec
-from ..engine.parameter import Slot, fqn
 from ..engine.policy import MixedPrecisionPolicy
-from ..engine.state import modules_below
 from ..engine.subclasses import is_packed
-from ..features.large_submodules import plan_large_submodules
+from .clocks import Machine
+from .device import DeviceOfSizes
+from .outline import Outline, outline_of
 from .policies import WrapGroup
+from .settings import Setting
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,6 @@ class PlannedGroup:
     is_part: bool = False
 
     @property
-    def needs_no_weight_in_backward(self) -> bool:
-        return self.is_part and isinstance(self.modules[0], nn.Embedding)
-
-    @property
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
 
@@ -70,80 +66,53 @@ class PlannedGroup:
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None, self.policy.output_dtype
 
 
-def find_groups(model: nn.Module, wrapped: Sequence[WrapGroup], policy: MixedPrecisionPolicy) -> list[PlannedGroup]:
-    """Returns the groups of these calls and of the one on `model`, the outermost first, as a root has them.
+def find_groups(
+    model: nn.Module, calls: Sequence[WrapGroup], policy: MixedPrecisionPolicy
+) -> tuple[Outline, list[PlannedGroup]]:
+    """Returns the outline of the model with these calls and the one on itself, and the groups that they make, the
+    outermost first, as a root has them.
 
     Raises:
         NotImplementedError: a parameter is a DTensor, of tensor parallelism.
     """
-    names = modules_below(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
                 f"{name}: expected plain parameters, got a DTensor. Plan before parallelize_module."
             )
-    states: dict[nn.Module, list[PlannedGroup]] = {}
-    for call in [*wrapped, WrapGroup("", (model,))]:
-        own = call.options.get("mp_policy", policy)
-        groups = _groups_of_call(call, names, states, own)
-        for module in call.modules:
-            states[module] = groups
-    found = dict.fromkeys(group for module in names for group in states.get(module, ()))
-    return [*found]
+    outline, modules, parameters = outline_of(model, calls, policy)
+    numbers = {(module, name): i for module, name, i in outline.slots}
+    device = DeviceOfSizes(Machine("cpu", "nccl"))
+    with device.runs():
+        root, options = outline.shard(
+            device.mesh(Setting(1)), Setting(1), False, lambda i, own: _compute_dtype(parameters[i], own)
+        )
+    parts = {part for state in root.states for part in state.parts}
+    groups, dtypes = [], [parameter.dtype for parameter in parameters]
+    for group in root.groups:
+        indices = [numbers[param.slots[0].module.index, param.slots[0].name] for param in group.params]  # type: ignore[index]
+        for i, param in zip(indices, group.params, strict=True):
+            dtypes[i] = param.unsharded.dtype
+        chosen = options[group.state]
+        groups.append(
+            PlannedGroup(
+                group.name,
+                tuple(modules[shell.index] for shell in group.modules),  # type: ignore[index]
+                tuple(parameters[i] for i in indices),
+                tuple(dtypes[i] for i in indices),
+                chosen.get("mp_policy", policy),
+                chosen,
+                is_part=group.state in parts,
+            )
+        )
+    return replace(outline, compute_dtypes=tuple(dtypes)), groups
 
 
-def _groups_of_call(
-    call: WrapGroup, names: dict[nn.Module, str], states: dict[nn.Module, list[PlannedGroup]], policy: Any
-) -> list[PlannedGroup]:
-    managed = _managed(call.modules, states)
-    slots: dict[Tensor, list[Slot]] = {}
-    for module in managed:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                slots.setdefault(parameter, []).append(Slot(module, name))
-    planned = {fqn(names[of[0].module], of[0].name): of for of in slots.values()}
-    below = dict.fromkeys(g for root in call.modules for m in root.modules() for g in states.get(m, ()))
-    parts = _large_submodules(call, planned, [*below])
-    apart = {name for own in parts.values() for name in own}
-    rest = [name for name in planned if name not in apart]
-    groups: list[PlannedGroup] = []
-    for name, modules, own in [
-        (call.name or "root", call.modules, rest),
-        *((names[m], (m,), n) for m, n in parts.items()),
-    ]:
-        parameters = tuple(planned[each][0].get() for each in own)
-        dtypes = tuple(_compute_dtype(p, policy) for p in parameters)
-        groups.append(PlannedGroup(name, modules, parameters, dtypes, policy, call.options, is_part=bool(groups)))
-    return groups
+def modules_of(groups: Sequence[PlannedGroup]) -> list[tuple[nn.Module, PlannedGroup]]:
+    """Returns the modules of all groups, each with its group, in the order in which marks number them."""
+    return [(module, group) for group in groups for module in group.modules]
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
     keeps = is_packed(parameter) or policy.keeps_dtype(parameter)
     return parameter.dtype if keeps else policy.compute_dtype(parameter.dtype)
-
-
-def _large_submodules(
-    call: WrapGroup, planned: dict[str, list[Slot]], below: list[PlannedGroup]
-) -> dict[nn.Module, list[str]]:
-    """Asks the function that decides it in `fully_shard`, which reads these attributes of a Plan."""
-    inside = [
-        SimpleNamespace(groups=[SimpleNamespace(params=[SimpleNamespace(sharded=p) for p in group.parameters])])
-        for group in below
-    ]
-    parameters = {name: SimpleNamespace(slots=slots) for name, slots in planned.items()}
-    plan: Any = SimpleNamespace(inside=inside, parameters=parameters, roots=[*call.modules], submodules={})
-    plan_large_submodules(plan)
-    found: dict[nn.Module, list[str]] = plan.submodules
-    return found
-
-
-def _managed(roots: Iterable[nn.Module], states: dict[nn.Module, Any]) -> list[nn.Module]:
-    """Returns `roots` and the modules below that no inner call manages, outermost first."""
-    found: dict[nn.Module, None] = {}
-    waiting = [*reversed([*roots])]
-    while waiting:
-        module = waiting.pop()
-        if module not in found and module not in states:
-            found[module] = None
-            waiting += reversed([child for child in module._modules.values() if child is not None])
-    return [*found]

@@ -26,8 +26,10 @@ from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.events import Observer
+from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.layout import gather_layout
 from fsdp2.engine.mesh import DataMesh
+from fsdp2.engine.schedule import Prefetcher
 from fsdp2.engine.state import require_state
 from fsdp2.planning.policies import join_blocks
 from helpers import fake_world
@@ -405,6 +407,147 @@ def test_memory_over_a_group_written_in_python(
     assert abs(planned.forward_peak / forward - 1) <= TOLERANCE, (planned.forward_peak, forward)
     assert abs(planned.step_peak / step - 1) <= TOLERANCE, (planned.step_peak, step)
     assert sum(planned.launched.values()) == wire.calls
+
+
+# ---- unusual programs
+
+
+class Shared(nn.Module):
+    """Calls its blocks in an order of its own, some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 1, 0, 2, 1):
+            x = self.blocks[i](x)
+        return x
+
+
+class TwoOutputs(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Any:
+        hidden = super().forward(x)
+        return hidden, hidden.mean()
+
+
+class SeveralOutputs(nn.Module):
+    """Has blocks that return several tensors, and one that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.unused = nn.ModuleList(TwoOutputs() for _ in range(3)), nn.ModuleList([Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0.0
+        for block in self.blocks:
+            x, mean = block(x)
+            total = total + mean
+        return x + total
+
+
+class Towers(nn.Module):
+    """Has two towers of blocks, of which one is frozen, and runs without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        self.left.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = right = x
+        with torch.no_grad():
+            for block in self.left:
+                left = block(left)
+        for block in self.right:
+            right = block(right)
+        return left + right
+
+
+class OwnCheckpoints(nn.Module):
+    """Runs its blocks again in backward by itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(DIM, DIM), nn.ModuleList(Block() for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant, preserve_rng_state=False)
+        return x
+
+
+UNUSUAL: dict[str, Callable[[], nn.Module]] = {
+    "shared blocks": Shared,
+    "several outputs": SeveralOutputs,
+    "a frozen tower": Towers,
+    "checkpoints of its own": partial(OwnCheckpoints, False),
+    "reentrant checkpoints": partial(OwnCheckpoints, True),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_memory_of_unusual_programs(name: str, without_onednn: None) -> None:
+    def example() -> Tensor:
+        return torch.ones(1, TOKENS, DIM)
+
+    settings = ["default", "reshard_after_forward=2", "bf16/fp32"]
+    wrong = []
+    for setting in settings:
+        policy, fields = SETTINGS[setting]
+        given: dict[str, Any] = {"settings": [fields], "device": "cpu", "backend": "nccl", "mp_policy": policy}
+        made = fsdp2.plan(UNUSUAL[name](), ranks=RANKS, batch=example, loss=loss_of, policy=Block, **given)
+        assert not made.notes
+        planned = made.best.prediction
+        with fake_world(RANKS), AllocationMeter() as meter:
+            trained = UNUSUAL[name]()
+            options: dict[str, Any] = {"mp_policy": policy, **fields}
+            for group in fsdp2.wrap_groups(trained, Block):
+                fully_shard(group.module, **options)
+            fully_shard(trained, **options)
+            batch = example()
+            for _ in range(2):
+                gc.collect()
+                measure_step(trained, batch, meter, "step", "forward")
+                trained.zero_grad()
+            with WireMeter() as wire:
+                loss_of(trained(batch)).backward()
+        before = meter.allocated_before("step")
+        pairs = {
+            "forward": (planned.forward_peak, meter.peak_during("forward") - before),
+            "step": (planned.step_peak, meter.peak_during("step") - before),
+            "launches": (sum(planned.launched.values()), wire.calls),
+        }
+        print(setting, pairs)
+        wrong += [
+            f"{setting}: {what} {found}, counted {counted}"
+            for what, (found, counted) in pairs.items()
+            if abs(found / counted - 1) > TOLERANCE * (what != "launches")
+        ]
+    assert not wrong
+
+
+def test_a_plan_runs_the_engine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that gathers nothing ahead, or frees nothing after a forward, has such plans."""
+
+    def step() -> fsdp2.Prediction:
+        arguments: dict[str, Any] = {"settings": [{}], "link": 1e9, "flops": 1e12}
+        return fsdp2.plan(Stack(), ranks=RANKS, batch=Stack().example, **arguments).best.prediction
+
+    usual = step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefetcher, "in_forward", lambda self, group: [])
+        late = step()
+    assert late.time is not None
+    assert usual.time is not None
+    assert late.time > usual.time
+    with monkeypatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "post_forward", lambda *_, **__: None)
+        full = step()
+    whole = 4 * sum(p.numel() for p in Stack().parameters())
+    assert usual.forward_peak < whole < full.forward_peak
 
 
 # ---- CPU offload, order

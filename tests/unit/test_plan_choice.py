@@ -5,6 +5,7 @@ tests/trace/test_plan.py compares the predictions with real steps.
 
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.__main__ import main as main_of_package
+from fsdp2.engine import compat, events
+from fsdp2.engine.owners import all_groups
+from fsdp2.engine.simulation import simulated
 from fsdp2.planning import plan as planning
 from fsdp2.planning.command import main as main_of_plan
 from helpers import fake_world
@@ -242,6 +247,52 @@ def test_the_model_stays_as_it_was() -> None:
         assert not module._forward_pre_hooks
         assert "forward" not in module.__dict__
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_nothing_is_left_in_the_process() -> None:
+    """No process group, no mode, no extension, no live root, no patch; also after a forward that fails."""
+    model, before = stack(), (events.extensions(), len([*all_groups()]), {**vars(torch.UntypedStorage)})
+    modes = compat.num_dispatch_modes()
+    for made in (plan(model), plan(DataDependent())):
+        assert str(made)
+    assert not torch.distributed.is_initialized()
+    assert torch.distributed.group.WORLD is None
+    assert simulated.get() is None
+    assert compat.num_dispatch_modes() == modes
+    assert (events.extensions(), len([*all_groups()]), {**vars(torch.UntypedStorage)}) == before
+    assert type(model) is nn.Sequential
+    assert type(model[0]) is TanhBlock
+
+
+def test_a_plan_is_made_beside_training_and_with_modes_in_force() -> None:
+    """Other sharded models, other threads, and modes of the user are as before; the plan is the same."""
+    expected = str(plan())
+    with fake_world(RANKS):
+        trained = fsdp2.fully_shard(stack())
+        trained(batch()).sum().backward()
+        assert str(plan()) == expected
+        with torch.device("meta"), LoggingMode() as mode:
+            assert str(fsdp2.plan(stack(), ranks=RANKS, batch=batch)) == expected
+            seen = len(mode.seen)
+        trained(batch()).sum().backward()
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(str(plan()))) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [expected] * 2
+    assert seen == len(mode.seen)
+
+
+class LoggingMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_model_on_meta_gets_the_same_plan() -> None:

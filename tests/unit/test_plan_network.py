@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.planning.ledger import Ledger, Machine
+from fsdp2.planning.clocks import Clocks, Machine
 from fsdp2.planning.network import NCCL_LATENCY, Latency, Network
 from phantom import models
 
@@ -154,16 +154,14 @@ def test_communicators_share_links_but_not_latencies() -> None:
 def test_reductions_on_a_communicator_of_their_own_share_the_links() -> None:
     """Their latencies pass beside those of gathers, their bytes do not."""
 
-    def seconds(apart_beyond: int | None, latency: float, link: float) -> float:
-        machine = Machine("cuda", "nccl", link=link, latency=Latency(latency), apart_beyond=apart_beyond)
-        ledger = Ledger(machine)
-        ends = [ledger.communicate(kind, 1000, 64) for kind in ("all_gather", "reduce_scatter") * 3]
-        return max(ends)
+    def seconds(are_apart: bool, latency: float, link: float) -> float:
+        clocks = Clocks(Machine("cuda", "nccl", link=link, latency=Latency(latency)))
+        kinds = ("all_gather", "reduce_scatter") * 3
+        return max(clocks.communicate(kind, 1000, 64, communicator=kind if are_apart else None) for kind in kinds)
 
-    assert seconds(None, 1.0, INFINITE) == pytest.approx(6)
-    assert seconds(64, 1.0, INFINITE) == pytest.approx(6)
-    assert seconds(8, 1.0, INFINITE) == pytest.approx(3)
-    assert seconds(8, 0.0, 1000) == pytest.approx(seconds(None, 0.0, 1000))
+    assert seconds(False, 1.0, INFINITE) == pytest.approx(6)
+    assert seconds(True, 1.0, INFINITE) == pytest.approx(3)
+    assert seconds(True, 0.0, 1000) == pytest.approx(seconds(False, 0.0, 1000))
 
 
 def test_a_plan_knows_where_the_engine_reduces_on_a_communicator_of_its_own() -> None:

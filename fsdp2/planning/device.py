@@ -1,0 +1,301 @@
+"""Simulates a device whose tensors have sizes and no memory, and the ranks that share a model on it.
+
+Its tensors are on meta. The engine shards, gathers and reduces them as any others (`engine/simulation.py`), by its own
+Comms over process groups that send nothing. A meter counts the bytes of their storages, and clocks say when the
+collectives and the copies end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks.headers import HEADER_NBYTES
+from ..checks.levels import is_on
+from ..checks.named_comm import MAX_RIDER_NBYTES
+from ..engine import events
+from ..engine.collectives import SeparateReductions
+from ..engine.comm import AnyComm, CoalescedComm, Comm, Purpose
+from ..engine.gloo import GATHERING, PairwiseComm
+from ..engine.mesh import DataMesh
+from ..engine.simulation import SimulatedGroup, simulated
+from ..engine.streams import AllWork, Transfers, Work
+from ..engine.user_code import hidden
+from ..features.large_submodules import LargeSubmodules, plan_large_submodules
+from .clocks import Clocks, Machine
+from .compat import mesh_of_numbers, no_dispatch
+from .meter import StorageMeter
+from .settings import Setting
+
+# ---- memory
+
+
+_aten = torch.ops.aten
+# Operations that write to tensors that are there: without values they do nothing. And those that do so given `out`.
+_FILLS = {_aten.copy_, _aten._foreach_copy_, _aten.zero_, _aten.fill_, _aten.add_, _aten.div_, _aten._foreach_div_}
+_FILLS_OUT = {_aten.split_with_sizes_copy, _aten._chunk_cat, _aten.add, _aten.sum}
+
+
+class StepMeter(StorageMeter):
+    """Counts what is alive in a step: what the engine allocates, and what the model has made (`activations`).
+
+    `doing`: what runs; `peak_at`: what ran at the peak.
+
+    Args:
+        casts: kernels that add up in another dtype cast their operands first, as those of the CPU do.
+    """
+
+    sees_fsdp2 = True
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.activations = 0
+        self.doing = self.peak_at = ""
+        self._casts = casts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in _FILLS or (packet in _FILLS_OUT and "out" in kwargs):
+            target = kwargs.get("out", args[0])
+            if self._casts and (packet is _aten.add_ or packet is _aten.sum):
+                is_cast = any(isinstance(each, Tensor) and each.dtype != target.dtype for each in args)
+                self.note(target.nbytes * is_cast)
+            return target if func._schema.returns else None
+        out = func(*args, **kwargs)
+        self.see(out)
+        return out
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self.peak, self.peak_at, self.activations = self.live, "", 0
+
+    def change(self, place: str, nbytes: int, more: int) -> None:
+        if more:
+            self.note(more)
+        self.live += nbytes
+        self.note()
+
+    def note(self, more: int = 0) -> None:
+        """Notes how many bytes are alive: those that are counted, and so many more for a moment."""
+        total = self.live + self.activations + more
+        if total > self.peak:
+            self.peak, self.peak_at = total, self.doing
+
+
+# ---- communication
+
+
+class _Ends:
+    """Is a collective or a copy in flight, which ends at a time. A copy has a result."""
+
+    def __init__(self, clocks: Clocks, end: float, tensors: Sequence[Tensor] = (), result: Any = None) -> None:
+        self._clocks, self._end, self._tensors, self._result = clocks, end, tensors, result
+
+    def wait(self) -> Any:
+        self._clocks.wait(self._end)
+        return self._result
+
+    finish = wait
+
+
+class RanksOfSizes(SimulatedGroup):
+    """Stands for the process group of rank 0 of so many, which are equally far apart among `span` neighbouring ones."""
+
+    def __init__(self, device: DeviceOfSizes, size: int, span: int) -> None:
+        super().__init__(0, size)  # type: ignore[call-arg]
+        self.device, self._span = device, span
+        self._among: dict[int, RanksOfSizes] = {}
+
+    def make_comm(self, purpose: Purpose) -> Comm:
+        comm: Comm = _COMMS[self.device.machine.backend](self, purpose)
+        return comm
+
+    def among(self, ranks: Sequence[int]) -> SimulatedGroup:
+        number = len(ranks)
+        if number not in self._among:
+            self._among[number] = RanksOfSizes(self.device, number, self._span * number // self.size())
+        return self._among[number]
+
+    def begin(self, kind: str, tensors: Sequence[Tensor], is_ring: bool = True, launches: int = 1) -> Any:
+        """Begins a collective. `tensors`: those that have the bytes of all ranks."""
+        clocks, nbytes = self.device.clocks, sum([each.nbytes for each in tensors])
+        is_ring = is_ring and self.device.machine.backend != "gloo"
+        end = clocks.communicate(kind, nbytes, self.size(), self._span, self, launches, is_ring)
+        return _Ends(clocks, end, tensors)
+
+    # The methods of process groups that Comms call.
+
+    def _allgather_base(self, output: Tensor, source: Tensor, *_: Any) -> Any:
+        return self.begin("all_gather", [output])
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Any:
+        return self.begin("all_gather", outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, *_: Any) -> Any:
+        return self.begin("reduce_scatter", [source])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, *_: Any) -> Any:
+        return self.begin("reduce_scatter", inputs)
+
+    def alltoall_base(self, output: Tensor, source: Tensor, *_: Any) -> Any:
+        return self.begin("reduce_scatter", [source], is_ring=False)
+
+    def allreduce(self, tensors: Any, *_: Any) -> Any:
+        return self.begin("all_reduce", tensors)
+
+
+class _AnyOfSizes(AnyComm):
+    """Begins collectives of one tensor: torch's functions for that take no group that torch does not know."""
+
+    group: Any
+
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        wide = tensor.float() if tensor.dtype == torch.float16 else tensor
+        return AllWork([self.group.begin("all_reduce", [wide])], [wide])
+
+    def _gather(self, output: Tensor, source: Tensor) -> Work:
+        work: Work = self.group.begin("all_gather", [output])
+        return work
+
+    def _scatter(self, output: Tensor, source: Tensor) -> Work:
+        work: Work = self.group.begin("reduce_scatter", [source])
+        return work
+
+    def _exchange(self, received: Tensor, source: Tensor) -> Work:
+        work: Work = self.group.begin("reduce_scatter", [source], is_ring=False)
+        return work
+
+
+class _PairwiseOfSizes(PairwiseComm):
+    """Exchanges messages as over gloo, with the memory of those that carry headers (checks/named_comm.py)."""
+
+    group: Any
+
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        return AllWork([self._headers(0), self.group.begin("all_reduce", [tensor])], [tensor])
+
+    def _exchange(
+        self,
+        kind: str,
+        tensors: Sequence[Tensor],
+        outgoing: Sequence[Sequence[Tensor] | Tensor],
+        incoming: Sequence[Sequence[Tensor] | Tensor],
+        what: str = "",
+    ) -> Work:
+        gathers = kind == GATHERING
+        sent: Any = incoming if gathers else tensors
+        work = self.group.begin("all_gather" if gathers else "reduce_scatter", sent, False, len(tensors))
+        return AllWork([self._headers(outgoing[-1][0].nbytes), work])
+
+    def _headers(self, rider_nbytes: int) -> Work:
+        """Begins the messages with headers. `rider_nbytes`: what of the last tensor goes to each other rank; little
+        travels in them.
+        """
+        others = self.size - 1
+        most = MAX_RIDER_NBYTES // max(1, others)
+        sent = HEADER_NBYTES + rider_nbytes if 0 < rider_nbytes <= most else 0
+        nbytes = others * (HEADER_NBYTES + most + sent) if is_on("headers") else 0
+        return _Ends(self.group.device.clocks, 0.0, [torch.empty(nbytes, dtype=torch.uint8, device="meta")])
+
+
+_COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": _PairwiseOfSizes, "other": _AnyOfSizes}
+
+
+@dataclass(frozen=True)
+class MeshOfSizes(DataMesh):
+    """Is the mesh of rank 0 among ranks that this process does not have."""
+
+    groups: tuple[RanksOfSizes, RanksOfSizes | None] = field(kw_only=True, compare=False, repr=False)
+
+    @property
+    def shard_group(self) -> Any:
+        return self.groups[0]
+
+    @property
+    def replicate_group(self) -> Any:
+        return self.groups[1]
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def axis_groups(self) -> list[Any]:
+        return [group for group in self.groups if group is not None and group.size() > 1]
+
+
+class _TransfersOfSizes(Transfers):
+    """Copies between the CPU, whose memory is not counted, and the device."""
+
+    def __init__(self, device: DeviceOfSizes) -> None:
+        self._clocks, self._meter = device.clocks, device.meter
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        with no_dispatch():
+            found = torch.empty(numel, dtype=dtype, device="meta")
+        self._meter.leave_out([found])
+        return found
+
+    def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Any]) -> Any:
+        end = self._clocks.transfer(source.nbytes)
+        with self._clocks.behind(end):
+            return _Ends(self._clocks, end, (target, source), then())
+
+    def start_out(self, source: Tensor) -> Any:
+        end = self._clocks.transfer(source.nbytes)
+        return _Ends(self._clocks, end, (source,), self.allocate(source.numel(), source.dtype))
+
+    def settle(self) -> None:
+        pass
+
+
+# ---- all of it
+
+
+class DeviceOfSizes:
+    """Simulates rank 0's device of a machine. `device`: what it stands for. See `Simulation`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.device = machine, machine.torch_device
+        self.clocks, self.meter = Clocks(machine), StepMeter(casts=self.device.type == "cpu")
+        self.transfers: Transfers = _TransfersOfSizes(self)
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self.clocks.beside()
+
+    def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
+        """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""
+        shards, ranks = setting.num_shards, setting.ranks
+        numbers = mesh_of_numbers((shards,) if setting.replicas == 1 else (setting.replicas, shards))
+        own = RanksOfSizes(self, shards, shards)
+        replicas = RanksOfSizes(self, setting.replicas, ranks) if setting.replicas > 1 else None
+        axes: Any = ((0,), ()) if replicas is None else ((1,), (0,))
+        on_device, apart = (MeshOfSizes(numbers, *axes, groups=(own, replicas)) for _ in range(2))
+        object.__setattr__(apart, "_device", torch.device("meta", 0))  # which does not equal where shards rest
+        return lambda offloads: apart if offloads else on_device
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """Context: the engine, without what watches it, runs on this device, on this thread."""
+        token = simulated.set(self)
+        try:
+            with ExitStack() as stack:
+                for context in (_without_watchers(), torch.enable_grad(), hidden(), self.meter, hidden()):
+                    stack.enter_context(context)
+                yield
+        finally:
+            simulated.reset(token)
+
+
+def _without_watchers() -> AbstractContextManager[None]:
+    return events.chosen(
+        plan=(plan_large_submodules,),
+        observers=(lambda root: LargeSubmodules(), lambda root: SeparateReductions()),
+        class_attributes=(),
+    )

@@ -1,0 +1,81 @@
+"""Counts the bytes of storages that have a size and no memory: those on meta, and those of FakeTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from .compat import PlainDispatchMode
+
+
+class StorageMeter(PlainDispatchMode):
+    """Counts the bytes of all storages that operations make while it is in force, until they are freed.
+
+    `live`, `peak`: bytes now, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Any = 0
+        self.peak: Any = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.see(out)
+        return out
+
+    def see(self, out: Any) -> None:
+        """Counts the storages of what an operation has returned, unless they are known."""
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, Tensor):
+                self._enter(each, True)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Does not count the storages of these tensors, nor of their views."""
+        for each in tensors:
+            self._enter(each, False)
+
+    def change(self, place: str, nbytes: int, more: int) -> None:
+        """Takes note of `nbytes` more, or fewer, on a type of device; before, of `more` for a moment."""
+        self.peak = max(self.peak, self.live + more)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _enter(self, tensor: Tensor, counts: bool) -> None:
+        storage: Any = tensor.untyped_storage()
+        if not isinstance(storage, _SizedStorage) and storage.device.type == "meta":
+            storage.__class__ = _SizedStorage
+            storage.entry = entry = _Entry(self, tensor.device.type) if counts else None
+            if entry is not None:
+                finalize(storage, entry.resize, 0).atexit = False
+                entry.resize(storage.nbytes())
+
+
+class _Entry:
+    """Holds what a meter knows of one storage."""
+
+    __slots__ = ("_meter", "_nbytes", "_place")
+
+    def __init__(self, meter: StorageMeter, place: str) -> None:
+        self._meter, self._place, self._nbytes = meter, place, 0
+
+    def resize(self, nbytes: int) -> None:
+        before, self._nbytes = self._nbytes, nbytes
+        # torch gives a storage other memory before it frees what it has.
+        self._meter.change(self._place, nbytes - before, nbytes if before else 0)
+
+
+class _SizedStorage(torch.UntypedStorage):
+    """Is the class of a storage that a meter has seen: the meter hears when its size changes."""
+
+    entry: _Entry | None
+
+    def resize_(self, nbytes: int) -> Any:
+        super().resize_(nbytes)
+        if self.entry is not None:
+            self.entry.resize(nbytes)
+        return self

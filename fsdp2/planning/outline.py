@@ -1,0 +1,150 @@
+"""Holds the outline of a model, its modules and the sizes of its parameters, and shards copies of it.
+
+A copy consists of modules that compute nothing, with parameters on meta: `fully_shard` makes the same groups of it as
+of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.build import Arguments, apply
+from ..engine.mesh import DataMesh
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.root import Root
+from ..engine.state import FSDPState, modules_below, require_state
+from ..module import sharded_class
+from .policies import WrapGroup
+from .settings import Setting
+
+
+class Shell(nn.Module):
+    """Stands for a module of the model, by its index. `play` is called in its forward, and returns what it returns."""
+
+    def __init__(self, index: int) -> None:
+        nn.Module.__init__(self)
+        self.index = index
+        self.play: Callable[[], Any] = lambda: None
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.play()
+
+
+class EmbeddingShell(Shell, nn.Embedding):
+    """Stands for an embedding: its backward reads no weight."""
+
+
+class UnusualShell(Shell):
+    """Stands for a module whose class says itself how it is called: its parameters get no group of their own."""
+
+    def __call__(self, inputs: Tensor) -> Any:
+        return super().__call__(inputs)
+
+
+def _kind_of(module: nn.Module) -> type[Shell]:
+    cls = type(module)
+    if cls.__call__ is not nn.Module.__call__ or cls.__getattr__ is not nn.Module.__getattr__:
+        return UnusualShell
+    return EmbeddingShell if isinstance(module, nn.Embedding) else Shell
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Describes a model, and the `fully_shard` calls on it.
+
+    Args:
+        kinds: of the shell of each module, the model first.
+        children: the index of a module, a name in it, and the index of the module there.
+        slots: the index of a module, a name in it, and the index of the parameter there.
+        parameters: each distinct one, on meta.
+        calls: the indices of the modules of each call, and the options that the policy has chosen, in their order. The
+            last call is on the model.
+        policy: dtypes, for calls whose options have none.
+        compute_dtypes: the dtype in which each parameter computes.
+    """
+
+    kinds: tuple[type[Shell], ...]
+    children: tuple[tuple[int, str, int], ...]
+    slots: tuple[tuple[int, str, int], ...]
+    parameters: tuple[Tensor, ...]
+    calls: tuple[tuple[tuple[int, ...], dict[str, Any]], ...]
+    policy: MixedPrecisionPolicy
+    compute_dtypes: tuple[torch.dtype, ...] = ()
+
+    def shard(
+        self,
+        mesh: Callable[[bool], DataMesh],
+        setting: Setting,
+        can_offload: bool,
+        compute_dtype: Callable[[int, MixedPrecisionPolicy], torch.dtype] | None = None,
+    ) -> tuple[Root, dict[FSDPState, dict[str, Any]]]:
+        """Shards a new copy as `Plan.apply` shards the model. Returns its root, and the options of each state.
+
+        Args:
+            mesh: returns the mesh of groups whose shards rest on the CPU (True), or on the device.
+            setting: what is chosen.
+            can_offload: shards can rest elsewhere than on the device.
+            compute_dtype: (index of a parameter, policy of its call) -> the dtype in which it computes. None:
+                `compute_dtypes` has it.
+        """
+        shells = [kind(i) for i, kind in enumerate(self.kinds)]
+        for parent, name, child in self.children:
+            shells[parent]._modules[name] = shells[child]
+        parameters = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in self.parameters]
+        number = {id(parameter): i for i, parameter in enumerate(parameters)}
+        for module, name, i in self.slots:
+            shells[module]._parameters[name] = parameters[i]
+        options: dict[FSDPState, dict[str, Any]] = {}
+
+        def dtype_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> torch.dtype:
+            i = number[id(parameter)]
+            return self.compute_dtypes[i] if compute_dtype is None else compute_dtype(i, policy)
+
+        for indices, chosen in self.calls:
+            policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
+            wire = policy.wire_dtype if setting.wire_dtype is None else setting.wire_dtype
+            offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
+            offloads = can_offload and hasattr(offload, "pin_memory")
+            modules = [shells[i] for i in indices]
+            apply(
+                modules if len(modules) > 1 else modules[0],
+                Arguments(
+                    mesh(offloads),
+                    chosen.get("reshard_after_forward", setting.reshard_after_forward),
+                    mp_policy=replace(policy, param_dtype_override_fn=partial(dtype_of, policy), wire_dtype=wire),
+                    offload_policy=CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+                ),
+                sharded_class,
+            )
+            state = require_state(modules[0])
+            options |= dict.fromkeys([state, *state.parts], chosen)
+        root: Root = require_state(shells[0]).root
+        return root, options
+
+
+def outline_of(
+    model: nn.Module, calls: Sequence[WrapGroup], policy: MixedPrecisionPolicy
+) -> tuple[Outline, list[nn.Module], list[nn.Parameter]]:
+    """Returns the outline of a model with these calls and the one on itself, its modules, and its parameters."""
+    modules = {module: i for i, module in enumerate(modules_below(model))}
+    parameters: dict[nn.Parameter, int] = {}
+    children, slots = [], []
+    for module, i in modules.items():
+        children += [(i, name, modules[child]) for name, child in module._modules.items() if child is not None]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                slots.append((i, name, parameters.setdefault(parameter, len(parameters))))
+    light = [
+        torch.empty(tuple(p.shape), dtype=p.dtype, device="meta", requires_grad=p.requires_grad) for p in parameters
+    ]
+    found = [(tuple(modules[each] for each in call.modules), call.options) for call in calls]
+    outline = Outline(
+        tuple(map(_kind_of, modules)), tuple(children), tuple(slots), tuple(light), (*found, ((0,), {})), policy
+    )
+    return outline, [*modules], [*parameters]
