@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
-GOLDEN = "tests/trace/test_golden_trace.py"
+SCHEDULE = "tests/trace/test_schedule_model.py"
 ACCUMULATION = "tests/ranks/test_accumulation.py"
 HSDP = "tests/ranks/test_hsdp.py"
 MEMORY = "tests/trace/test_memory.py"
@@ -66,7 +66,7 @@ MUTATIONS = (
         "secondary shards are the rows of rank 0",
         r"shape, \(first, last\) = spec\.local_shape\(rank\), spec\.rows\(rank\)",
         "shape, (first, last) = spec.local_shape(rank), spec.rows(0)",
-        ("tests/ranks/test_settings.py",),
+        ("tests/ranks/test_placements.py",),
     ),
     Mutation(
         "ranks of two shard axes are counted in the wrong order",
@@ -78,25 +78,25 @@ MUTATIONS = (
         "one group too many is gathered ahead",
         r"if \(spent or not at_least_one\) and spent \+ cost > budget:",
         "if (spent or not at_least_one) and spent > budget:",
-        ("tests/unit/test_schedule.py", GOLDEN),
+        ("tests/unit/test_schedule.py", SCHEDULE),
     ),
     Mutation(
         "nothing is gathered ahead in backward",
         r"for ahead in root\.prefetcher\.in_backward\(self\):",
         "for ahead in [*root.prefetcher.in_backward(self)][:0]:",
-        (GOLDEN,),
+        (SCHEDULE,),
     ),
     Mutation(
         "groups gathered ahead in vain stay",
         r"for group in self\.prefetched:",
         "for group in ():",
-        ("tests/trace/test_transitions.py", MEMORY, "tests/trace/test_evaluation_gathers.py"),
+        (SCHEDULE,),
     ),
     Mutation(
         "secondary shards outlive the step",
         r"self\._secondary\.drop\(\)",
         "pass",
-        ("tests/ranks/test_settings.py", "tests/trace/test_settings_on_topologies.py"),
+        ("tests/ranks/test_placements.py",),
     ),
     # ---- memory and registration
     Mutation(
@@ -115,7 +115,7 @@ MUTATIONS = (
         "parameters that backward needs at once do not stay",
         r"if backward_follows and keeps:",
         "if backward_follows and keeps and choice is False:",
-        (GOLDEN,),
+        (SCHEDULE,),
     ),
     Mutation(
         "a hold is ignored between passes",
@@ -124,10 +124,16 @@ MUTATIONS = (
         ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", "tests/ranks/test_settings.py"),
     ),
     Mutation(
-        "a kept parameter may be stale",
-        r"is_changed = self\.shard_versions\(\) != self\.gathered_at",
-        "is_changed = False",
-        ("tests/ranks/test_settings.py", "tests/ranks/test_evaluation.py"),
+        "version counters of shards are not read",
+        r"return tuple\(map\(add, map\(version_of, self\._sharded\), map\(version_of, self\._locals\)\)\)",
+        "return (0,) * len(self._sharded)",
+        ("tests/ranks/test_evaluation.py", "tests/ranks/test_changes_in_a_pass.py"),
+    ),
+    Mutation(
+        "a gathered copy of changed shards is used",
+        r"if self\.shard_versions\(\) != self\.gathered_at:\n",
+        "if self.gathered_at is self:\n",
+        ("tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(
         "versions of freed parameters are not bumped",
@@ -164,7 +170,7 @@ MUTATIONS = (
         "a bucket is reduced twice",
         r"^( +)self\._process\(gradients\)$",
         r"\1self._process(dict(gradients))\n\1self._process(gradients)",
-        (GOLDEN,),
+        (SCHEDULE,),
     ),
     Mutation(
         "a bucket of which a gradient is missing is not reduced",
@@ -200,7 +206,7 @@ MUTATIONS = (
         "gradients are summed in the compute dtype",
         r"tuple\(policy\.gradient_dtype\(spec\.storage_dtype\) for spec in specs\)",
         "tuple(spec.compute_dtype for spec in specs)",
-        (GOLDEN, PARITY),
+        (SCHEDULE, PARITY),
     ),
     Mutation(
         "a failed backward leaves its gradients",
