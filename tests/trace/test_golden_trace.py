@@ -189,7 +189,7 @@ reduce b0    256""",
         )
 
     def test_checkpoint_reentrant(self) -> None:
-        """A block runs again in backward. Forward runs without grad, and gradients come in a backward inside backward."""
+        """A block runs again in backward, and its gradients come in a backward inside backward."""
         self.assertExpectedInline(
             trace_of_second_iteration(Root(recomputes=True)),
             """\
