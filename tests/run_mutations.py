@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
 SCHEDULE = "tests/trace/test_schedule_model.py"
 ACCUMULATION = "tests/ranks/test_accumulation.py"
-HSDP = "tests/ranks/test_hsdp.py"
 MEMORY = "tests/trace/test_memory.py"
 PARITY = "tests/ranks/test_parity.py"
 STREAMS = "tests/trace/test_stream_order.py"
@@ -158,7 +157,7 @@ MUTATIONS = (
         "the mean between replicas is over the shard group",
         r"self\._reduction\.divisors\(\)\[1\]",
         "self._reduction.divisors()[0]",
-        (HSDP,),
+        (ACCUMULATION,),
     ),
     Mutation(
         "no wait for a reduction",
@@ -188,7 +187,7 @@ MUTATIONS = (
         "a sum that waits for its replicas is lost",
         r"^( +)self\._output\.as_strided\(shard\.shape, \(1,\), self\._layout\.offsets\[i\]\)\.add_\(shard\)$",
         r"\1pass",
-        (HSDP,),
+        (ACCUMULATION,),
     ),
     Mutation(
         "gradients replace those of the last backward",
