@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -253,17 +253,13 @@ class Matrix:
 
     @functools.cached_property
     def cases(self) -> list[Case]:
-        found, deal = [], itertools.cycle(SETTINGS)
-        cells: Iterable[tuple[dict[str, Any], str]]
+        settings, deals = itertools.cycle(SETTINGS), dict[tuple[str, ...], Iterator[str]]()
+        found = []
         for scenario, topologies, has_settings, choices in self._entries:
-            rows = cover(choices, seed=zlib.crc32(scenario.__name__.encode()))
-            if NIGHTLY:
-                cells = itertools.product(rows, topologies)
-            else:
-                count = max(len(rows), len(topologies))
-                cells = ((rows[i % len(rows)], topologies[i % len(topologies)]) for i in range(count))
-            for row, topology in cells:
-                found.append(Case(scenario, topology, next(deal) if has_settings else "nothing", row))
+            deal = deals.setdefault(topologies, itertools.cycle(topologies))
+            for row in cover(choices, seed=zlib.crc32(scenario.__name__.encode())):
+                for topology in topologies if NIGHTLY else [next(deal)]:
+                    found.append(Case(scenario, topology, next(settings) if has_settings else "nothing", row))
         return found
 
     def check_on(self, topology: str) -> None:
