@@ -1,7 +1,7 @@
 """Tests that autograd gives a sharded model the losses, gradients and errors of a plain one.
 
-A *scenario* is a function of a `Run` that builds a model, trains it in some unusual way, and shows values. It runs twice:
-on a plain model and the whole batch, and on forked ranks, each with its rows of the batch; the shown values are
+A *scenario* is a function of a `Run` that builds a model, trains it in some unusual way, and shows values. It runs
+twice: on a plain model and the whole batch, and on forked ranks, each with its rows of the batch; the shown values are
 compared. fp64 is used, so that a real difference is not rounding. Most are drawn by a matrix, see matrix.py.
 """
 
