@@ -21,7 +21,7 @@ from fsdp2 import FSDPModule, fully_shard, replicate
 from fsdp2.engine import buckets
 from helpers import NIGHTLY, alone, assert_same, own_rows, run_ranks, shard_batch
 from models import TinyModel
-from scenarios import TOLERANCE, WIDTH, Block, Run, Wrap, assert_none_differ, describe, differences
+from scenarios import TOLERANCE, WIDTH, Block, Run, assert_none_differ, describe, differences
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 NAMES = ("replicas", "shards")
@@ -78,7 +78,7 @@ def assert_lies_on(
 
 
 class MatrixRun(Run):
-    """Is a run on a topology; without one, of the plain model. `setting` is made when the root is wrapped."""
+    """Is a run on a topology; without one, of the plain model. `setting` is made of each module that is sharded."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MatrixRun(Run):
         tolerance: dict[str, float] = TOLERANCE,
     ) -> None:
         super().__init__(*((dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)), expected, tolerance)
-        self.topology, self.mesh = topology, mesh
+        self.topology, self.mesh, self.setting = topology, mesh, "nothing"
         self.has_replicas = topology is not None and topology.has_replicas
 
     def shard(self, module: Any, **options: Any) -> Any:
@@ -96,7 +96,10 @@ class MatrixRun(Run):
             return module
         if self.topology.function is replicate:
             options.pop("reshard_after_forward", None)
-        return self.topology.function(module, mesh=self.mesh, **options)
+        sharded = self.topology.function(module, mesh=self.mesh, **options)
+        for each in module if isinstance(module, list) else [module]:
+            SETTINGS[self.setting](each)  # and again when a module around it is sharded, which is the root then
+        return sharded
 
     def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
         return super().batch(*row_shape, seed=seed, rows=rows)
@@ -199,15 +202,7 @@ class Case:
         return f"{self.scenario.__name__} {describe(self.choices)} on {self.topology}, {self.setting}"
 
     def run(self, run: Run) -> None:
-        choices = dict(self.choices)
-        if run.sharded and "wrap" in choices:
-            choices["wrap"] = functools.partial(wrap_and_set, choices["wrap"], SETTINGS[self.setting])
-        self.scenario(run, **choices)
-
-
-def wrap_and_set(wrap: Wrap, configure: Callable[[Any], object], run: Run, model: nn.Module) -> None:
-    wrap(run, model)
-    configure(model)
+        self.scenario(run, **self.choices)
 
 
 def cover(choices: dict[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
@@ -281,6 +276,7 @@ class Matrix:
             for case, shown in zip(cases, expected, strict=True):
                 print(f"rank {rank}: {case}", file=sys.stderr, flush=True)  # for the report of a hang
                 run = MatrixRun(TOPOLOGIES[topology], mesh, shown)
+                run.setting = case.setting
                 min_bytes = 1 if case.setting == "small buckets" else buckets.MIN_BUCKET_BYTES
                 with mock.patch.object(buckets, "MIN_BUCKET_BYTES", min_bytes):
                     different += [

@@ -84,7 +84,7 @@ def run(script: str, ranks: int, *options: str) -> Record:
         seen, empty = Path(name) / "seen", Path(name) / "empty"
         seen.mkdir()
         given = [option.format(folder=empty) for option in options]
-        output = run_forked(script, ranks, *given, before=partial(watch, seen))
+        output = run_forked(script, ranks, *given, before=partial(watch, seen), timeout=1200)
         lines = PRINTED.findall(output.replace("\r", "\n"))
         # A progress bar prints when it likes: its lines are not those of the program.
         printed = [SPEED.sub("", line).strip() for line in lines if "%|" not in line]
