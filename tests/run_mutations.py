@@ -92,8 +92,8 @@ MUTATIONS = (
         (SCHEDULE,),
     ),
     Mutation(
-        "secondary shards outlive the step",
-        r"self\._secondary\.drop\(\)",
+        "secondary shards are not filled",
+        r"self\.secondary\.fill\(\)",
         "pass",
         ("tests/ranks/test_placements.py",),
     ),
@@ -106,8 +106,8 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded parameters are not registered after forward",
-        r"self\.registration\.register\(unsharded=False\)",
-        "pass",
+        r"(UNSHARDED:\n +self\._become\(GATHERED\)\n +)self\.registration\.register\(unsharded=False\)",
+        r"\1pass",
         (PARITY,),
     ),
     Mutation(
