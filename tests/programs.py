@@ -29,10 +29,18 @@ def start_by_torchrun(name: str, ranks: int, *options: str) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run_forked(name: str, ranks: int, *options: str, before: Prepare | None = None, is_killed: bool = False) -> str:
+def run_forked(
+    name: str,
+    ranks: int,
+    *options: str,
+    before: Prepare | None = None,
+    is_killed: bool = False,
+    timeout: float = 120,
+) -> str:
     """Returns the output of a program in forked processes that have imported torch: torchrun would take seconds each.
 
     `before(rank)` runs first in each. `is_killed`: one is expected to end by SIGKILL; then the others may fail.
+    `timeout`: seconds until the others are ended.
     """
     context, folder = multiprocessing.get_context("fork"), Path(tempfile.mkdtemp())
     with socket.socket() as any_free:
@@ -45,7 +53,7 @@ def run_forked(name: str, ranks: int, *options: str, before: Prepare | None = No
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(timeout)
         process.kill()
     output = "".join((folder / str(rank)).read_text() for rank in range(ranks))
     codes = [process.exitcode for process in processes]

@@ -1,6 +1,12 @@
-"""Tests that gradients of several backwards add up as on a plain model, whenever they are synchronised or cleared."""
+"""Tests that gradients of several backwards add up as on a plain model, whenever they are synchronised or cleared.
 
+Each scenario is drawn over topologies, ways to wrap and settings, see matrix.py. Gradients wait unsharded ("wait"), or
+reduced within replicas ("scatter"); where there are no replicas, "scatter" is all there is to reduce.
+"""
+
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,157 +14,505 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from helpers import assert_same, full, run_ranks, world_sizes
-from scenarios import WIDTH, WRAPS, Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, whole
+from fsdp2 import FSDPModule, fully_shard
+from helpers import assert_same, full, run_ranks
+from matrix import MODES, TOPOLOGIES, Matrix, MatrixRun, Towers, set_mode, transformer
+from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+from scenarios import WRAPS, MayFail, Net, Run, Wrap, blocks, kept, leaves, loss_of, sgd, whole
+
+matrix = Matrix()
 
 
-class Towers(nn.Module):
-    """Two towers and a head; `use` says which towers a forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Block(), Block()
-        self.head = nn.Linear(WIDTH, 3)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, use: str) -> Tensor:
-        if "l" in use:
-            x = self.left(x)
-        if "r" in use:
-            x = self.right(x * self.scale)
-        return self.head(x) if "h" in use else x
-
-
-ZERO = {
+ZERO: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
     "optimizer, to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
     "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "module, to None": lambda model, optimizer: model.zero_grad(set_to_none=True),
     "module, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "a child, to zero": lambda model, optimizer: model.left.zero_grad(set_to_none=False),
+    "a child, to None": lambda model, optimizer: model.left.zero_grad(set_to_none=True),
     "one by one": lambda model, optimizer: [setattr(p, "grad", None) for p in model.head.parameters()],
 }
+WITH_REPLICAS = [name for name, topology in TOPOLOGIES.items() if topology.has_replicas]
+USES = ("lrh", "l", "rh", "h")
 
 
-def backward(run: Run, model: nn.Module, seed: int, use: str = "lrh", sync: bool = True) -> None:
-    run.set_sync(model, sync)
-    loss_of(model(run.batch(seed=seed), use)).backward()
+TWO_MODES = (("wait", "reduce"), ("wait", "scatter"), ("scatter", "wait"), ("scatter", "reduce"))
 
 
-def test_every_order_of_synchronised_and_unsynchronised_backwards() -> None:
-    """Three micro-batches, each synchronised or not (the last always): what waits and what is reduced add up once."""
-
-    def scenario(run: Run, first: bool, second: bool, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            for i, sync in enumerate((first, second, True)):
-                backward(run, model, seed=10 * step + i, sync=sync)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, first=(False, True), second=(False, True), wrap=WRAPS)
+def begin(run: Run, wrap: Wrap, build: Any = Towers, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = run.build(build)
+    wrap(run, model)
+    return model, sgd(model, **options)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
-def test_micro_batches_that_use_different_modules(world_size: int) -> None:
+def backward(run: Run, model: nn.Module, seed: int, mode: str = "reduce", use: str | None = None) -> None:
+    set_mode(model, mode)
+    loss_of(model(run.batch(seed=seed), *([use] if use else []))).backward()
+
+
+def fail(_: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+MODELS = (OddMLP, FrozenMix, SkippedModule, TinyGPT, functools.partial(TinyGPT, tied=True))
+
+
+@matrix.over(WITH_REPLICAS, build=MODELS, wrap=(whole, transformer), optimizer=("sgd", "adamw"))
+@matrix.over(WITH_REPLICAS, build=MODELS[:3], wrap=(blocks, kept, leaves), optimizer=("sgd", "adamw"))
+def training(run: MatrixRun, build: Callable[[], TinyModel], wrap: Wrap, optimizer: str) -> None:
+    """A gradient that misses a replica, or is divided for it twice; replicas that drift apart."""
+    model, chosen = begin(run, wrap, build)
+    if optimizer == "adamw":
+        chosen = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
+    for step in range(3):
+        model.before_step(step)
+        run.step(f"step {step}", model, chosen, mean_loss(model(run.example(model, step))))
+
+
+# ---- accumulation ----------------------------------------------------------------------------------------------------
+
+
+@matrix.over(first=MODES, second=MODES, wrap=WRAPS)
+def every_order_of_modes(run: MatrixRun, first: str, second: str, wrap: Wrap) -> None:
+    """What waits in full, as a shard, and what is reduced add up once."""
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        for i, mode in enumerate((first, second, "reduce")):
+            backward(run, model, 10 * step + i, mode)
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(
+    modes=(("wait",), ("scatter",), ("scatter", "wait"), ("wait", "scatter")), first=USES, last=USES, wrap=WRAPS
+)
+def micro_batches_that_use_different_modules(
+    run: MatrixRun, modes: tuple[str, ...], first: str, last: str, wrap: Wrap
+) -> None:
     """A gradient that waits must be reduced by the synchronised backward even if that one does not touch its module."""
-
-    uses = ("lrh", "l", "rh", "h")
-
-    def scenario(run: Run, first: str, last: str, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            backward(run, model, seed=step, use=first, sync=False)
-            backward(run, model, seed=step + 5, use=last, sync=True)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, world_size, first=uses, last=uses, wrap=(whole, blocks) if world_size == 2 else (leaves,))
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        for i, mode in enumerate(modes):
+            backward(run, model, 10 * step + i, mode, first)
+        backward(run, model, 10 * step + 5, "reduce", last)
+        run.step(f"step {step}", model, optimizer)
 
 
-@pytest.mark.parametrize("foreach", [True, False])
-def test_zero_grad_at_any_point(foreach: bool) -> None:
-    """What waits for synchronisation is a gradient like any other: cleared, it must not come back."""
-
-    points = ("after the first", "after the second", "after both")
-
-    def scenario(run: Run, zero: str, point: str, first: bool, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model, foreach=foreach)
-        for step in range(2):
-            backward(run, model, seed=step, sync=first)
-            if point != "after the second":
+@matrix.over(
+    zero=tuple(ZERO),
+    points=((1,), (2,), (1, 2)),
+    modes=(("wait", "wait"), ("scatter", "wait"), ("scatter", "scatter"), ("reduce", "wait"), ("reduce", "scatter")),
+    last=("rh", "h", "lrh"),
+    foreach=(True, False),
+    wrap=(whole, blocks),
+)
+def zero_grad_at_any_point(
+    run: MatrixRun, zero: str, points: tuple[int, ...], modes: tuple[str, str], last: str, foreach: bool, wrap: Wrap
+) -> None:
+    """What waits is a gradient like any other: cleared, it must not come back; None is not zero."""
+    model, optimizer = begin(run, wrap, foreach=foreach)
+    for step in range(2):
+        for i, (mode, use) in enumerate(zip((*modes, "reduce"), ("lrh", "lh", last), strict=True)):
+            if i in points:
                 ZERO[zero](model, optimizer)
-            backward(run, model, seed=step + 3, use="lh", sync=False)
-            if point != "after the first":
-                ZERO[zero](model, optimizer)
-            backward(run, model, seed=step + 6, use="rh", sync=True)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, zero=tuple(ZERO), point=points, first=(False, True), wrap=(whole,) if foreach else (blocks,))
+            backward(run, model, 10 * step + i, mode, use)
+        run.step(f"step {step}", model, optimizer)
 
 
-def test_zero_grad_to_zero_and_no_further_backward() -> None:
+@matrix.over(zero=("optimizer, to zero", "module, to zero", "optimizer, to None"), mode=MODES, wrap=(blocks,))
+def zero_grad_and_no_further_backward(run: MatrixRun, zero: str, mode: str, wrap: Wrap) -> None:
     """What was cleared is known to be zero: an optimizer step with momentum needs no synchronisation to go on."""
-
-    def scenario(run: Run, zero: str, sync: bool) -> None:
-        model = run.build(Towers)
-        blocks(run, model)
-        optimizer = sgd(model, momentum=0.5, weight_decay=0.1)
-        backward(run, model, seed=1)
-        run.step("first", model, optimizer)
-        backward(run, model, seed=2, sync=sync)
-        ZERO[zero](model, optimizer)
-        run.step("of zeros", model, optimizer)
-        backward(run, model, seed=3)
-        run.step("last", model, optimizer)
-
-    check(scenario, zero=("optimizer, to zero", "module, to zero", "optimizer, to None"), sync=(True, False))
+    model, optimizer = begin(run, wrap, momentum=0.5, weight_decay=0.1)
+    backward(run, model, 1)
+    run.step("first", model, optimizer)
+    backward(run, model, 2, mode)
+    ZERO[zero](model, optimizer)
+    run.step("of zeros", model, optimizer)
+    backward(run, model, 3)
+    run.step("last", model, optimizer)
 
 
-def test_zero_grad_to_zero_then_unused() -> None:
+@matrix.over(mode=MODES, wrap=WRAPS)
+def zero_grad_to_zero_then_unused(run: MatrixRun, mode: str, wrap: Wrap) -> None:
     """`set_to_none=False` leaves zeros where a later backward brings nothing; where nothing was, None stays."""
-
-    def scenario(run: Run, sync: bool, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        backward(run, model, seed=1, use="lh", sync=sync)
-        optimizer.zero_grad(set_to_none=False)
-        backward(run, model, seed=2, use="h", sync=True)
-        run.grads("zeros", model)
-        backward(run, model, seed=3, use="l", sync=sync)
-        backward(run, model, seed=4, use="rh", sync=True)
-        run.step("after", model, optimizer)
-
-    check(scenario, sync=(False, True), wrap=WRAPS)
+    model, optimizer = begin(run, wrap)
+    backward(run, model, 1, mode, "lh")
+    optimizer.zero_grad(set_to_none=False)
+    backward(run, model, 2, "reduce", "h")
+    run.grads("zeros", model)
+    backward(run, model, 3, mode, "l")
+    backward(run, model, 4, "reduce", "rh")
+    run.step("after", model, optimizer)
 
 
-def test_an_outer_module_is_sharded_while_gradients_are_unsynchronized() -> None:
+@matrix.over(mode=("wait", "scatter"), wrap=WRAPS)
+def on_top_of_reduced_gradients(run: MatrixRun, mode: str, wrap: Wrap) -> None:
+    """Without zero_grad: what `.grad` held before the placeholder counts, in all the micro-batches that follow."""
+    model, optimizer = begin(run, wrap)
+    backward(run, model, 0)
+    for i in range(2):
+        backward(run, model, 3 * i + 1, mode)
+        backward(run, model, 3 * i + 2, mode, "l")
+        backward(run, model, 3 * i + 3, "reduce", "h")
+        run.grads(f"accumulation {i}", model)
+    run.step("then", model, optimizer)
+
+
+@matrix.over(zero=("", "module, to None", "module, to zero"), mode=("wait", "reduce"))
+def an_outer_module_is_sharded_while_gradients_are_unsynchronized(run: MatrixRun, zero: str, mode: str) -> None:
     """Its root replaces that of the module inside: what was left to it is reduced, or was cleared, all the same."""
-
-    def scenario(run: Run, zero: str, sync: bool) -> None:
-        model = run.build(Towers)
-        run.shard(model.left)
-        run.set_sync(model.left, False)
-        loss_of(model.left(run.batch(seed=1))).backward()
-        if zero:
-            ZERO[zero](model, sgd(model))
-        run.set_sync(model.left, sync)
-        blocks_around(run, model)
-        backward(run, model, seed=2, sync=sync)
-        backward(run, model, seed=3)
-        run.step("both", model, sgd(model))
-
-    check(scenario, zero=("", "module, to None", "module, to zero"), sync=(False, True))
-
-
-def blocks_around(run: Run, model: Any) -> None:
+    model = run.build(Towers)
+    run.shard(model.left)
+    set_mode(model.left, "wait")
+    loss_of(model.left(run.batch(seed=1))).backward()
+    if zero:
+        ZERO[zero](model, sgd(model))
+    set_mode(model.left, mode)
     for module in (model.right, model.head, model):
         run.shard(module)
+    backward(run, model, 2, mode)
+    backward(run, model, 3)
+    run.step("both", model, sgd(model))
+
+
+@matrix.over(mode=("wait", "scatter"), wrap=(blocks,))
+def unsynchronized_gradients_are_visible_and_refuse_other_uses(run: MatrixRun, mode: str, wrap: Wrap) -> None:
+    """A clipping or a step before synchronisation would silently use other numbers on each rank, or none."""
+    model, optimizer = begin(run, wrap)
+    backward(run, model, 1, mode, "lh")
+    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
+    if run.sharded and run.waits(mode):
+        waiting = model.head.weight.grad
+        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
+        for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
+            with pytest.raises(RuntimeError, match="not synchronised"):
+                use()
+        said = "is not synchronised between ranks yet: the next backward after set_requires_"
+        for text in (repr(waiting), f"{waiting}", str(waiting)):
+            assert said in text
+    run.params("unchanged", model)
+    backward(run, model, 2)
+    run.step("then", model, optimizer)
+
+
+@matrix.over(wrap=(blocks, kept))
+def synchronisation_of_some_modules_only(run: MatrixRun, wrap: Wrap) -> None:
+    """`recurse=False` and calls on children: each group waits or reduces by itself."""
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+            model.set_requires_gradient_sync(False, recurse=False)
+            model.left.set_requires_gradient_sync(False)
+        loss_of(model(run.batch(seed=step))).backward()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(False)
+            model.right.set_requires_gradient_sync(True)
+        loss_of(model(run.batch(seed=step + 3))).backward()
+        backward(run, model, step + 6)
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(topologies=WITH_REPLICAS, wrap=(blocks,))
+def sums_between_replicas_of_some_modules_only(run: MatrixRun, wrap: Wrap) -> None:
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        set_mode(model, "reduce")
+        if isinstance(model, FSDPModule):
+            model.left.set_requires_all_reduce(False)
+            model.set_requires_all_reduce(False, recurse=False)
+            model.right.set_requires_gradient_sync(False)
+        loss_of(model(run.batch(seed=step))).backward()
+        if run.sharded:
+            model.head.weight.grad.full_tensor()  # reduced: it refuses nothing
+            for tower in (model.left, model.right):
+                with pytest.raises(RuntimeError, match="not synchronised"):
+                    tower.up.weight.grad.full_tensor()
+        backward(run, model, step + 3)
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(what=("left.up.weight", "left", "bias"), mode=("wait", "scatter"), wrap=(whole, blocks))
+def frozen_amid_an_accumulation(run: MatrixRun, what: str, mode: str, wrap: Wrap) -> None:
+    """Frozen parameters keep what they had, as in plain training; thawed ones go on from there."""
+    model, optimizer = begin(run, wrap)
+    chosen = [p for name, p in model.named_parameters() if what in name]
+    chosen[0].requires_grad_(False)
+    backward(run, model, 0, mode)
+    for p in chosen:
+        p.requires_grad_(p is chosen[0])
+    backward(run, model, 1, mode)
+    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
+    for p in chosen:
+        p.requires_grad_(False)
+    backward(run, model, 2)
+    run.grads("frozen", model)
+    for p in chosen:
+        p.requires_grad_(True)
+    backward(run, model, 3)
+    run.step("thawed", model, optimizer)
+
+
+@matrix.over(how=("retain_graph", "two forwards", "reentrant", "non-reentrant"), mode=("wait", "scatter"), wrap=WRAPS)
+def gradients_that_come_more_than_once(run: MatrixRun, how: str, mode: str, wrap: Wrap) -> None:
+    """In one backward (checkpointing), or through one forward again, while gradients wait."""
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        set_mode(model, mode)
+        x = run.batch(seed=step).requires_grad_()
+        if how == "retain_graph":
+            loss = loss_of(model(x))
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+        elif how == "two forwards":
+            loss = loss_of(model(x)) + loss_of(model(model(x, "l"), "rh"))
+        else:
+            inner = checkpoint(model, x, "lr", use_reentrant=how == "reentrant")
+            loss = loss_of(checkpoint(model, inner, "lrh", use_reentrant=how == "reentrant"))
+        if step:
+            loss.backward()
+            loss = loss_of(model(x, "h"))
+        set_mode(model, "reduce")
+        loss.backward()
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(without_grad=(torch.no_grad, torch.inference_mode), mode=("wait", "scatter"), wrap=(whole, blocks))
+def evaluation_with_unsynchronized_gradients(run: MatrixRun, without_grad: Any, mode: str, wrap: Wrap) -> None:
+    """Evaluation, gathering and resharding between micro-batches leave what waits alone."""
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        backward(run, model, step, mode)
+        with without_grad():
+            run.rows("evaluated", model(run.batch(seed=9)))
+        backward(run, model, step + 3, mode, "lh")
+        if isinstance(model, FSDPModule):
+            model.unshard()
+            model.reshard()
+        backward(run, model, step + 6, "reduce", "h")
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(norm_type=(2.0, float("inf")), foreach=(True, False), mode=("wait", "scatter"), wrap=(whole, blocks))
+def clipping(run: MatrixRun, norm_type: float, foreach: bool, mode: str, wrap: Wrap) -> None:
+    """The norm is over all shards of all groups, of one replica."""
+    model, optimizer = begin(run, wrap, Net)
+    for step in range(2):
+        backward(run, model, 2 * step, mode)
+        backward(run, model, 2 * step + 1)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type, foreach=foreach)
+        run.value("norm", norm.full_tensor() if run.sharded else norm)
+        run.step(f"step {step}", model, optimizer)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@matrix.over(modes=TWO_MODES, evaluates=(False, True), wrap=(whole, blocks))
+def an_error_amid_an_accumulation(run: MatrixRun, modes: tuple[str, str], evaluates: bool, wrap: Wrap) -> None:
+    """The backward that failed leaves nothing behind; the micro-batches before it still count."""
+    model, optimizer = begin(run, wrap)
+    backward(run, model, 1, modes[0])
+    # It fails before any gradient of a parameter is there: plain torch keeps those that have come, too.
+    set_mode(model, modes[1])
+    output = model(run.batch(seed=2))
+    output.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(output).backward()
+    if evaluates:
+        with torch.no_grad():
+            model(run.batch(seed=3), "l")
+    run.value("present", all(p.grad is not None for p in model.parameters()))
+    backward(run, model, 4, "reduce", "h")
+    run.step("after", model, optimizer)
+
+
+@matrix.over(modes=TWO_MODES, zero=tuple(ZERO)[:4], wrap=(whole, blocks))
+def an_error_and_zero_grad(run: MatrixRun, modes: tuple[str, str], zero: str, wrap: Wrap) -> None:
+    """After zero_grad, none of what had come, had waited or was on its way turns up again."""
+    model, optimizer = begin(run, wrap)
+    for step in range(2):
+        backward(run, model, 1, modes[0])
+        set_mode(model, modes[1])
+        hidden = model(run.batch(seed=2), "l")
+        hidden.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(model(hidden, "rh")).backward()
+        ZERO[zero](model, optimizer)
+        for i, mode in itertools.product(range(2), (modes[0], "reduce")):
+            backward(run, model, 3 + i, mode)
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(mode=("wait", "scatter"), wrap=(blocks,))
+def an_error_behind_some_gradients(run: MatrixRun, mode: str, wrap: Wrap) -> None:
+    """The backward that failed has added to what had waited: that is lost, and no one may take the rest for all."""
+    model, optimizer = begin(run, wrap)
+    if run.sharded and run.waits(mode):
+        backward(run, model, 0, mode)
+        set_mode(model, "reduce")
+        hidden = model(run.batch(seed=1), "l")
+        hidden.register_hook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(model(hidden, "rh")).backward()
+        with pytest.raises(RuntimeError, match=r"(scale|right\.).*were lost in a backward pass that failed.*zero_grad"):
+            backward(run, model, 2, "reduce", "h")
+        optimizer.zero_grad()
+    backward(run, model, 3, mode)
+    backward(run, model, 4, "reduce", "h")
+    run.step("after", model, optimizer)
+
+
+# ---- the end of backward by hand, and reset --------------------------------------------------------------------------
+
+
+def by_hand(model: Any) -> None:
+    """Lets all reductions be in flight until they are finished by hand."""
+    if isinstance(model, FSDPModule):
+        model.set_reduce_scatter_max_input_buffers(9)
+        model.set_manual_backward_finalization(True)
+
+
+def finalize(model: Any, async_op: bool = False) -> None:
+    if isinstance(model, FSDPModule):
+        handle = model.finalize_backward(async_op=async_op)
+        assert (handle is not None) == async_op
+        for _ in range(2) if handle is not None else ():
+            handle.wait()
+
+
+@matrix.over(
+    modes=(
+        ("reduce",),
+        ("reduce", "reduce"),
+        ("wait", "reduce"),
+        ("scatter", "wait", "reduce"),
+        ("reduce", "scatter", "reduce"),
+    ),
+    each=(False, True),
+    async_op=(False, True),
+    last=("lrh", "rh"),
+    wrap=(whole, blocks),
+)
+def finalised_by_hand(
+    run: MatrixRun, modes: tuple[str, ...], each: bool, async_op: bool, last: str, wrap: Wrap
+) -> None:
+    """No gradient before, all after; reductions are left in flight over several backwards."""
+    model, optimizer = begin(run, wrap)
+    by_hand(model)
+    for step in range(2):
+        for i, mode in enumerate(modes):
+            backward(run, model, 10 * step + i, mode, "lrh" if i == 0 else last)
+            if run.sharded and i == 0 and not run.waits(mode):
+                assert all(p.grad is None for p in model.parameters()), "gradients before finalize_backward"
+            if each or i == len(modes) - 1:
+                finalize(model, async_op)
+        run.step(f"step {step}", model, optimizer)
+    if isinstance(model, FSDPModule):
+        model.set_manual_backward_finalization(False)
+    backward(run, model, 99)
+    run.step("by itself", model, optimizer)
+
+
+@matrix.over(mode=("wait", "scatter"), wrap=(blocks,))
+def finalised_again(run: MatrixRun, mode: str, wrap: Wrap) -> None:
+    """With nothing in flight it does nothing, also to what waits."""
+    model, optimizer = begin(run, wrap)
+    backward(run, model, 0)
+    backward(run, model, 1, mode)
+    finalize(model)
+    backward(run, model, 2, "reduce", "rh")
+    run.step("then", model, optimizer)
+
+
+@matrix.over(wrap=(whole, blocks))
+def finalised_after_a_backward_that_fails(run: MatrixRun, wrap: Wrap) -> None:
+    """The backward that failed leaves nothing; what complete ones have left in flight still arrives."""
+    model, optimizer = begin(run, wrap, MayFail)
+    by_hand(model)
+    backward(run, model, 1)
+    output = model(run.batch(seed=2))
+    output.register_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(output).backward()
+    backward(run, model, 3)
+    finalize(model)
+    run.step("after", model, optimizer)
+
+
+@matrix.over(when=("forward", "backward"), times=(1, 2), wrap=(whole, leaves))
+def reset_after_an_error(run: MatrixRun, when: str, times: int, wrap: Wrap) -> None:
+    """The next step is exact: nothing of the failed pass turns up, no module is left with its unsharded parameters."""
+    model, optimizer = begin(run, wrap, MayFail)
+    run.step("before", model, optimizer, loss_of(model(run.batch(seed=1))))
+    model.middle[1].when = when
+    with pytest.raises(ValueError, match="on purpose"):
+        loss_of(model(run.batch(seed=2))).backward()
+    model.middle[1].when = ""
+    for _ in range(times) if run.sharded else ():
+        model.reset_iter_state()
+    optimizer.zero_grad()
+    run.params("reset", model)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=3 + step))))
+
+
+@matrix.over(failed=("", "forward", "backward"), reduced=(False, True), mode=("wait", "scatter"), wrap=(whole, blocks))
+def reset_drops_unsynchronized_gradients(run: MatrixRun, failed: str, reduced: bool, mode: str, wrap: Wrap) -> None:
+    """In an accumulation: gradients that wait are gone, those reduced before it stay."""
+    model, optimizer = begin(run, wrap, MayFail)
+    if reduced:
+        backward(run, model, 1)
+    if run.sharded and run.waits(mode):
+        for i in range(2):
+            backward(run, model, 2 + i, mode)
+        model.middle[1].when = failed
+        if failed:
+            with pytest.raises(ValueError, match="on purpose"):
+                backward(run, model, 4, mode)
+        model.middle[1].when = ""
+        model.reset_iter_state()
+    run.grads("reset", model)
+    backward(run, model, 5, mode)
+    backward(run, model, 6)
+    run.step("after", model, optimizer)
+
+
+@matrix.over(wrap=(whole, blocks, kept))
+def reset_in_the_middle_of_nothing_changes_nothing(run: MatrixRun, wrap: Wrap) -> None:
+    """Between steps, before the first forward, after a forward without a backward, and twice."""
+    model, optimizer = begin(run, wrap, Net)
+    reset = model.reset_iter_state if run.sharded else lambda: None
+    for step in range(3):
+        reset(), reset()
+        model(run.batch(seed=50))
+        reset()
+        backward(run, model, step)
+        reset()
+        run.step(f"step {step}", model, optimizer)
+
+
+@matrix.over(reverse=(False, True), wrap=(blocks, leaves))
+def further_backwards_through_forwards_that_have_run(run: MatrixRun, reverse: bool, wrap: Wrap) -> None:
+    """set_is_last_backward(False): several forwards, then their backwards, in either order."""
+    model, optimizer = begin(run, wrap, Net)
+    for step in range(2):
+        losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
+        for i, loss in enumerate(losses[::-1] if reverse else losses):
+            if run.sharded:
+                model.set_is_last_backward(i == 2)
+            loss.backward()
+        run.step(f"step {step}", model, optimizer)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)
+
+
+# ---- what the matrix leaves out --------------------------------------------------------------------------------------
 
 
 def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
@@ -180,224 +534,6 @@ def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
             assert_same(full(param), value, 0, 0, "a weight")
 
     run_ranks(2, body)
-
-
-def test_unsynchronized_gradients_are_visible_and_refuse_other_uses() -> None:
-    """A clipping or a step before synchronisation would silently use other numbers on each rank, or none."""
-
-    def scenario(run: Run) -> None:
-        model = run.build(Towers)
-        blocks(run, model)
-        optimizer = sgd(model)
-        backward(run, model, seed=1, use="lh", sync=False)
-        run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
-        if run.sharded:
-            waiting = model.head.weight.grad
-            clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
-            for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
-                with pytest.raises(RuntimeError, match="not synchronised"):
-                    use()
-            for text in (repr(waiting), f"{waiting}", str(waiting)):
-                assert (
-                    "is not synchronised between ranks yet: the next backward after set_requires_gradient_sync(True)"
-                    in text
-                )
-        run.params("unchanged", model)
-        backward(run, model, seed=2, sync=True)
-        run.step("then", model, optimizer)
-
-    check(scenario)
-
-
-def test_synchronisation_of_some_modules_only() -> None:
-    """`recurse=False` and calls on children: each group waits or reduces by itself."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(True)
-                model.set_requires_gradient_sync(False, recurse=False)
-                model.left.set_requires_gradient_sync(False)
-            loss_of(model(run.batch(seed=step), "lrh")).backward()
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(False)
-                model.right.set_requires_gradient_sync(True)
-            loss_of(model(run.batch(seed=step + 3), "lrh")).backward()
-            backward(run, model, seed=step + 6, sync=True)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, wrap=(blocks, kept))
-
-
-def test_freezing_a_parameter_with_an_unsynchronized_gradient() -> None:
-    """The plan of what is reduced together follows what is trainable; what waits for it must not be left out of it."""
-
-    def scenario(run: Run, what: str, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        backward(run, model, seed=1, sync=False)
-        frozen = [p for name, p in model.named_parameters() if what in name]
-        for param in frozen:
-            param.requires_grad_(False)
-        backward(run, model, seed=2, sync=True)
-        run.grads("frozen", model)
-        for param in frozen:
-            param.requires_grad_(True)
-        backward(run, model, seed=3, sync=True)
-        run.step("thawed", model, optimizer)
-
-    check(scenario, what=("left.up.weight", "left", "bias"), wrap=(whole, blocks))
-
-
-def test_several_forwards_and_backwards_without_synchronisation() -> None:
-    """One backward for several forwards, retain_graph, shared modules and checkpointing while gradients wait."""
-
-    def scenario(run: Run, mode: str, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.set_sync(model, False)
-            x = run.batch(seed=step).requires_grad_()
-            if mode == "retain_graph":
-                loss = loss_of(model(x, "lrh"))
-                loss.backward(retain_graph=True)
-                loss.backward(retain_graph=True)
-            elif mode == "two forwards":
-                loss = loss_of(model(x, "lrh")) + loss_of(model(model(x, "l"), "rh"))
-            else:
-                reentrant = mode == "reentrant"
-                loss = loss_of(
-                    checkpoint(
-                        model, checkpoint(model, x, "lr", use_reentrant=reentrant), "lrh", use_reentrant=reentrant
-                    )
-                )
-            if step:
-                loss.backward()
-                loss = loss_of(model(x, "h"))
-            run.set_sync(model, True)
-            loss.backward()
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, mode=("retain_graph", "two forwards", "reentrant", "non-reentrant"), wrap=WRAPS)
-
-
-def test_evaluation_with_unsynchronized_gradients() -> None:
-    """Evaluation, gathering and resharding between micro-batches leave what waits alone."""
-
-    def scenario(run: Run, mode: Any, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            backward(run, model, seed=step, sync=False)
-            with mode():
-                run.rows("evaluated", model(run.batch(seed=9), "lrh"))
-            backward(run, model, seed=step + 3, use="lh", sync=False)
-            if isinstance(model, FSDPModule):
-                model.unshard()
-                model.reshard()
-            backward(run, model, seed=step + 6, use="h", sync=True)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, mode=(torch.no_grad, torch.inference_mode), wrap=(whole, blocks))
-
-
-def test_an_error_with_unsynchronized_gradients() -> None:
-    """The backward that failed leaves nothing behind; the micro-batches before it still count."""
-
-    def scenario(run: Run, where: str, sync: bool, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        backward(run, model, seed=1, sync=False)
-
-        def fail(_: Tensor) -> None:
-            raise ValueError("on purpose")
-
-        # It fails before any gradient of a parameter is there: plain torch keeps those that have come, too.
-        run.set_sync(model, sync)
-        output = model(run.batch(seed=2), "lrh")
-        output.register_hook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            loss_of(output).backward()
-        if where == "evaluate":
-            with torch.no_grad():
-                model(run.batch(seed=3), "l")
-        run.value("present", all(p.grad is not None for p in model.parameters()))
-        backward(run, model, seed=4, use="h", sync=True)
-        run.step("after", model, optimizer)
-
-    check(scenario, where=("train", "evaluate"), sync=(False, True), wrap=(whole, blocks))
-
-
-def test_an_error_in_backward_with_unsynchronized_gradients() -> None:
-    """After zero_grad, none of what had come, had waited or was on its way turns up again."""
-
-    def scenario(run: Run, sync: bool, zero: str, wrap: Wrap) -> None:
-        model = run.build(Towers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            backward(run, model, seed=1, sync=False)
-
-            def fail(_: Tensor) -> None:
-                raise ValueError("on purpose")
-
-            run.set_sync(model, sync)
-            hidden = model(run.batch(seed=2), "l")
-            hidden.register_hook(fail)
-            with pytest.raises(ValueError, match="on purpose"):
-                loss_of(model(hidden, "rh")).backward()
-            ZERO[zero](model, optimizer)
-            for i, sync_now in itertools.product(range(2), (False, True)):
-                backward(run, model, seed=3 + i, sync=sync_now)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, sync=(False, True), zero=tuple(ZERO)[:4], wrap=(whole, blocks))
-
-
-def test_low_precision_gradients_accumulate_in_the_reduce_dtype() -> None:
-    """bf16 gradients of equal micro-batches, added in fp32: n times one of them, which bf16 sums could not hold."""
-    n = 7
-
-    def scenario(run: Run, wrap: Wrap, sync: bool) -> None:
-        model = run.build(Towers).float()
-        for module in (model.left, model.right) if wrap is blocks else ():
-            run.shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        run.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        low = model if run.sharded else run.build(Towers).bfloat16()
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))  # the same rows on every rank
-        for i in range(n if run.sharded else 1):
-            run.set_sync(model, sync or i == n - 1)
-            loss_of(low(x if run.sharded else x.bfloat16(), "lrh")).backward()
-        for (name, param), (_, own) in zip(low.named_parameters(), model.named_parameters(), strict=True):
-            run._show("shard", f"{name}.grad", own.grad if run.sharded else param.grad.float() * n)
-
-    tolerance = {"rtol": 1e-6, "atol": 1e-9}
-    check(scenario, tolerance=tolerance, wrap=(whole, blocks), sync=(False, True))
-
-
-def test_clip_grad_norm_over_accumulated_gradients() -> None:
-    """The norm over all shards of all groups is that of the plain gradients, and so is what is left after clipping."""
-
-    def scenario(run: Run, norm_type: float, foreach: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            for i in range(2):
-                run.set_sync(model, i == 1)
-                loss_of(model(run.batch(seed=10 * step + i))).backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type, foreach=foreach)
-            run.value("norm", norm.full_tensor() if run.sharded else norm)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, norm_type=(2.0, float("inf")), foreach=(True, False), wrap=(whole, blocks))
 
 
 class Sum(nn.Module):

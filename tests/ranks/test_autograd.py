@@ -1,8 +1,8 @@
 """Tests that autograd gives a sharded model the losses, gradients and errors of a plain one.
 
-Every test is one *scenario*: a function of a `Run` that builds a model, trains it in some unusual way, and shows
-values. It runs twice: on a plain model and the whole batch, and on forked ranks, each with its rows of the batch; the
-shown values are compared. fp64 is used, so that a real difference is not rounding.
+A *scenario* is a function of a `Run` that builds a model, trains it in some unusual way, and shows values. It runs
+twice: on a plain model and the whole batch, and on forked ranks, each with its rows of the batch; the shown values are
+compared. fp64 is used, so that a real difference is not rounding. Most are drawn by a matrix, see matrix.py.
 """
 
 import copy
@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import full_params, fully_shard
 from fsdp2.engine.gradients import without_graph
 from fsdp2.engine.state import groups_of
-from helpers import assert_same, run_ranks, world_sizes
+from helpers import assert_same, run_ranks
+from matrix import TOPOLOGIES, Matrix, MatrixRun
 from scenarios import (
     WIDTH,
     WRAPS,
@@ -45,62 +46,55 @@ from scenarios import (
     whole,
 )
 
+matrix = Matrix()
+
 # ---- graphs: several forwards, several backwards ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
-def test_several_forwards_before_one_backward(world_size: int) -> None:
+@matrix.over(wrap=WRAPS)
+def several_forwards_before_one_backward(run: MatrixRun, wrap: Wrap) -> None:
     """A group freed after the backward of one forward must be there for that of the next; gradients come once."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
-            run.step(f"step {step}", model, optimizer, losses[0] + 2 * losses[2] - losses[1])
-
-    check(scenario, world_size, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
+        run.step(f"step {step}", model, optimizer, losses[0] + 2 * losses[2] - losses[1])
 
 
-def test_backwards_in_another_order_than_the_forwards() -> None:
+@matrix.over(wrap=WRAPS)
+def backwards_in_another_order_than_the_forwards(run: MatrixRun, wrap: Wrap) -> None:
     """Interleaved forwards and backwards, the oldest first: the last forward need not be the next back."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            first = loss_of(model(run.batch(seed=1)))
-            second = loss_of(model(run.batch(seed=2)))
-            first.backward()
-            third = loss_of(model(run.batch(seed=3)))
-            third.backward()
-            run.grads("before the last", model)
-            run.step(f"step {step}", model, optimizer, second)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        first = loss_of(model(run.batch(seed=1)))
+        second = loss_of(model(run.batch(seed=2)))
+        first.backward()
+        third = loss_of(model(run.batch(seed=3)))
+        third.backward()
+        run.grads("before the last", model)
+        run.step(f"step {step}", model, optimizer, second)
 
 
-def test_retain_graph_and_backward_again() -> None:
+@matrix.over(wrap=WRAPS)
+def retain_graph_and_backward_again(run: MatrixRun, wrap: Wrap) -> None:
     """The second backward over a graph needs freed weights once more, and its gradients are added."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            output = model(run.batch(seed=step))
-            loss_of(output).backward(retain_graph=True)
-            run.grads("first", model)
-            output.square().mean().backward(retain_graph=True)
-            run.grads("second", model)
-            run.step(f"step {step}", model, optimizer, output.mean())
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        output = model(run.batch(seed=step))
+        loss_of(output).backward(retain_graph=True)
+        run.grads("first", model)
+        output.square().mean().backward(retain_graph=True)
+        run.grads("second", model)
+        run.step(f"step {step}", model, optimizer, output.mean())
 
 
-def test_separate_losses_over_parts_of_one_graph() -> None:
+@matrix.over(wrap=WRAPS)
+def separate_losses_over_parts_of_one_graph(run: MatrixRun, wrap: Wrap) -> None:
     """Two outputs of one forward, a backward for each: the first reaches half of the modules and half of the inputs."""
 
     class TwoTowers(nn.Module):
@@ -113,38 +107,32 @@ def test_separate_losses_over_parts_of_one_graph() -> None:
             both = self.trunk(x * y)
             return self.left(both + x), self.right(both + y)
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(TwoTowers)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            x, y = (run.batch(seed=seed).requires_grad_() for seed in (step, 7 + step))
-            left, right = model(x, y)
-            loss_of(right).backward(retain_graph=True)
-            run.grads("one", model)
-            loss_of(left).backward()
-            run.rows("x.grad", x.grad / run.world_size)
-            run.rows("y.grad", y.grad / run.world_size)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(TwoTowers)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        x, y = (run.batch(seed=seed).requires_grad_() for seed in (step, 7 + step))
+        left, right = model(x, y)
+        loss_of(right).backward(retain_graph=True)
+        run.grads("one", model)
+        loss_of(left).backward()
+        run.rows("x.grad", x.grad / run.world_size)
+        run.rows("y.grad", y.grad / run.world_size)
+        run.step(f"step {step}", model, optimizer)
 
 
-def test_a_state_carried_over_several_forwards() -> None:
+@matrix.over(wrap=WRAPS)
+def a_state_carried_over_several_forwards(run: MatrixRun, wrap: Wrap) -> None:
     """Backpropagation through time: the output of one pass is the input of the next, and one backward goes through."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        state = run.batch(seed=0)
-        for step in range(2):
-            for i in range(3):
-                state = torch.tanh(model(state + run.batch(seed=i)))
-            run.step(f"step {step}", model, optimizer, loss_of(state))
-            state = state.detach()
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    state = run.batch(seed=0)
+    for step in range(2):
+        for i in range(3):
+            state = torch.tanh(model(state + run.batch(seed=i)))
+        run.step(f"step {step}", model, optimizer, loss_of(state))
+        state = state.detach()
 
 
 class Recursive(nn.Module):
@@ -160,7 +148,8 @@ class Recursive(nn.Module):
         return x if depth == 0 else self(x, depth - 1) + self.block(x)
 
 
-def test_a_module_that_calls_itself() -> None:
+@matrix.over(outer=(False, True), wrap=WRAPS)
+def a_module_that_calls_itself(run: MatrixRun, outer: bool, wrap: Wrap) -> None:
     """The inner call ends first: it must not take the parameters away from the outer one."""
 
     class Outer(nn.Module):
@@ -171,108 +160,92 @@ def test_a_module_that_calls_itself() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.recursive(x, 1) * 2 + self.recursive(x, 0)
 
-    def scenario(run: Run, outer: bool, wrap: Wrap) -> None:
-        model = run.build(Outer if outer else Recursive)
-        if outer and wrap in (blocks, kept):
-            run.shard(model.recursive.block)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            x = run.batch(seed=step)
-            run.step(f"step {step}", model, optimizer, loss_of(model(x) if outer else model(x, 2)))
-
-    check(scenario, outer=(False, True), wrap=WRAPS)
+    model = run.build(Outer if outer else Recursive)
+    if outer and wrap in (blocks, kept):
+        run.shard(model.recursive.block)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        x = run.batch(seed=step)
+        run.step(f"step {step}", model, optimizer, loss_of(model(x) if outer else model(x, 2)))
 
 
-def test_a_child_called_alone_before_and_after_the_root() -> None:
+@matrix.over(wrap=(blocks, kept, leaves))
+def a_child_called_alone_before_and_after_the_root(run: MatrixRun, wrap: Wrap) -> None:
     """The child runs outside any pass of the root: first of all, between forward and backward, and after a step."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        child = model.blocks[1]
-        run.step("child alone", model, optimizer, loss_of(child(run.batch(seed=0))))
-        alone = loss_of(child(run.batch(seed=1)))
-        together = loss_of(model(run.batch(seed=2)))
-        run.step("child, then root", model, optimizer, alone + together)
-        together = loss_of(model(run.batch(seed=3)))
-        with torch.no_grad():
-            run.rows("child in between", child(run.batch(seed=4)))
-        alone = loss_of(child(run.batch(seed=5)))
-        run.step("root, then child", model, optimizer, alone + together)
-        run.step("root", model, optimizer, loss_of(model(run.batch(seed=6))))
-        with torch.no_grad():
-            run.rows("child last", child(run.batch(seed=7)))
-
-    check(scenario, wrap=(blocks, kept, leaves))
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    child = model.blocks[1]
+    run.step("child alone", model, optimizer, loss_of(child(run.batch(seed=0))))
+    alone = loss_of(child(run.batch(seed=1)))
+    together = loss_of(model(run.batch(seed=2)))
+    run.step("child, then root", model, optimizer, alone + together)
+    together = loss_of(model(run.batch(seed=3)))
+    with torch.no_grad():
+        run.rows("child in between", child(run.batch(seed=4)))
+    alone = loss_of(child(run.batch(seed=5)))
+    run.step("root, then child", model, optimizer, alone + together)
+    run.step("root", model, optimizer, loss_of(model(run.batch(seed=6))))
+    with torch.no_grad():
+        run.rows("child last", child(run.batch(seed=7)))
 
 
-def test_one_of_a_list_of_modules_runs() -> None:
+@matrix.over(reshard=(None, True, False))
+def one_of_a_list_of_modules_runs(run: MatrixRun, reshard: bool | None) -> None:
     """A list shares one group; a step may run only one of them, or one twice, and the rest waits for nothing."""
-
-    def scenario(run: Run, reshard: bool | None) -> None:
-        model = run.build(Net)
-        run.shard([model.stem, model.head], reshard_after_forward=reshard)
-        run.shard(list(model.blocks), reshard_after_forward=reshard)
-        run.shard(model, reshard_after_forward=reshard)
-        optimizer = sgd(model)
-        x = run.batch(seed=1)
-        run.step("all", model, optimizer, loss_of(model.head(model.blocks[1](model.stem(x)))))
-        run.step("stem only", model, optimizer, loss_of(model.stem(x)))
-        run.step("head twice", model, optimizer, loss_of(model.head(model.head(x))))
-        with torch.no_grad():
-            run.rows("evaluation", model.blocks[2](model.stem(x)))
-        run.step("root", model, optimizer, loss_of(model(x)))
-        run.step("blocks", model, optimizer, loss_of(model.blocks[2](x)) + loss_of(model.blocks[0](x)))
-        run.step("root again", model, optimizer, loss_of(model(x)))
-
-    check(scenario, reshard=(None, True, False))
+    model = run.build(Net)
+    run.shard([model.stem, model.head], reshard_after_forward=reshard)
+    run.shard(list(model.blocks), reshard_after_forward=reshard)
+    run.shard(model, reshard_after_forward=reshard)
+    optimizer = sgd(model)
+    x = run.batch(seed=1)
+    run.step("all", model, optimizer, loss_of(model.head(model.blocks[1](model.stem(x)))))
+    run.step("stem only", model, optimizer, loss_of(model.stem(x)))
+    run.step("head twice", model, optimizer, loss_of(model.head(model.head(x))))
+    with torch.no_grad():
+        run.rows("evaluation", model.blocks[2](model.stem(x)))
+    run.step("root", model, optimizer, loss_of(model(x)))
+    run.step("blocks", model, optimizer, loss_of(model.blocks[2](x)) + loss_of(model.blocks[0](x)))
+    run.step("root again", model, optimizer, loss_of(model(x)))
 
 
-def test_lists_of_modules_as_roots() -> None:
+@matrix.over(reshard=(None, True, False))
+def lists_of_modules_as_roots(run: MatrixRun, reshard: bool | None) -> None:
     """No module contains a list, so nobody may be left to end its pass."""
-
-    def scenario(run: Run, reshard: bool | None) -> None:
-        model = run.build(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
-        for members in ([model[0], model[2]], [model[1], model[3]]):
-            run.shard(members, reshard_after_forward=reshard)
-        optimizer = sgd(model)
-        for seed in range(2):
-            run.step(f"all {seed}", model, optimizer, loss_of(model(run.batch(seed=seed))))
-            run.step(f"one of each {seed}", model, optimizer, loss_of(model[1](model[2](run.batch(seed=seed)))))
-
-    check(scenario, reshard=(None, True, False))
+    model = run.build(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))))
+    for members in ([model[0], model[2]], [model[1], model[3]]):
+        run.shard(members, reshard_after_forward=reshard)
+    optimizer = sgd(model)
+    for seed in range(2):
+        run.step(f"all {seed}", model, optimizer, loss_of(model(run.batch(seed=seed))))
+        run.step(f"one of each {seed}", model, optimizer, loss_of(model[1](model[2](run.batch(seed=seed)))))
 
 
-def test_two_models_call_each_other() -> None:
+@matrix.over(wrap=WRAPS)
+def two_models_call_each_other(run: MatrixRun, wrap: Wrap) -> None:
     """Neither is a part of the other: two roots, two runtimes, one graph. As in a GAN, or with a frozen critic."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        generator, critic = run.build(Net, depth=1), run.build(Net, depth=2, seed=2)
-        for model in (generator, critic):
-            wrap(run, model)
-        optimizers = [sgd(generator), sgd(critic)]
-        for step in range(2):
-            made = generator(run.batch(seed=step))
-            run.step(
-                "critic", critic, optimizers[1], loss_of(critic(made.detach())) - loss_of(critic(run.batch(seed=9)))
-            )
-            critic.requires_grad_(False)
-            run.step("generator", generator, optimizers[0], loss_of(critic(made)))
-            run.grads("frozen critic", critic)
-            critic.requires_grad_(True)
-            loss_of(critic(generator(run.batch(seed=step)))).backward()
-            run.grads("both", critic)
-            run.step("both", generator, optimizers[0])
-            optimizers[1].step()
-            run.params("both", critic)
-            optimizers[1].zero_grad()
-
-    check(scenario, wrap=WRAPS)
+    generator, critic = run.build(Net, depth=1), run.build(Net, depth=2, seed=2)
+    for model in (generator, critic):
+        wrap(run, model)
+    optimizers = [sgd(generator), sgd(critic)]
+    for step in range(2):
+        made = generator(run.batch(seed=step))
+        run.step("critic", critic, optimizers[1], loss_of(critic(made.detach())) - loss_of(critic(run.batch(seed=9))))
+        critic.requires_grad_(False)
+        run.step("generator", generator, optimizers[0], loss_of(critic(made)))
+        run.grads("frozen critic", critic)
+        critic.requires_grad_(True)
+        loss_of(critic(generator(run.batch(seed=step)))).backward()
+        run.grads("both", critic)
+        run.step("both", generator, optimizers[0])
+        optimizers[1].step()
+        run.params("both", critic)
+        optimizers[1].zero_grad()
 
 
-def test_a_model_called_inside_the_forward_of_another() -> None:
+@matrix.over(opaque=(False, True), wrap=WRAPS)
+def a_model_called_inside_the_forward_of_another(run: MatrixRun, opaque: bool, wrap: Wrap) -> None:
     """One runtime inside another: the inner one's weights are saved for backward while the outer one's hooks are on."""
 
     class Hidden:
@@ -306,24 +279,22 @@ def test_a_model_called_inside_the_forward_of_another() -> None:
                 x = x.tensor if isinstance(x, Hidden) else x
             return self.last(x)
 
-    def scenario(run: Run, opaque: bool, wrap: Wrap) -> None:
-        inner = run.build(Inner, opaque)
-        outer = run.build(Outer, inner, seed=2)
-        for model in (inner, outer):
-            wrap(run, model)
-        optimizers = sgd(inner), sgd(outer)
-        for step in range(3):
-            loss_of(outer(run.batch(seed=step))).backward()
-            run.step("inner", inner, optimizers[0])
-            run.step("outer", outer, optimizers[1])
-
-    check(scenario, opaque=(False, True), wrap=WRAPS)
+    inner = run.build(Inner, opaque)
+    outer = run.build(Outer, inner, seed=2)
+    for model in (inner, outer):
+        wrap(run, model)
+    optimizers = sgd(inner), sgd(outer)
+    for step in range(3):
+        loss_of(outer(run.batch(seed=step))).backward()
+        run.step("inner", inner, optimizers[0])
+        run.step("outer", outer, optimizers[1])
 
 
 # ---- what takes part in the graph ------------------------------------------------------------------------------------
 
 
-def test_unused_parameters_have_no_gradient() -> None:
+@matrix.over(wrap=WRAPS)
+def unused_parameters_have_no_gradient(run: MatrixRun, wrap: Wrap) -> None:
     """Modules that are skipped, outputs that are dropped, untouched parameters: None, and no rank waits for them."""
 
     class Skips(nn.Module):
@@ -340,15 +311,12 @@ def test_unused_parameters_have_no_gradient() -> None:
                 x = self.maybe(x)
             return x.tanh()
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Skips)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(4):
-            model.run_maybe = step % 3 == 0
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Skips)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(4):
+        model.run_maybe = step % 3 == 0
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -389,44 +357,39 @@ def test_frozen_blocks_between_and_before_trainable_ones(world_size: int) -> Non
     check(scenario, world_size, frozen=frozen, wrap=WRAPS if world_size == 2 else (leaves,))
 
 
-def test_freezing_and_unfreezing_between_steps() -> None:
+@matrix.over(wrap=WRAPS)
+def freezing_and_unfreezing_between_steps(run: MatrixRun, wrap: Wrap) -> None:
     """What is reduced together is planned for what is trainable; the plan follows, and frozen gradients stay None."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        frozen = ["", "blocks.0", "weight", "", "stem blocks head", "scale", "stem.weight"]
-        for step, part in enumerate(frozen):
-            for name, param in model.named_parameters():
-                param.requires_grad_(not any(p in name for p in part.split()))
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-        model.requires_grad_(False)
-        run.rows("all frozen", model(run.batch(seed=8)))
-        model.blocks[0].requires_grad_(True)
-        run.step("one", model, optimizer, loss_of(model(run.batch(seed=9))))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    frozen = ["", "blocks.0", "weight", "", "stem blocks head", "scale", "stem.weight"]
+    for step, part in enumerate(frozen):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not any(p in name for p in part.split()))
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+    model.requires_grad_(False)
+    run.rows("all frozen", model(run.batch(seed=8)))
+    model.blocks[0].requires_grad_(True)
+    run.step("one", model, optimizer, loss_of(model(run.batch(seed=9))))
 
 
-def test_freezing_between_forward_and_backward() -> None:
+@matrix.over(wrap=WRAPS)
+def freezing_between_forward_and_backward(run: MatrixRun, wrap: Wrap) -> None:
     """Autograd skips a leaf that needs no gradient any more; the full parameter must not take its place."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            model.stem.weight.requires_grad_(False)
-            model.blocks[1].requires_grad_(False)
-            run.step(f"step {step}", model, optimizer, loss)
-            model.requires_grad_(True)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        model.stem.weight.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        run.step(f"step {step}", model, optimizer, loss)
+        model.requires_grad_(True)
 
 
-def test_inputs_with_gradient() -> None:
+@matrix.over(wrap=WRAPS)
+def inputs_with_gradient(run: MatrixRun, wrap: Wrap) -> None:
     """Positional, keyword and nested inputs; the same leaf every step, on which nothing may be left behind."""
 
     class Takes(nn.Module):
@@ -437,23 +400,21 @@ def test_inputs_with_gradient() -> None:
         def forward(self, x: Tensor, *, more: dict[str, list[Tensor]], unused: Tensor) -> Tensor:
             return self.a(x) + self.b(more["y"][0])
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Takes)
-        wrap(run, model)
-        optimizer = sgd(model)
-        x, y, z = (run.batch(seed=seed).requires_grad_() for seed in (1, 2, 3))
-        for step in range(3):
-            loss_of(model(x, more={"y": [y]}, unused=z)).backward()
-            run.rows("x.grad", x.grad / run.world_size)
-            run.rows("y.grad", y.grad / run.world_size)
-            run.value("z.grad", z.grad)
-            run.step(f"step {step}", model, optimizer)
-        run.value("hooks left on inputs", [len(t._backward_hooks or ()) for t in (x, y, z)])
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Takes)
+    wrap(run, model)
+    optimizer = sgd(model)
+    x, y, z = (run.batch(seed=seed).requires_grad_() for seed in (1, 2, 3))
+    for step in range(3):
+        loss_of(model(x, more={"y": [y]}, unused=z)).backward()
+        run.rows("x.grad", x.grad / run.world_size)
+        run.rows("y.grad", y.grad / run.world_size)
+        run.value("z.grad", z.grad)
+        run.step(f"step {step}", model, optimizer)
+    run.value("hooks left on inputs", [len(t._backward_hooks or ()) for t in (x, y, z)])
 
 
-def test_shared_modules_and_tensors_stored_on_self() -> None:
+@matrix.over(wrap=WRAPS)
+def shared_modules_and_tensors_stored_on_self(run: MatrixRun, wrap: Wrap) -> None:
     """A module used twice, a loss on a tensor that no module returned: only the graph itself knows who is needed."""
 
     class Keeps(nn.Module):
@@ -476,16 +437,13 @@ def test_shared_modules_and_tensors_stored_on_self() -> None:
             self.keeps(self.other(self.keeps.kept[-1]))
             self.keeps(self.frozen(x))
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Uses)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            model.keeps.kept.clear()
-            run.value("nothing", model(run.batch(seed=step)))
-            run.step(f"step {step}", model, optimizer, sum(loss_of(t) for t in model.keeps.kept[1:]))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Uses)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        model.keeps.kept.clear()
+        run.value("nothing", model(run.batch(seed=step)))
+        run.step(f"step {step}", model, optimizer, sum(loss_of(t) for t in model.keeps.kept[1:]))
 
 
 @pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
@@ -518,65 +476,56 @@ def test_weights_that_a_function_stores() -> None:
     check(scenario, wrap=WRAPS)
 
 
-def test_a_penalty_on_the_sharded_parameters_in_the_loss() -> None:
+@matrix.over(wrap=(whole, blocks))
+def a_penalty_on_the_sharded_parameters_in_the_loss(run: MatrixRun, wrap: Wrap) -> None:
     """Autograd writes into the same `.grad` then, at times a gradient whose local part is an expanded scalar."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            for param in model.parameters():
-                total = 0.1 * param.square().sum() + 0.2 * param.sum()
-                loss = loss + (total.full_tensor() if isinstance(total, DTensor) else total)
-            run.step(f"step {step}", model, optimizer, loss)
-
-    check(scenario, wrap=(whole, blocks))
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        for param in model.parameters():
+            total = 0.1 * param.square().sum() + 0.2 * param.sum()
+            loss = loss + (total.full_tensor() if isinstance(total, DTensor) else total)
+        run.step(f"step {step}", model, optimizer, loss)
 
 
 # ---- gradients of gradients, and backward inside forward -------------------------------------------------------------
 
 
-def test_gradient_penalty() -> None:
+@matrix.over(wrap=WRAPS)
+def gradient_penalty(run: MatrixRun, wrap: Wrap) -> None:
     """Double backward reads the weights again, after the first one is over; so the first can't be the last to free."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            x = run.batch(seed=step).requires_grad_()
-            output = model(x)
-            (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-            run.rows("slope", slope)
-            run.grads("after autograd.grad", model)
-            run.params("after autograd.grad", model)
-            run.step(f"step {step}", model, optimizer, loss_of(output) + slope.square().mean())
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        x = run.batch(seed=step).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        run.rows("slope", slope)
+        run.grads("after autograd.grad", model)
+        run.params("after autograd.grad", model)
+        run.step(f"step {step}", model, optimizer, loss_of(output) + slope.square().mean())
 
 
-def test_parameters_are_sharded_and_fresh_after_a_gradient_with_create_graph() -> None:
+@matrix.over(wrap=WRAPS)
+def parameters_are_sharded_and_fresh_after_a_gradient_with_create_graph(run: MatrixRun, wrap: Wrap) -> None:
     """Nobody comes back for that graph: full copies kept for it would be stale after the next change of the weights."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        params = list(model.parameters())
-        for step in range(3):
-            x = run.batch(seed=step).requires_grad_()
-            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            run.rows("slope", slope)
-            with torch.no_grad():
-                for param in params:
-                    param.mul_(0.7)
-            run.rows("next", model(x))
-            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            run.value("the same parameters", all(a is b for a, b in zip(model.parameters(), params, strict=True)))
-            run.params(f"step {step}", model)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    params = list(model.parameters())
+    for step in range(3):
+        x = run.batch(seed=step).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        run.rows("slope", slope)
+        with torch.no_grad():
+            for param in params:
+                param.mul_(0.7)
+        run.rows("next", model(x))
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        run.value("the same parameters", all(a is b for a, b in zip(model.parameters(), params, strict=True)))
+        run.params(f"step {step}", model)
 
 
 def slopes(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
@@ -584,25 +533,20 @@ def slopes(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
     return [torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0] for x in xs]
 
 
-def test_several_backward_passes_through_graphs_of_gradients() -> None:
+@matrix.over(wrap=WRAPS)
+def several_backward_passes_through_graphs_of_gradients(run: MatrixRun, wrap: Wrap) -> None:
     """Each reads weights that only the graph of a backward has saved; then they are freed."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            xs = [run.batch(seed=2 * step + i).requires_grad_() for i in range(2)]
-            first, second = slopes(model, xs)
-            first.square().mean().backward()
-            run.grads("of the first", model)
-            run.step(f"step {step}", model, optimizer, second.square().mean())
-            hessian = torch.autograd.functional.hessian(
-                lambda x: model(x).square().sum(), torch.ones(2, WIDTH).double()
-            )
-            run.value("hessian", hessian)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        xs = [run.batch(seed=2 * step + i).requires_grad_() for i in range(2)]
+        first, second = slopes(model, xs)
+        first.square().mean().backward()
+        run.grads("of the first", model)
+        run.step(f"step {step}", model, optimizer, second.square().mean())
+        hessian = torch.autograd.functional.hessian(lambda x: model(x).square().sum(), torch.ones(2, WIDTH).double())
+        run.value("hessian", hessian)
 
 
 def test_a_graph_of_gradients_whose_weights_were_freed_says_so() -> None:
@@ -704,31 +648,29 @@ class Potential(nn.Module):
         return energy, force
 
 
-def test_forces_by_autograd_grad_inside_forward() -> None:
+@matrix.over(wrap=WRAPS)
+def forces_by_autograd_grad_inside_forward(run: MatrixRun, wrap: Wrap) -> None:
     """A backward pass begins and ends in the middle of a forward: it must neither free what runs nor end the pass."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Potential)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            energy, force = model(run.batch(seed=step))
-            run.rows("energy", energy)
-            run.rows("force", force)
-            run.params("between", model)
-            run.step(f"step {step}", model, optimizer, loss_of(energy) + loss_of(force))
-            with torch.no_grad():
-                run.rows("evaluated force", model(run.batch(seed=step))[1])
-            run.params("evaluated", model)
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.9)
-            run.rows("force of new weights", model(run.batch(seed=step))[1])
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Potential)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        energy, force = model(run.batch(seed=step))
+        run.rows("energy", energy)
+        run.rows("force", force)
+        run.params("between", model)
+        run.step(f"step {step}", model, optimizer, loss_of(energy) + loss_of(force))
+        with torch.no_grad():
+            run.rows("evaluated force", model(run.batch(seed=step))[1])
+        run.params("evaluated", model)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+        run.rows("force of new weights", model(run.batch(seed=step))[1])
 
 
-def test_forces_without_a_graph_then_the_energy_trains() -> None:
+@matrix.over(wrap=WRAPS)
+def forces_without_a_graph_then_the_energy_trains(run: MatrixRun, wrap: Wrap) -> None:
     """The inner backward uses the graph up (retain_graph), and the outer one comes to weights freed in between."""
 
     class Evaluates(nn.Module):
@@ -743,17 +685,15 @@ def test_forces_without_a_graph_then_the_energy_trains() -> None:
             (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
             return y + self.a(slope)
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Evaluates)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Evaluates)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
-def test_a_backward_inside_forward_that_gives_parameters_their_gradient() -> None:
+@matrix.over(wrap=WRAPS)
+def a_backward_inside_forward_that_gives_parameters_their_gradient(run: MatrixRun, wrap: Wrap) -> None:
     """Layer-local training: gradients are delivered while the outer forward still computes with the full parameters."""
 
     class Greedy(nn.Module):
@@ -769,18 +709,16 @@ def test_a_backward_inside_forward_that_gives_parameters_their_gradient() -> Non
                 x = x.detach()
             return x
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Greedy)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            run.rows("output", model(run.batch(seed=step)))
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Greedy)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.rows("output", model(run.batch(seed=step)))
+        run.step(f"step {step}", model, optimizer)
 
 
-def test_hooks_that_call_backward_inside_forward() -> None:
+@matrix.over(wrap=WRAPS)
+def hooks_that_call_backward_inside_forward(run: MatrixRun, wrap: Wrap) -> None:
     """Local losses by forward hooks of blocks and by a hook of the head, amid the forward, with gradients delivered."""
 
     def learn(block: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -788,57 +726,51 @@ def test_hooks_that_call_backward_inside_forward() -> None:
             loss_of(output).backward(retain_graph=isinstance(block, nn.Linear))
         return output if isinstance(block, nn.Linear) else output.detach()
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        for module in (*model.blocks, model.head):
-            module.register_forward_hook(learn)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            output = model(run.batch(seed=step))
-            run.rows(f"output {step}", output)
-            run.step(f"step {step}", model, optimizer, output.square().mean())
-            with torch.no_grad():
-                run.rows(f"evaluated {step}", model(run.batch(seed=step + 9)))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    for module in (*model.blocks, model.head):
+        module.register_forward_hook(learn)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        output = model(run.batch(seed=step))
+        run.rows(f"output {step}", output)
+        run.step(f"step {step}", model, optimizer, output.square().mean())
+        with torch.no_grad():
+            run.rows(f"evaluated {step}", model(run.batch(seed=step + 9)))
 
 
-def test_gradients_by_parameters() -> None:
+@matrix.over(wrap=WRAPS)
+def gradients_by_parameters(run: MatrixRun, wrap: Wrap) -> None:
     """Only full parameters are in the graph: by them, inside full_params, first and second derivatives are exact."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            x = Run().batch(seed=step)  # the same rows on every rank: their gradients are those of all
-            with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
-                loss = loss_of(model(x))
-                slopes = torch.autograd.grad(loss, list(full.values()), create_graph=True)
-                for (name, _), slope in zip(full.items(), slopes, strict=True):
-                    run.value(f"slope by {name}", slope)
-            run.step(f"penalty {step}", model, optimizer, loss + sum(slope.square().sum() for slope in slopes))
-            with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
-                chosen = [param for name, param in full.items() if "blocks" in name]
-                loss_of(model(run.batch(seed=step))).backward(inputs=chosen)
-            run.step(f"some {step}", model, optimizer)
-            if run.sharded:
-                for options in {}, {"allow_unused": True}:
-                    loss = loss_of(model(x)) + model.scale.square().sum().full_tensor()
-                    with pytest.raises(NotImplementedError, match=r"call backward\(inputs=\.\.\.\)"):
-                        torch.autograd.grad(loss, list(model.parameters()), **options)
-            penalty = sum(param.square().sum() for param in model.parameters())
-            for (name, _), slope in zip(
-                model.named_parameters(), torch.autograd.grad(penalty, list(model.parameters())), strict=True
-            ):
-                run.value(f"penalty by {name}", slope.full_tensor() if run.sharded else slope)
-            loss_of(model(run.batch(seed=step))).backward(inputs=list(model.blocks.parameters()))
-            run.step(f"some sharded {step}", model, optimizer)
-            loss_of(model(run.batch(seed=step))).backward(inputs=model.scale)
-            run.step(f"one sharded {step}", model, optimizer)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        x = Run().batch(seed=step)  # the same rows on every rank: their gradients are those of all
+        with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
+            loss = loss_of(model(x))
+            slopes = torch.autograd.grad(loss, list(full.values()), create_graph=True)
+            for (name, _), slope in zip(full.items(), slopes, strict=True):
+                run.value(f"slope by {name}", slope)
+        run.step(f"penalty {step}", model, optimizer, loss + sum(slope.square().sum() for slope in slopes))
+        with full_params(model) if run.sharded else nullcontext(dict(model.named_parameters())) as full:
+            chosen = [param for name, param in full.items() if "blocks" in name]
+            loss_of(model(run.batch(seed=step))).backward(inputs=chosen)
+        run.step(f"some {step}", model, optimizer)
+        if run.sharded:
+            for options in {}, {"allow_unused": True}:
+                loss = loss_of(model(x)) + model.scale.square().sum().full_tensor()
+                with pytest.raises(NotImplementedError, match=r"call backward\(inputs=\.\.\.\)"):
+                    torch.autograd.grad(loss, list(model.parameters()), **options)
+        penalty = sum(param.square().sum() for param in model.parameters())
+        for (name, _), slope in zip(
+            model.named_parameters(), torch.autograd.grad(penalty, list(model.parameters())), strict=True
+        ):
+            run.value(f"penalty by {name}", slope.full_tensor() if run.sharded else slope)
+        loss_of(model(run.batch(seed=step))).backward(inputs=list(model.blocks.parameters()))
+        run.step(f"some sharded {step}", model, optimizer)
+        loss_of(model(run.batch(seed=step))).backward(inputs=model.scale)
+        run.step(f"one sharded {step}", model, optimizer)
 
 
 HAS_NO_GRAPH = (
@@ -981,52 +913,47 @@ def test_activation_checkpointing_by_function() -> None:
     check(scenario, where=where, use_reentrant=(False, True), wrap=WRAPS)
 
 
-def test_composable_activation_checkpointing() -> None:
+@matrix.over(where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(blocks, leaves))
+def composable_activation_checkpointing(run: MatrixRun, where: str, first: bool, wrap: Wrap) -> None:
     """Its hooks sit on the very modules that ours sit on, in either order."""
-
-    def scenario(run: Run, where: str, first: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        targets = {
-            "blocks": list(model.blocks),
-            "inside": [block.up for block in model.blocks],
-            "root": [model],
-            "some": [model.stem, model.blocks[0].down, model.blocks[1]],
-        }[where]
-        if not first:
-            wrap(run, model)
-        for module in targets:
-            composable_checkpoint(module)
-        if first:
-            wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            losses = [loss_of(model(run.batch(seed=step + i))) for i in range(1 + step)]
-            run.step(f"step {step}", model, optimizer, sum(losses))
-
-    check(scenario, where=("blocks", "inside", "root", "some"), first=(False, True), wrap=(blocks, leaves))
+    model = run.build(Net)
+    targets = {
+        "blocks": list(model.blocks),
+        "inside": [block.up for block in model.blocks],
+        "root": [model],
+        "some": [model.stem, model.blocks[0].down, model.blocks[1]],
+    }[where]
+    if not first:
+        wrap(run, model)
+    for module in targets:
+        composable_checkpoint(module)
+    if first:
+        wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        losses = [loss_of(model(run.batch(seed=step + i))) for i in range(1 + step)]
+        run.step(f"step {step}", model, optimizer, sum(losses))
 
 
-def test_activation_checkpointing_by_wrapper() -> None:
+@matrix.over(outside=(False, True), use_reentrant=(False, True))
+def activation_checkpointing_by_wrapper(run: MatrixRun, outside: bool, use_reentrant: bool) -> None:
     """A module around each block, inside or outside the sharded one; a tied first and last layer are one group."""
-
-    def scenario(run: Run, outside: bool, use_reentrant: bool) -> None:
-        model = run.build(Net)
-        model.head.weight = model.stem.weight
-        kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
-        for i, block in enumerate(model.blocks):
-            inner = run.shard(block) if outside else block
-            wrapper = checkpoint_wrapper(inner, checkpoint_impl=kind)
-            model.blocks[i] = wrapper if outside else run.shard(wrapper)
-        run.shard([model.stem, model.head], reshard_after_forward=True)
-        run.shard(model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, outside=(False, True), use_reentrant=(False, True))
+    model = run.build(Net)
+    model.head.weight = model.stem.weight
+    kind = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+    for i, block in enumerate(model.blocks):
+        inner = run.shard(block) if outside else block
+        wrapper = checkpoint_wrapper(inner, checkpoint_impl=kind)
+        model.blocks[i] = wrapper if outside else run.shard(wrapper)
+    run.shard([model.stem, model.head], reshard_after_forward=True)
+    run.shard(model)
+    optimizer = sgd(model)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
-def test_checkpointed_modules_called_twice_with_hidden_outputs() -> None:
+@matrix.over(root=(False, True), wrap=WRAPS)
+def checkpointed_modules_called_twice_with_hidden_outputs(run: MatrixRun, root: bool, wrap: Wrap) -> None:
     """Checkpointing keeps recomputed weights itself: freed after one call, they are missing for the other."""
 
     class Opaque:
@@ -1054,41 +981,35 @@ def test_checkpointed_modules_called_twice_with_hidden_outputs() -> None:
         def forward(self, x: Tensor) -> Opaque:
             return Opaque(checkpoint(self.twice, x, use_reentrant=False))
 
-    def scenario(run: Run, root: bool, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            x = run.batch(seed=step)
-            output = checkpoint(lambda x: model(x).tensor, x, use_reentrant=False) if root else model(x).tensor
-            run.step(f"step {step}", model, optimizer, loss_of(output))
-
-    check(scenario, root=(False, True), wrap=WRAPS)
+    model = run.build(Model)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        x = run.batch(seed=step)
+        output = checkpoint(lambda x: model(x).tensor, x, use_reentrant=False) if root else model(x).tensor
+        run.step(f"step {step}", model, optimizer, loss_of(output))
 
 
 # ---- no_grad and inference_mode --------------------------------------------------------------------------------------
 
 
-def test_evaluation_between_training_forward_and_backward() -> None:
+@matrix.over(mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=(whole, kept, leaves))
+def evaluation_between_training_forward_and_backward(run: MatrixRun, mode: Any, first: bool, wrap: Wrap) -> None:
     """Evaluation frees and gathers what a waiting backward needs; the first forward of all builds the buffers."""
-
-    def scenario(run: Run, mode: Any, first: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        if first:
-            with mode():
-                run.rows("first", model(run.batch(seed=9)))
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            with mode():
-                run.rows("evaluated", model(run.batch(seed=9)))
-            run.params("after evaluation", model)
-            run.step(f"step {step}", model, optimizer, loss)
-            with mode():
-                run.rows("evaluated again", model(run.batch(seed=9)))
-
-    check(scenario, mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=(whole, kept, leaves))
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    if first:
+        with mode():
+            run.rows("first", model(run.batch(seed=9)))
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        with mode():
+            run.rows("evaluated", model(run.batch(seed=9)))
+        run.params("after evaluation", model)
+        run.step(f"step {step}", model, optimizer, loss)
+        with mode():
+            run.rows("evaluated again", model(run.batch(seed=9)))
 
 
 @torch.inference_mode()
@@ -1111,26 +1032,24 @@ def loaded(run: Run) -> Any:
     return model
 
 
-def test_parameters_made_in_inference_mode() -> None:
+@matrix.over(make=(built, cast, loaded))
+def parameters_made_in_inference_mode(run: MatrixRun, make: Callable[[Run], Any]) -> None:
     """They count no changes, so what was gathered of them is never taken for what they are now."""
-
-    def scenario(run: Run, make: Callable[[Run], Any]) -> None:
-        model = make(run)
-        with torch.inference_mode():
-            for step in range(3):
-                run.rows(f"evaluated {step}", model(run.batch(seed=step)))
-                for param in model.parameters():
-                    param.mul_(0.9)
-        with torch.no_grad():
-            run.rows("outside", model(run.batch(seed=3)))
-        if run.sharded and model.head.weight.is_inference():
-            with pytest.raises(RuntimeError, match="none made in torch"):
-                loss_of(model(run.batch(seed=4))).backward()
-
-    check(scenario, make=(built, cast, loaded))
+    model = make(run)
+    with torch.inference_mode():
+        for step in range(3):
+            run.rows(f"evaluated {step}", model(run.batch(seed=step)))
+            for param in model.parameters():
+                param.mul_(0.9)
+    with torch.no_grad():
+        run.rows("outside", model(run.batch(seed=3)))
+    if run.sharded and model.head.weight.is_inference():
+        with pytest.raises(RuntimeError, match="none made in torch"):
+            loss_of(model(run.batch(seed=4))).backward()
 
 
-def test_no_grad_inside_a_forward() -> None:
+@matrix.over(outer_grad=(False, True), wrap=WRAPS)
+def no_grad_inside_a_forward(run: MatrixRun, outer_grad: bool, wrap: Wrap) -> None:
     """A target computed without grad by the module that is then called with grad, inside one forward of the root."""
 
     class Target(nn.Module):
@@ -1144,66 +1063,55 @@ def test_no_grad_inside_a_forward() -> None:
             with torch.enable_grad():
                 return (self.a(self.b(x)) - target).square()
 
-    def scenario(run: Run, outer_grad: bool, wrap: Wrap) -> None:
-        model = run.build(Target)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            with torch.set_grad_enabled(outer_grad):
-                output = model(run.batch(seed=step))
-            run.step(f"step {step}", model, optimizer, output.mean())
-
-    check(scenario, outer_grad=(False, True), wrap=WRAPS)
+    model = run.build(Target)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        with torch.set_grad_enabled(outer_grad):
+            output = model(run.batch(seed=step))
+        run.step(f"step {step}", model, optimizer, output.mean())
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_clean_step_after_an_error_in_forward(error: type[BaseException]) -> None:
+@matrix.over(error=[ValueError, KeyboardInterrupt], wrap=WRAPS, grad=(True, False))
+def a_clean_step_after_an_error_in_forward(run: MatrixRun, wrap: Wrap, grad: bool, error: Any) -> None:
     """Modules that were entered must be left, at every level; Ctrl-C in a notebook is an error like any other."""
-
-    def scenario(run: Run, wrap: Wrap, grad: bool) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        optimizer = sgd(model)
-        waiting = loss_of(model(run.batch(seed=5)))
-        for step in range(2):
-            model.middle[1].when, model.middle[1].error = "forward", error
-            with pytest.raises(error, match="on purpose"), torch.set_grad_enabled(grad):
-                model(run.batch(seed=step))
-            model.middle[1].when = ""
-            run.params("after the error", model)
-            loss = loss_of(model(run.batch(seed=step)))
-            run.step(f"step {step}", model, optimizer, loss if step else loss + waiting)
-
-    check(scenario, wrap=WRAPS, grad=(True, False))
+    model = run.build(MayFail)
+    wrap(run, model)
+    optimizer = sgd(model)
+    waiting = loss_of(model(run.batch(seed=5)))
+    for step in range(2):
+        model.middle[1].when, model.middle[1].error = "forward", error
+        with pytest.raises(error, match="on purpose"), torch.set_grad_enabled(grad):
+            model(run.batch(seed=step))
+        model.middle[1].when = ""
+        run.params("after the error", model)
+        loss = loss_of(model(run.batch(seed=step)))
+        run.step(f"step {step}", model, optimizer, loss if step else loss + waiting)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_clean_step_after_an_error_in_backward(error: type[BaseException]) -> None:
+@matrix.over(error=[ValueError, KeyboardInterrupt], wrap=WRAPS, zero=("model none", "model zero"))
+def a_clean_step_after_an_error_in_backward(run: MatrixRun, wrap: Wrap, zero: str, error: Any) -> None:
     """Half of the gradients have come, reductions are under way: none may turn up in the next step."""
-
-    def scenario(run: Run, wrap: Wrap, zero: str) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            model.middle[1].when, model.middle[1].error = "backward", error
-            loss = loss_of(model(run.batch(seed=7)))
-            model.middle[1].when = ""
-            with pytest.raises(error, match="on purpose"):
-                loss.backward()
-            model.zero_grad(set_to_none="none" in zero)
-            run.params("after the error", model)
-            for param in model.parameters():
-                assert param.grad is None or full_norm(param.grad) == 0
-                param.grad = None
-            with torch.no_grad():
-                run.rows("evaluated", model(run.batch(seed=8)))
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, wrap=WRAPS, zero=("model none", "model zero"))
+    model = run.build(MayFail)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        model.middle[1].when, model.middle[1].error = "backward", error
+        loss = loss_of(model(run.batch(seed=7)))
+        model.middle[1].when = ""
+        with pytest.raises(error, match="on purpose"):
+            loss.backward()
+        model.zero_grad(set_to_none="none" in zero)
+        run.params("after the error", model)
+        for param in model.parameters():
+            assert param.grad is None or full_norm(param.grad) == 0
+            param.grad = None
+        with torch.no_grad():
+            run.rows("evaluated", model(run.batch(seed=8)))
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
 def full_norm(tensor: Tensor) -> float:
@@ -1236,7 +1144,8 @@ def test_a_clean_step_after_an_error_in_a_hook_of_a_sharded_parameter() -> None:
     check(scenario, wrap=(whole, leaves), post=(False, True), which=which)
 
 
-def test_an_error_while_checkpointing_recomputes() -> None:
+@matrix.over(wrap=WRAPS, use_reentrant=(False, True))
+def an_error_while_checkpointing_recomputes(run: MatrixRun, wrap: Wrap, use_reentrant: bool) -> None:
     """An error in a forward inside backward; both are left, and the next step is clean."""
 
     class Recomputes(nn.Module):
@@ -1248,24 +1157,22 @@ def test_an_error_while_checkpointing_recomputes() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(self.model, x, use_reentrant=self.use_reentrant)
 
-    def scenario(run: Run, wrap: Wrap, use_reentrant: bool) -> None:
-        model = run.build(Recomputes, use_reentrant)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=7).requires_grad_()))
-            model.model.middle[1].when = "forward"
-            with pytest.raises(ValueError, match="on purpose"):
-                loss.backward()
-            model.model.middle[1].when = ""
-            model.zero_grad()
-            run.params("after the error", model)
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step).requires_grad_())))
-
-    check(scenario, wrap=WRAPS, use_reentrant=(False, True))
+    model = run.build(Recomputes, use_reentrant)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=7).requires_grad_()))
+        model.model.middle[1].when = "forward"
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward()
+        model.model.middle[1].when = ""
+        model.zero_grad()
+        run.params("after the error", model)
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step).requires_grad_())))
 
 
-def test_modifying_what_backward_needs_raises() -> None:
+@matrix.over(wrap=WRAPS, outside=(False, True))
+def modifying_what_backward_needs_raises(run: MatrixRun, wrap: Wrap, outside: bool) -> None:
     """Autograd's own check does not see tensors that pass through saved-tensor hooks."""
 
     class Modifies(nn.Module):
@@ -1288,23 +1195,20 @@ def test_modifying_what_backward_needs_raises() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(self.block(x))
 
-    def scenario(run: Run, wrap: Wrap, outside: bool) -> None:
-        model = run.build(Outer)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            model.inner.modify = not outside
-            x = run.batch(seed=1)
-            output = model(x)
-            if outside:
-                x.mul_(2)
-            with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
-                output.mean().backward()
-            model.inner.modify = False
-            model.zero_grad()
-            run.step(f"step {step}", model, optimizer, model(run.batch(seed=step)).mean())
-
-    check(scenario, wrap=WRAPS, outside=(False, True))
+    model = run.build(Outer)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        model.inner.modify = not outside
+        x = run.batch(seed=1)
+        output = model(x)
+        if outside:
+            x.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            output.mean().backward()
+        model.inner.modify = False
+        model.zero_grad()
+        run.step(f"step {step}", model, optimizer, model(run.batch(seed=step)).mean())
 
 
 def test_backward_after_a_change_of_the_weights_raises() -> None:
@@ -1330,37 +1234,31 @@ def test_backward_after_a_change_of_the_weights_raises() -> None:
     check(scenario, optimizer=tuple(optimizers), wrap=WRAPS)
 
 
-def test_a_step_of_an_optimizer_for_other_parameters_is_allowed() -> None:
+@matrix.over(wrap=WRAPS)
+def a_step_of_an_optimizer_for_other_parameters_is_allowed(run: MatrixRun, wrap: Wrap) -> None:
     """One without gradients here changed nothing here, foreach and fused ones included."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model, other = run.build(Net), run.build(Net)
-        for each in (model, other):
-            wrap(run, each)
-        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.25, foreach=True)
-        loss = loss_of(model(run.batch(seed=1)))
-        run.step("other", other, optimizer, loss_of(other(run.batch(seed=2))))
-        run.step("model", model, optimizer, loss)
-
-    check(scenario, wrap=WRAPS)
+    model, other = run.build(Net), run.build(Net)
+    for each in (model, other):
+        wrap(run, each)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.25, foreach=True)
+    loss = loss_of(model(run.batch(seed=1)))
+    run.step("other", other, optimizer, loss_of(other(run.batch(seed=2))))
+    run.step("model", model, optimizer, loss)
 
 
-def test_a_change_of_weights_that_backward_does_not_need_is_allowed() -> None:
+@matrix.over(wrap=WRAPS)
+def a_change_of_weights_that_backward_does_not_need_is_allowed(run: MatrixRun, wrap: Wrap) -> None:
     """Autograd's check is per tensor: a bias may change before backward, whoever shares a group with it."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            with torch.no_grad():
-                for name, param in model.named_parameters():
-                    if "bias" in name:
-                        param.mul_(0.5)
-            run.step(f"step {step}", model, optimizer, loss)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if "bias" in name:
+                    param.mul_(0.5)
+        run.step(f"step {step}", model, optimizer, loss)
 
 
 @pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
@@ -1395,36 +1293,33 @@ def test_saved_tensor_hooks_of_users() -> None:
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
-def test_hooks_of_parameters_set_before_and_after_sharding() -> None:
+@matrix.over(wrap=WRAPS)
+def hooks_of_parameters_set_before_and_after_sharding(run: MatrixRun, wrap: Wrap) -> None:
     """They belong to the parameter that users see: on the reduced gradient, once per backward, removable."""
+    model = run.build(Net)
+    calls: list[str] = []
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        calls: list[str] = []
+    def on_gradient(name: str, factor: float) -> Callable[[Tensor], Tensor]:
+        def hook(grad: Tensor) -> Tensor:
+            calls.append(name)
+            return grad * factor
 
-        def on_gradient(name: str, factor: float) -> Callable[[Tensor], Tensor]:
-            def hook(grad: Tensor) -> Tensor:
-                calls.append(name)
-                return grad * factor
+        return hook
 
-            return hook
-
-        early = model.blocks[0].up.weight.register_hook(on_gradient("before", 2.0))
-        model.stem.bias.register_post_accumulate_grad_hook(lambda p: calls.append(f"accumulated {p.grad is not None}"))
-        model.scale.note = "kept"
-        wrap(run, model)
-        optimizer = sgd(model)
-        late = model.head.weight.register_hook(on_gradient("after", 3.0))
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-            run.value("calls", sorted(calls))
-        early.remove()
-        late.remove()
-        run.step("removed", model, optimizer, loss_of(model(run.batch(seed=9))))
-        run.value("calls after", sorted(calls))
-        run.value("attribute", model.scale.note)
-
-    check(scenario, wrap=WRAPS)
+    early = model.blocks[0].up.weight.register_hook(on_gradient("before", 2.0))
+    model.stem.bias.register_post_accumulate_grad_hook(lambda p: calls.append(f"accumulated {p.grad is not None}"))
+    model.scale.note = "kept"
+    wrap(run, model)
+    optimizer = sgd(model)
+    late = model.head.weight.register_hook(on_gradient("after", 3.0))
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        run.value("calls", sorted(calls))
+    early.remove()
+    late.remove()
+    run.step("removed", model, optimizer, loss_of(model(run.batch(seed=9))))
+    run.value("calls after", sorted(calls))
+    run.value("attribute", model.scale.note)
 
 
 def test_hooks_that_a_forward_puts_on_its_parameters() -> None:
@@ -1453,7 +1348,8 @@ def test_hooks_that_a_forward_puts_on_its_parameters() -> None:
     run_ranks(2, body)
 
 
-def test_optimizer_in_backward() -> None:
+@matrix.over(wrap=WRAPS)
+def optimizer_in_backward(run: MatrixRun, wrap: Wrap) -> None:
     """One optimizer per parameter steps and clears as soon as the gradient is there, while backward goes on."""
 
     class Shares(nn.Module):
@@ -1464,28 +1360,26 @@ def test_optimizer_in_backward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.last(self.net(x)))
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Shares)
-        wrap(run, model)
-        optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
+    model = run.build(Shares)
+    wrap(run, model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
 
-        def step_now(param: Tensor) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
+    def step_now(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
 
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step_now)
-        for step in range(3):
-            loss = loss_of(model(run.batch(seed=step)))
-            loss.backward()
-            run.mean("loss", loss)
-            run.grads("cleared", model)
-            run.params(f"step {step}", model)
-
-    check(scenario, wrap=WRAPS)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_now)
+    for step in range(3):
+        loss = loss_of(model(run.batch(seed=step)))
+        loss.backward()
+        run.mean("loss", loss)
+        run.grads("cleared", model)
+        run.params(f"step {step}", model)
 
 
-def test_optimizer_in_backward_with_checkpointing() -> None:
+@matrix.over(use_reentrant=(False, True), wrap=WRAPS)
+def optimizer_in_backward_with_checkpointing(run: MatrixRun, use_reentrant: bool, wrap: Wrap) -> None:
     """A weight changes as soon as its gradient is there; what is recomputed after it is neither refused nor stale."""
 
     class Saves(nn.Module):
@@ -1500,77 +1394,68 @@ def test_optimizer_in_backward_with_checkpointing() -> None:
                 x = checkpoint(block, x, use_reentrant=self.use_reentrant)
             return self.head(x)
 
-    def scenario(run: Run, use_reentrant: bool, wrap: Wrap) -> None:
-        model = run.build(Saves, use_reentrant)
-        wrap(run, model)
-        optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
+    model = run.build(Saves, use_reentrant)
+    wrap(run, model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
 
-        def step_now(param: Tensor) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
+    def step_now(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
 
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(step_now)
-        for step in range(3):
-            loss = loss_of(model(run.batch(seed=step).requires_grad_()))
-            loss.backward()
-            run.mean("loss", loss)
-            run.grads("cleared", model)
-            run.params(f"step {step}", model)
-
-    check(scenario, use_reentrant=(False, True), wrap=WRAPS)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_now)
+    for step in range(3):
+        loss = loss_of(model(run.batch(seed=step).requires_grad_()))
+        loss.backward()
+        run.mean("loss", loss)
+        run.grads("cleared", model)
+        run.params(f"step {step}", model)
 
 
-def test_module_hooks_see_the_same_as_on_a_plain_model() -> None:
+@matrix.over(wrap=WRAPS, early=(False, True))
+def module_hooks_see_the_same_as_on_a_plain_model(run: MatrixRun, wrap: Wrap, early: bool) -> None:
     """Full backward hooks put nodes around a module's inputs and outputs; forward hooks may change either."""
-
-    def scenario(run: Run, wrap: Wrap, early: bool) -> None:
-        model = run.build(Net)
-        if not early:
-            wrap(run, model)
-        seen: list[Tensor] = []
-        for block in model.blocks:
-            block.register_full_backward_hook(lambda m, i, o: seen.append(i[0]) or (i[0] * 1.5,))
-            block.register_full_backward_pre_hook(lambda m, o: (o[0] * 0.5,))
-            block.register_forward_hook(lambda m, i, o: o + i[0])
-            block.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
-        if early:
-            wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            run.step(f"step {step}", model, optimizer, loss)
-            for i, grad in enumerate(seen):
-                run.rows(f"seen {i}", grad / run.world_size)
-            seen.clear()
-
-    check(scenario, wrap=WRAPS, early=(False, True))
+    model = run.build(Net)
+    if not early:
+        wrap(run, model)
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda m, i, o: seen.append(i[0]) or (i[0] * 1.5,))
+        block.register_full_backward_pre_hook(lambda m, o: (o[0] * 0.5,))
+        block.register_forward_hook(lambda m, i, o: o + i[0])
+        block.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+    if early:
+        wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        run.step(f"step {step}", model, optimizer, loss)
+        for i, grad in enumerate(seen):
+            run.rows(f"seen {i}", grad / run.world_size)
+        seen.clear()
 
 
 # ---- other parts of torch --------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_computed_from_parameters() -> None:
+@matrix.over(how=("weight_norm", "spectral_norm", "spectral_norm by hooks"), wrap=(whole, blocks))
+def weights_that_are_computed_from_parameters(run: MatrixRun, how: str, wrap: Wrap) -> None:
     """Parametrizations and norms make the weight anew in each forward, from full parameters, as a graph."""
-
-    def scenario(run: Run, how: str, wrap: Wrap) -> None:
-        model = run.build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
-        torch.manual_seed(2)
-        for module in (model[0], model[2]):
-            nn.init.normal_(module.weight)
-            apply = {
-                "weight_norm": nn.utils.parametrizations.weight_norm,
-                "spectral_norm": nn.utils.parametrizations.spectral_norm,
-                "spectral_norm by hooks": nn.utils.spectral_norm,
-            }[how]
-            apply(module)
-        model.double()
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, how=("weight_norm", "spectral_norm", "spectral_norm by hooks"), wrap=(whole, blocks))
+    model = run.build(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    torch.manual_seed(2)
+    for module in (model[0], model[2]):
+        nn.init.normal_(module.weight)
+        apply = {
+            "weight_norm": nn.utils.parametrizations.weight_norm,
+            "spectral_norm": nn.utils.parametrizations.spectral_norm,
+            "spectral_norm by hooks": nn.utils.spectral_norm,
+        }[how]
+        apply(module)
+    model.double()
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
 def test_autocast() -> None:
@@ -1591,24 +1476,22 @@ def test_autocast() -> None:
     check(scenario, tolerance={"rtol": 1e-5, "atol": 1e-6}, wrap=WRAPS)
 
 
-def test_forward_and_backward_on_other_threads() -> None:
+@matrix.over(wrap=WRAPS)
+def forward_and_backward_on_other_threads(run: MatrixRun, wrap: Wrap) -> None:
     """Saved-tensor hooks and graph tasks belong to a thread; a trainer may run each half of a step on its own."""
 
     def on_a_thread(function: Callable[[], Any]) -> Any:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(function).result()
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            x = run.batch(seed=step)
-            loss = on_a_thread(lambda x=x: loss_of(model(x)))
-            on_a_thread(loss.backward)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        x = run.batch(seed=step)
+        loss = on_a_thread(lambda x=x: loss_of(model(x)))
+        on_a_thread(loss.backward)
+        run.step(f"step {step}", model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch uses its own torch.jit.script for forward mode
@@ -1629,3 +1512,8 @@ def test_forward_mode_differentiation() -> None:
             run.step(f"step {step}", model, optimizer, loss_of(model(x)) + slope.square().mean())
 
     check(scenario, wrap=WRAPS)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule
+from matrix import TOPOLOGIES, Matrix, MatrixRun
 from scenarios import WIDTH, Block, Run, check, loss_of, whole
+
+matrix = Matrix()
 
 Change = Callable[[nn.Linear], object]
 
@@ -162,95 +165,83 @@ def test_a_module_that_runs_twice_computes_with_the_parameters_it_has_each_time(
     check(scenario, world_size=4)
 
 
-def test_a_parameter_replaced_before_backward_stays() -> None:
+@matrix.over()
+def a_parameter_replaced_before_backward_stays(run: MatrixRun) -> None:
     """Backward computes with what forward has used, as in plain training, and registers that meanwhile."""
-
-    def scenario(run: Run) -> None:
-        model = run.build(Tower, lambda linear: None)
-        blocks(run, model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            before = model.blocks[1].up.weight
-            after = nn.Parameter(before.detach() * 0.9)
-            model.blocks[1].up.weight = after
-            loss.backward()
-            run.value(f"registered {step}", model.blocks[1].up.weight is after)
-            run.value(f"gradients {step}", (before.grad is None, after.grad is None))
-            run.grads(f"trained {step}", model)
-            model.zero_grad()
-        run.params("last", model)
-
-    check(scenario)
-
-
-def test_backward_refuses_parameters_replaced_in_another_forward() -> None:
-    """Plain training computes with the old ones; here nobody has them any more. The next step is exact."""
-
-    def scenario(run: Run, wrap: Any) -> None:
-        model = run.build(Tower, lambda linear: None)
-        wrap(run, model)
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            up = model.blocks[1].up
-            before, up.weight = up.weight, nn.Parameter(up.weight.detach() * 0.9)
-            with torch.no_grad():
-                run.rows(f"evaluated {step}", model(run.batch(seed=step + 10)))
-            if step == 0:
-                up.weight = before
-            if run.sharded:
-                with pytest.raises(RuntimeError, match=r"needed for the gradient was modified .* or replaced"):
-                    loss.backward()
-            model.zero_grad()
-            loss_of(model(run.batch(seed=step))).backward()
-            run.grads(f"trained {step}", model)
-            model.zero_grad()
-            run.params(f"in the end {step}", model)
-
-    check(scenario, wrap=(blocks, whole))
-
-
-def test_reading_data_before_backward_is_no_change() -> None:
-    """As an average of weights does, or what logs their norms."""
-
-    def scenario(run: Run, wrap: Any) -> None:
-        model = run.build(Tower, lambda linear: None)
-        wrap(run, model)
-        older = [param.data for param in model.parameters()]
-        for step in range(2):
-            loss = loss_of(model(run.batch(seed=step)))
-            for param, data in zip(model.parameters(), older, strict=True):
-                (param.data + data).norm()
-            loss.backward()
-            run.grads(f"trained {step}", model)
-            model.zero_grad()
-
-    check(scenario, wrap=(blocks, whole))
-
-
-def test_writes_through_data_before_backward() -> None:
-    """Backward refuses it, by name, for a weight that it needs; a bias it does not."""
-
-    def scenario(run: Run, wrap: Any) -> None:
-        model = run.build(Tower, lambda linear: None)
-        wrap(run, model)
-        up = model.blocks[1].up
-        loss = loss_of(model(run.batch(seed=1)))
-        up.bias.data.mul_(0.9)
+    model = run.build(Tower, lambda linear: None)
+    blocks(run, model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        before = model.blocks[1].up.weight
+        after = nn.Parameter(before.detach() * 0.9)
+        model.blocks[1].up.weight = after
         loss.backward()
-        run.grads("bias", model)
+        run.value(f"registered {step}", model.blocks[1].up.weight is after)
+        run.value(f"gradients {step}", (before.grad is None, after.grad is None))
+        run.grads(f"trained {step}", model)
         model.zero_grad()
-        older = up.weight.data
-        loss = loss_of(model(run.batch(seed=2)))
-        up.weight.data.norm()
-        older.mul_(0.9)
+    run.params("last", model)
+
+
+@matrix.over(wrap=(blocks, whole))
+def backward_refuses_parameters_replaced_in_another_forward(run: MatrixRun, wrap: Any) -> None:
+    """Plain training computes with the old ones; here nobody has them any more. The next step is exact."""
+    model = run.build(Tower, lambda linear: None)
+    wrap(run, model)
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        up = model.blocks[1].up
+        before, up.weight = up.weight, nn.Parameter(up.weight.detach() * 0.9)
+        with torch.no_grad():
+            run.rows(f"evaluated {step}", model(run.batch(seed=step + 10)))
+        if step == 0:
+            up.weight = before
         if run.sharded:
-            with pytest.raises(RuntimeError, match=r"^blocks\.1\.up\.weight of shape .* was modified .* Change"):
+            with pytest.raises(RuntimeError, match=r"needed for the gradient was modified .* or replaced"):
                 loss.backward()
         model.zero_grad()
-        loss_of(model(run.batch(seed=3))).backward()
-        run.grads("the next step", model)
+        loss_of(model(run.batch(seed=step))).backward()
+        run.grads(f"trained {step}", model)
+        model.zero_grad()
+        run.params(f"in the end {step}", model)
 
-    check(scenario, wrap=(blocks, whole))
+
+@matrix.over(wrap=(blocks, whole))
+def reading_data_before_backward_is_no_change(run: MatrixRun, wrap: Any) -> None:
+    """As an average of weights does, or what logs their norms."""
+    model = run.build(Tower, lambda linear: None)
+    wrap(run, model)
+    older = [param.data for param in model.parameters()]
+    for step in range(2):
+        loss = loss_of(model(run.batch(seed=step)))
+        for param, data in zip(model.parameters(), older, strict=True):
+            (param.data + data).norm()
+        loss.backward()
+        run.grads(f"trained {step}", model)
+        model.zero_grad()
+
+
+@matrix.over(wrap=(blocks, whole))
+def writes_through_data_before_backward(run: MatrixRun, wrap: Any) -> None:
+    """Backward refuses it, by name, for a weight that it needs; a bias it does not."""
+    model = run.build(Tower, lambda linear: None)
+    wrap(run, model)
+    up = model.blocks[1].up
+    loss = loss_of(model(run.batch(seed=1)))
+    up.bias.data.mul_(0.9)
+    loss.backward()
+    run.grads("bias", model)
+    model.zero_grad()
+    older = up.weight.data
+    loss = loss_of(model(run.batch(seed=2)))
+    up.weight.data.norm()
+    older.mul_(0.9)
+    if run.sharded:
+        with pytest.raises(RuntimeError, match=r"^blocks\.1\.up\.weight of shape .* was modified .* Change"):
+            loss.backward()
+    model.zero_grad()
+    loss_of(model(run.batch(seed=3))).backward()
+    run.grads("the next step", model)
 
 
 def test_a_replaced_parameter_keeps_its_values() -> None:
@@ -277,34 +268,36 @@ def test_a_replaced_parameter_keeps_its_values() -> None:
     check(scenario, world_size=1, wrap=(blocks, whole))
 
 
-def test_functional_call() -> None:
+@matrix.over()
+def functional_call(run: MatrixRun) -> None:
     """Leaves in place of parameters have the gradients, and are gone afterwards; where gradients are to flow further,
     it is refused.
     """
+    model = run.build(Tower, lambda linear: None)
+    blocks(run, model)
+    before = dict(model.named_parameters())
+    for step in range(2):
+        with torch.no_grad():
+            values = {name: param * 0.9 for name, param in before.items()}
+            run.rows(f"called {step}", torch.func.functional_call(model, values, (run.batch(seed=step),)))
+        chosen = {name: param.detach().mul(0.9).requires_grad_() for name, param in before.items()}
+        loss_of(torch.func.functional_call(model, chosen, (run.batch(seed=step),))).backward()
+        after = dict(model.named_parameters())
+        run.value(f"replaced {step}", [name for name in after if after[name] is not before[name]])
+        run.grads(f"of parameters {step}", model)
+        gradients = nn.Module()
+        for i, value in enumerate(chosen.values()):
+            gradients.register_parameter(f"p{i}", nn.Parameter(value.grad))
+        run.params(f"of what was called with {step}", gradients)
+        if run.sharded:
+            computed = {name: param * 0.9 for name, param in before.items()}
+            with pytest.raises(NotImplementedError, match=r"blocks\.0\.\w+\.\w+: .* gradients would not flow"):
+                torch.func.functional_call(model, computed, (run.batch(seed=step),))
+        loss_of(model(run.batch(seed=step))).backward()
+        run.grads(f"trained {step}", model)
+        model.zero_grad()
 
-    def scenario(run: Run) -> None:
-        model = run.build(Tower, lambda linear: None)
-        blocks(run, model)
-        before = dict(model.named_parameters())
-        for step in range(2):
-            with torch.no_grad():
-                values = {name: param * 0.9 for name, param in before.items()}
-                run.rows(f"called {step}", torch.func.functional_call(model, values, (run.batch(seed=step),)))
-            chosen = {name: param.detach().mul(0.9).requires_grad_() for name, param in before.items()}
-            loss_of(torch.func.functional_call(model, chosen, (run.batch(seed=step),))).backward()
-            after = dict(model.named_parameters())
-            run.value(f"replaced {step}", [name for name in after if after[name] is not before[name]])
-            run.grads(f"of parameters {step}", model)
-            gradients = nn.Module()
-            for i, value in enumerate(chosen.values()):
-                gradients.register_parameter(f"p{i}", nn.Parameter(value.grad))
-            run.params(f"of what was called with {step}", gradients)
-            if run.sharded:
-                computed = {name: param * 0.9 for name, param in before.items()}
-                with pytest.raises(NotImplementedError, match=r"blocks\.0\.\w+\.\w+: .* gradients would not flow"):
-                    torch.func.functional_call(model, computed, (run.batch(seed=step),))
-            loss_of(model(run.batch(seed=step))).backward()
-            run.grads(f"trained {step}", model)
-            model.zero_grad()
 
-    check(scenario)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)

@@ -53,11 +53,12 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def build(**options: Any) -> tuple[Any, Net]:
+def build(is_one_group: bool = False, **options: Any) -> tuple[Any, Net]:
+    """`is_one_group`: a failed backward leaves some gradients of a group."""
     torch.manual_seed(0)
     plain = Net(**options).double()
     model: Any = copy.deepcopy(plain)
-    for block in model.blocks:
+    for block in () if is_one_group else model.blocks:
         fsdp2.fully_shard(block)
     return fsdp2.fully_shard(model), plain
 
@@ -194,7 +195,8 @@ def test_a_step_after_a_failed_backward_is_exact(world_size: int, device: str) -
     unheard = [(moment, go_on, run_plainly) for moment in MOMENTS for go_on in (nothing, unshards)]
     unheard += [(never, go_on, run_plainly) for go_on in NEXT]
     cases = [(*case, {}) for case in [*unheard, (in_the_next_forward, nothing, torch.autograd.backward)]]
-    cases += [(moment, nothing, run_plainly, {"is_checkpointed": True}) for moment in MOMENTS]
+    options = ({"is_checkpointed": True}, {"is_one_group": True})
+    cases += [(moment, nothing, run_plainly, each) for each in options for moment in MOMENTS]
     chosen = cases if world_size == 2 else cases[::4]
     run_checks(
         world_size,

@@ -1,13 +1,11 @@
-"""Tests HSDP: on every mesh of replicas and shards, gradients and training are those of the plain model.
+"""Tests HSDP: the two stages of a reduction, which a user may switch, scale and hook, on meshes of replicas and shards.
 
-It also tests ignored parameters, and the two stages of a reduction, which a user may switch, scale and hook.
+It also tests ignored parameters and checkpoints. That training is that of the plain model: test_accumulation.py.
 """
 
 import copy
 import dataclasses
 import functools
-import itertools
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,39 +26,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.engine import buckets, collectives
 from fsdp2.engine.comm import CoalescedComm, Purpose
 from fsdp2.engine.state import groups_below
-from helpers import NIGHTLY, alone, assert_same, own_rows, run_checks, run_ranks, shard_batch
+from helpers import assert_same, own_rows, run_checks, shard_batch
+from matrix import MODES, Towers, assert_lies_on, set_mode, transformer
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
-from scenarios import (
-    TOLERANCE,
-    WIDTH,
-    Block,
-    Net,
-    Run,
-    Wrap,
-    assert_none_differ,
-    blocks,
-    describe,
-    differences,
-    kept,
-    leaves,
-    loss_of,
-    sgd,
-    whole,
-)
+from scenarios import WIDTH, Net, Wrap, blocks, kept, leaves, loss_of, sgd, whole
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 
 MESHES: dict[str, Callable[[], DeviceMesh]] = {
     "2": lambda: init_device_mesh("cpu", (2,)),
     "3": lambda: init_device_mesh("cpu", (3,)),
-    "4": lambda: init_device_mesh("cpu", (4,)),
     "1x1": lambda: init_device_mesh("cpu", (1, 1)),
     "1x2": lambda: init_device_mesh("cpu", (1, 2)),
     "2x1": lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")),
@@ -69,135 +50,15 @@ MESHES: dict[str, Callable[[], DeviceMesh]] = {
     "2x2": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")),
     # Rank 1 is another replica of what rank 0 holds: an axis taken for the other shows.
     "2x2 across": lambda: DeviceMesh("cpu", [[0, 2], [1, 3]]),
-    "2x2 of more": lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "r", "s"))["r", "s"],
 }
-
-
-def assert_lies_on(mesh: DeviceMesh, actual: Any, expected: Tensor | None, rtol: float, atol: float, name: str) -> None:
-    """`actual` is a DTensor on `mesh`, sharded along its last axis, and this rank's part of `expected`."""
-    if actual is None or expected is None:
-        return assert_same(actual, expected, rtol, atol, name)
-    placements = (Shard(0),) if mesh.ndim == 1 else (Replicate(), Shard(0))
-    if not isinstance(actual, DTensor) or actual.placements != placements or actual.device_mesh != mesh:
-        raise AssertionError(f"{name}: expected {placements} on {mesh}, got {actual!r}")
-    if actual.shape != expected.shape:
-        raise AssertionError(f"{name}: expected {tuple(expected.shape)}, got {tuple(actual.shape)}")
-    rows = own_rows(expected, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-    assert_same(actual.to_local(), rows, rtol, atol, f"{name} on rank {dist.get_rank()}")
-
-
-# ---- scenarios, on a plain model and on every mesh -------------------------------------------------------------------
-
-
-class MeshRun(Run):
-    """A run on `mesh`; without one, of the plain model."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        expected: list[tuple[str, str, Any]] | None = None,
-        tolerance: dict[str, float] = TOLERANCE,
-    ) -> None:
-        super().__init__(*((dist.get_rank(), dist.get_world_size()) if mesh else (0, 1)), expected, tolerance)
-        self.mesh = mesh
-
-    def shard(self, module: Any, **options: Any) -> Any:
-        return super().shard(module, mesh=self.mesh, **options)
-
-    def batch(self, *row_shape: int, seed: int, rows: int = ROWS) -> Tensor:
-        return super().batch(*row_shape, seed=seed, rows=rows)
-
-    def example(self, model: TinyModel, seed: int) -> Tensor:
-        batch = shard_batch(model.example(rows=ROWS, seed=seed), self.rank, self.world_size)
-        return batch.double() if batch.is_floating_point() else batch
-
-    def _compare(self, kind: str, name: str, value: Any, expected: tuple[str, str, Any]) -> None:
-        if kind == "shard" and expected[:2] == (kind, name):
-            assert self.mesh is not None
-            assert_lies_on(self.mesh, value, expected[2], **self.tolerance, name=name)
-        else:
-            super()._compare(kind, name, value, expected)
-
-
-Case = tuple[Callable[..., None], dict[str, Any]]
-
-
-def cases_of(scenario: Callable[..., None], **choices: Any) -> list[Case]:
-    """The scenario with every combination of `choices`."""
-    return [(scenario, dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
-
-
-def run_plain(cases: Sequence[Case]) -> list[list[tuple[str, str, Any]]]:
-    def plain() -> list[list[tuple[str, str, Any]]]:
-        runs = []
-        for scenario, choices in cases:
-            runs.append(MeshRun())
-            scenario(runs[-1], **choices)
-            assert runs[-1].shown, "a scenario must show something"
-        return [run.shown for run in runs]
-
-    return alone(plain)
-
-
-def check_on(name: str, cases: Sequence[Case], expected: list[list[tuple[str, str, Any]]]) -> None:
-    """Run all cases on the mesh `name` in one launch, and say what differs."""
-
-    def body(rank: int, _: int) -> list[str]:
-        different = []
-        mesh = MESHES[name]()
-        for (scenario, choices), shown in zip(cases, expected, strict=True):
-            title = f"{scenario.__name__} {describe(choices)}"
-            print(f"rank {rank}: {title}", file=sys.stderr, flush=True)  # for the report of a hang
-            run = MeshRun(mesh, shown)
-            found = differences(run, functools.partial(scenario, run, **choices), shown)
-            different += [f"{title} {text}" for text in found]
-            dist.barrier()
-        return different
-
-    assert_none_differ(run_ranks(ranks_of(name), body, timeout=60))
 
 
 def ranks_of(mesh: str) -> int:
     return functools.reduce(int.__mul__, map(int, mesh.split()[0].split("x")))
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def transformer(run: Run, model: Any) -> None:
-    """A group per block; the rest, a tied embedding and head among it, in the root."""
-    for block in model.blocks:
-        run.shard(block)
-    run.shard(model)
-
-
-def training(run: MeshRun, build: Callable[[], TinyModel], wrap: Wrap, optimizer: str) -> None:
-    model = run.build(build)
-    wrap(run, model)
-    chosen = sgd(model) if optimizer == "sgd" else torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    for step in range(3):
-        model.before_step(step)
-        run.step(f"step {step}", model, chosen, mean_loss(model(run.example(model, step))))
-
-
 small_gpt = functools.partial(TinyGPT, depth=1)
 tied_gpt = functools.partial(TinyGPT, depth=1, tied=True)
-TRAINING = [
-    *cases_of(training, build=(OddMLP,), wrap=(whole, leaves), optimizer=("sgd",)),
-    *cases_of(training, build=(OddMLP,), wrap=(kept,), optimizer=("adamw",)),
-    *cases_of(training, build=(small_gpt,), wrap=(leaves,), optimizer=("sgd",)),
-    *cases_of(training, build=(TinyGPT,), wrap=(transformer,), optimizer=("adamw",)),
-    *cases_of(training, build=(tied_gpt,), wrap=(transformer,), optimizer=("sgd",)),
-    *cases_of(training, build=(FrozenMix, SkippedModule), wrap=(blocks,), optimizer=("adamw",)),
-]
-
-
-@pytest.mark.parametrize("mesh", ["1x2", "2x1", "1x3", "2x2 across"])
-def test_training_matches_the_plain_model_on_the_whole_batch(mesh: str) -> None:
-    """A gradient that misses a replica, or is divided for it twice; replicas that drift apart."""
-    cases = TRAINING[:4] if mesh.startswith("1x") else TRAINING
-    check_on(mesh, cases, run_plain(cases))
-
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCE_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -268,336 +129,6 @@ def mixed_precision_is_bitwise(mesh: DeviceMesh, case: Precision) -> None:
         for (name, expected), p in pairs:
             assert_lies_on(mesh, p, expected.detach(), 0, 0, f"step {step}: {name}")
         plain_optimizer.zero_grad(), optimizer.zero_grad()
-
-
-# ---- accumulation ----------------------------------------------------------------------------------------------------
-
-
-class Towers(nn.Module):
-    """Two towers and a head; `use` says which towers a forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = Block(), Block()
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, use: str = "lrh") -> Tensor:
-        if "l" in use:
-            x = self.left(x)
-        if "r" in use:
-            x = self.right(x)
-        return self.head(x) if "h" in use else x
-
-
-def set_mode(model: nn.Module, mode: str) -> None:
-    """What the next backward does with gradients: "wait" in full, "scatter" within replicas, or "reduce" altogether."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(mode != "wait")
-        model.set_requires_all_reduce(mode == "reduce")
-
-
-def backward(run: Run, model: nn.Module, seed: int, mode: str = "reduce", use: str = "lrh") -> None:
-    set_mode(model, mode)
-    loss_of(model(run.batch(seed=seed), use)).backward()
-
-
-MODES = ("wait", "scatter", "reduce")
-ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
-    "optimizer, to None": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
-    "optimizer, to zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "module, to zero": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "a child, to None": lambda model, optimizer: model.left.zero_grad(set_to_none=True),
-}
-
-
-def every_order_of_modes(run: MeshRun, first: str, second: str, wrap: Wrap) -> None:
-    """What waits in full, as a shard, and what is reduced add up once."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(2):
-        for i, mode in enumerate((first, second, "reduce")):
-            backward(run, model, 10 * step + i, mode)
-        run.step(f"step {step}", model, optimizer)
-
-
-def unused_in_some_micro_batches(run: MeshRun, modes: tuple[str, ...], uses: tuple[str, str], wrap: Wrap) -> None:
-    """What was left in an earlier one is summed between replicas, though the last brings nothing for it."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for i, mode in enumerate(modes):
-        backward(run, model, i, mode, uses[0])
-    backward(run, model, 9, "reduce", uses[1])
-    run.step("then", model, optimizer)
-
-
-def cleared_amid_an_accumulation(run: MeshRun, zero: str, modes: tuple[str, str]) -> None:
-    """What is cleared must not come back, whether the last backward brings more for it or not; None is not zero."""
-    for point, last in ((1, "h"), (2, "lrh"), (2, "h")):
-        model = run.build(Towers)
-        blocks(run, model)
-        optimizer = sgd(model)
-        for i, (mode, use) in enumerate(zip((*modes, "reduce"), ("lrh", "lh", last), strict=True)):
-            if i == point:
-                ZERO[zero](model, optimizer)
-            backward(run, model, i, mode, use)
-        run.step(f"cleared before {point}, then {last}", model, optimizer)
-
-
-def on_top_of_reduced_gradients(run: MeshRun, mode: str, wrap: Wrap) -> None:
-    """Without zero_grad: what `.grad` held before the stand-in counts, in all the micro-batches that follow."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    backward(run, model, 0)
-    for i in range(2):
-        backward(run, model, 3 * i + 1, mode)
-        backward(run, model, 3 * i + 2, mode, "l")
-        backward(run, model, 3 * i + 3, "reduce", "h")
-        run.grads(f"accumulation {i}", model)
-    run.step("then", model, optimizer)
-
-
-def what_waits_refuses_use(run: MeshRun, mode: str) -> None:
-    """A clipping or a step before the all-reduce would use other numbers on each replica."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-    backward(run, model, 1, mode, "lh")
-    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
-    if run.sharded and (mode == "wait" or run.mesh.size(0) > 1):
-        waiting = model.head.weight.grad
-        clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
-        for use in (optimizer.step, clip, waiting.to_local, waiting.full_tensor, waiting.clone, waiting.norm):
-            with pytest.raises(RuntimeError, match="not synchronised"):
-                use()
-    run.params("unchanged", model)
-    backward(run, model, 2)
-    run.step("then", model, optimizer)
-
-
-def frozen_amid_an_accumulation(run: MeshRun, what: str, mode: str, wrap: Wrap) -> None:
-    """Frozen parameters keep what they had, as in plain training; thawed ones go on from there."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    chosen = [p for name, p in model.named_parameters() if what in name]
-    for p in chosen[:1]:
-        p.requires_grad_(False)
-    backward(run, model, 0, mode)
-    for p in chosen:
-        p.requires_grad_(p is chosen[0])
-    backward(run, model, 1, mode)
-    run.value("present", {name: p.grad is not None for name, p in model.named_parameters()})
-    backward(run, model, 2)
-    run.grads("frozen", model)
-    for p in chosen:
-        p.requires_grad_(True)
-    backward(run, model, 3)
-    run.step("thawed", model, optimizer)
-
-
-def some_modules_only(run: MeshRun) -> None:
-    """`recurse=False` and calls on children: each group is summed between replicas by itself."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-    for step in range(2):
-        set_mode(model, "reduce")
-        if isinstance(model, FSDPModule):
-            model.left.set_requires_all_reduce(False)
-            model.set_requires_all_reduce(False, recurse=False)
-            model.right.set_requires_gradient_sync(False)
-        loss_of(model(run.batch(seed=step))).backward()
-        if run.sharded:
-            model.head.weight.grad.full_tensor()  # reduced: it refuses nothing
-            for tower in (model.left, model.right):
-                with pytest.raises(RuntimeError, match="not synchronised"):
-                    tower.up.weight.grad.full_tensor()
-        backward(run, model, step + 3)
-        run.step(f"step {step}", model, optimizer)
-
-
-def gradients_that_come_more_than_once(run: MeshRun, how: str, mode: str, wrap: Wrap) -> None:
-    """In one backward (checkpointing), or through one forward again: no shard may take the place of another."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    set_mode(model, mode)
-    x = run.batch(seed=0).requires_grad_()
-    if how == "retain_graph":
-        loss = loss_of(model(x))
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-    elif how == "two forwards":
-        loss = loss_of(model(x)) + loss_of(model(model(x, "l"), "rh"))
-    else:
-        reentrant = how == "reentrant"
-        inner = checkpoint(model, x, "lr", use_reentrant=reentrant)
-        loss = loss_of(checkpoint(model, inner, "lrh", use_reentrant=reentrant))
-    loss.backward()
-    backward(run, model, 1, "reduce", "h")
-    run.step("then", model, optimizer)
-
-
-def finalised_by_hand(run: MeshRun, first: str, second: str, each: bool) -> None:
-    """Reductions are left in flight over several backwards, each switched otherwise."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-    if isinstance(model, FSDPModule):
-        model.set_manual_backward_finalization(True)
-    for i, mode in enumerate((first, second, "reduce")):
-        backward(run, model, i, mode, "lrh" if i < 2 else "rh")
-        if isinstance(model, FSDPModule) and (each or i == 2):
-            model.finalize_backward()
-    run.step("then", model, optimizer)
-
-
-def finalised_again(run: MeshRun, mode: str) -> None:
-    """With nothing in flight it does nothing, also to what waits."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-    backward(run, model, 0)
-    backward(run, model, 1, mode)
-    if isinstance(model, FSDPModule):
-        model.finalize_backward()
-    backward(run, model, 2, "reduce", "rh")
-    run.step("then", model, optimizer)
-
-
-def reset_amid_an_accumulation(run: MeshRun, mode: str) -> None:
-    """What waits is dropped, and what had been reduced before is in `.grad` again."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-    backward(run, model, 0)
-    if isinstance(model, FSDPModule):
-        backward(run, model, 1, mode)
-        model.reset_iter_state()
-    run.grads("reset", model)
-    backward(run, model, 2)
-    run.step("then", model, optimizer)
-
-
-def an_error_amid_an_accumulation(run: MeshRun, mode: str, wrap: Wrap) -> None:
-    """The micro-batches before the one that failed still count."""
-    model = run.build(Towers)
-    wrap(run, model)
-    optimizer = sgd(model)
-    backward(run, model, 0, mode)
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("on purpose")
-
-    # It fails before any gradient of a parameter is there: plain torch keeps those that have come, too.
-    set_mode(model, "reduce")
-    output = model(run.batch(seed=1))
-    output.register_hook(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        loss_of(output).backward()
-    backward(run, model, 2, "reduce", "h")
-    run.step("after", model, optimizer)
-
-
-def an_error_behind_some_gradients(run: MeshRun, mode: str) -> None:
-    """The backward that failed has added to what had waited: that is lost, and no one may take the rest for all."""
-    model = run.build(Towers)
-    blocks(run, model)
-    optimizer = sgd(model)
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("on purpose")
-
-    if run.sharded:
-        backward(run, model, 0, mode)
-        set_mode(model, "reduce")
-        hidden = model(run.batch(seed=1), "l")
-        hidden.register_hook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            loss_of(model(hidden, "rh")).backward()
-        with pytest.raises(RuntimeError, match=r"right\..*were lost in a backward pass that failed.*zero_grad"):
-            backward(run, model, 2, "reduce", "h")
-        optimizer.zero_grad()
-    backward(run, model, 3, mode)
-    backward(run, model, 4, "reduce", "h")
-    run.step("after", model, optimizer)
-
-
-def clipping(run: MeshRun, norm_type: float, wrap: Wrap) -> None:
-    """Replicas hold the same shards: a norm that counted each would be too large."""
-    model = run.build(Net)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step, mode in enumerate(("scatter", "reduce")):
-        set_mode(model, mode)
-        loss_of(model(run.batch(seed=2 * step))).backward()
-        set_mode(model, "reduce")
-        loss_of(model(run.batch(seed=2 * step + 1))).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type)
-        run.value("norm", norm.full_tensor() if run.sharded else norm)
-        run.step(f"step {step}", model, optimizer)
-
-
-USES = (("lrh", "h"), ("h", "lrh"), ("l", "rh"), ("rh", "l"))
-ACCUMULATION = [
-    *cases_of(every_order_of_modes, first=MODES[:2], second=MODES[:2], wrap=(whole,)),
-    *cases_of(every_order_of_modes, first=("scatter",), second=("wait",), wrap=(blocks,)),
-    *cases_of(unused_in_some_micro_batches, modes=(("scatter",), ("scatter", "wait")), uses=USES, wrap=(blocks,)),
-    *cases_of(cleared_amid_an_accumulation, zero=("optimizer, to zero",), modes=(("scatter", "wait"),)),
-    *cases_of(on_top_of_reduced_gradients, mode=("scatter",), wrap=(leaves,)),
-    *cases_of(what_waits_refuses_use, mode=MODES[:2]),
-    *cases_of(frozen_amid_an_accumulation, what=("left.up.weight",), mode=("scatter",), wrap=(whole,)),
-    *cases_of(some_modules_only),
-    *cases_of(clipping, norm_type=(2.0, float("inf")), wrap=(blocks,)),
-]
-CORNERS = [
-    *cases_of(every_order_of_modes, first=MODES[:2], second=("reduce",), wrap=(whole,)),
-    *cases_of(every_order_of_modes, first=("reduce",), second=MODES[:2], wrap=(whole,)),
-    *cases_of(unused_in_some_micro_batches, modes=(("wait",), ("wait", "scatter")), uses=USES, wrap=(blocks,)),
-    *cases_of(unused_in_some_micro_batches, modes=(("scatter",),), uses=USES, wrap=(whole,)),
-    *cases_of(
-        cleared_amid_an_accumulation,
-        zero=tuple(ZERO),
-        modes=(("scatter", "scatter"), ("reduce", "scatter")),
-    ),
-    *cases_of(on_top_of_reduced_gradients, mode=MODES[:2], wrap=(whole, leaves)),
-    *cases_of(frozen_amid_an_accumulation, what=("left.up.weight", "bias"), mode=MODES[:2], wrap=(whole,)),
-    *cases_of(frozen_amid_an_accumulation, what=("left",), mode=MODES[:2], wrap=(blocks,)),
-    *cases_of(an_error_amid_an_accumulation, mode=MODES[:2], wrap=(blocks,)),
-]
-REPEATED = cases_of(
-    gradients_that_come_more_than_once,
-    how=("retain_graph", "two forwards", "reentrant", "non-reentrant"),
-    mode=("scatter",),
-    wrap=(whole, blocks),
-)
-BEHIND = cases_of(an_error_behind_some_gradients, mode=MODES[:2])
-BY_HAND = [
-    *cases_of(finalised_by_hand, first=MODES, second=MODES[:2], each=(False,)),
-    *cases_of(finalised_by_hand, first=("scatter",), second=("wait",), each=(True,)),
-    *cases_of(finalised_again, mode=MODES[:2]),
-    *cases_of(reset_amid_an_accumulation, mode=MODES[:2]),
-]
-
-
-@pytest.mark.parametrize(
-    ("mesh", "cases"),
-    [
-        ("2x2 of more", ACCUMULATION),
-        ("2x1", [*(ACCUMULATION if NIGHTLY else ()), *CORNERS]),
-        ("2x1", REPEATED),
-        ("2x1", BEHIND),
-        ("2x1", BY_HAND),
-        ("1x2", [case for case in BY_HAND if "scatter" not in case[1].values()]),
-    ],
-    ids=["2x2 of more", "2x1", "2x1 repeated", "2x1 failed", "2x1 by hand", "1x2 by hand"],
-)
-def test_accumulation_matches_the_plain_model(mesh: str, cases: list[Case]) -> None:
-    """Gradients wait whole or as one replica's shards; in the end each counts once, for every replica."""
-    check_on(mesh, cases, run_plain(cases))
 
 
 # ---- checks on one mesh after the other ------------------------------------------------------------------------------
@@ -841,7 +372,7 @@ def hook_on_a_stream_is_refused_between_replicas(mesh: DeviceMesh) -> None:
 
 
 def low_precision_shards_add_up_in_the_reduce_dtype(mesh: DeviceMesh) -> None:
-    """n times one bf16 gradient, added in fp32, which bf16 sums could not hold."""
+    """n times one bf16 gradient, reduced or not, added in fp32, which bf16 sums could not hold."""
     torch.manual_seed(1)
     plain = Towers()
     model, low = copy.deepcopy(plain), copy.deepcopy(plain).bfloat16()
@@ -850,11 +381,13 @@ def low_precision_shards_add_up_in_the_reduce_dtype(mesh: DeviceMesh) -> None:
     fully_shard(model.left, mesh=mesh, mp_policy=BF16)
     fully_shard(model, mesh=mesh, mp_policy=BF16)
     n = 7
-    for i in range(n):
-        set_mode(model, "scatter" if i < n - 1 else "reduce")
-        loss_of(model(x)).backward()
-    for (name, p), own in zip(model.named_parameters(), low.parameters(), strict=True):
-        assert_lies_on(mesh, p.grad, own.grad.float() * n, 1e-6, 1e-9, f"{name}.grad")
+    for mode in ("scatter", "wait"):
+        for i in range(n):
+            set_mode(model, mode if i < n - 1 else "reduce")
+            loss_of(model(x)).backward()
+        for (name, p), own in zip(model.named_parameters(), low.parameters(), strict=True):
+            assert_lies_on(mesh, p.grad, own.grad.float() * n, 1e-6, 1e-9, f"{mode}: {name}.grad")
+        model.zero_grad()
 
 
 def ranks_that_use_different_parameters(mesh: DeviceMesh) -> None:

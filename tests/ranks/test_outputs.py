@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy
+from matrix import TOPOLOGIES, Matrix, MatrixRun
 from models import TinyLSTM
 from scenarios import WIDTH, WRAPS, Block, Run, Wrap, blocks, check, leaves, loss_of, sgd, whole
+
+matrix = Matrix()
 
 # ---- kinds of containers ---------------------------------------------------------------------------------------------
 
@@ -144,26 +147,24 @@ class Returns(nn.Module):
         return self.second(self.first(self.second(self.first(x * self.scale))))
 
 
-def test_any_output_type_trains() -> None:
+@matrix.over(kind=tuple(MAKE), wrap=(whole, blocks, leaves))
+def any_output_type_trains(run: MatrixRun, kind: str, wrap: Wrap) -> None:
     """Hooks on outputs must not be what backward depends on: nobody can look into every object."""
-
-    def scenario(run: Run, kind: str, wrap: Wrap) -> None:
-        model = run.build(Returns, kind)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            output = model(run.batch(seed=step))
-            run.value("type", type(output).__name__)
-            y, more = parts(output)
-            run.rows("y", y)
-            run.step(f"step {step}", model, optimizer, loss_of(y) + loss_of(more[0]))
-            with torch.no_grad():
-                run.rows("evaluated", parts(model(run.batch(seed=9)))[1][1])
-
-    check(scenario, kind=tuple(MAKE), wrap=(whole, blocks, leaves))
+    model = run.build(Returns, kind)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        output = model(run.batch(seed=step))
+        run.value("type", type(output).__name__)
+        y, more = parts(output)
+        run.rows("y", y)
+        run.step(f"step {step}", model, optimizer, loss_of(y) + loss_of(more[0]))
+        with torch.no_grad():
+            run.rows("evaluated", parts(model(run.batch(seed=9)))[1][1])
 
 
-def test_only_a_part_of_the_outputs_is_used() -> None:
+@matrix.over(used=((0,), (3,), (4, 0), (2, 5), (1,)), wrap=WRAPS)
+def only_a_part_of_the_outputs_is_used(run: MatrixRun, used: tuple[int, ...], wrap: Wrap) -> None:
     """An unused output gets no gradient, so its hook never runs; what feeds only it has no gradient either."""
 
     class Many(nn.Module):
@@ -184,18 +185,16 @@ def test_only_a_part_of_the_outputs_is_used() -> None:
             second = self.many(self.last(first[1]))
             return {**first, **{i + 3: y for i, y in second.items()}}
 
-    def scenario(run: Run, used: tuple[int, ...], wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            outputs = model(run.batch(seed=step))
-            run.step(f"step {step}", model, optimizer, sum(loss_of(outputs[i]) for i in used))
-
-    check(scenario, used=((0,), (3,), (4, 0), (2, 5), (1,)), wrap=WRAPS)
+    model = run.build(Model)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        outputs = model(run.batch(seed=step))
+        run.step(f"step {step}", model, optimizer, sum(loss_of(outputs[i]) for i in used))
 
 
-def test_outputs_and_views_of_them_modified_in_place() -> None:
+@matrix.over(wrap=WRAPS)
+def outputs_and_views_of_them_modified_in_place(run: MatrixRun, wrap: Wrap) -> None:
     """A hook or a wrapper around an output that makes it a view of something turns in-place operations into errors."""
 
     class Model(nn.Module):
@@ -214,22 +213,20 @@ def test_outputs_and_views_of_them_modified_in_place() -> None:
             z[:, 0] = x[:, 0]
             return z[:, :WIDTH], z[:, WIDTH:], z
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            left, right, whole_output = model(run.batch(seed=step))
-            left.mul_(3)
-            right += 2
-            whole_output[:, 2].sub_(1)
-            run.rows("output", whole_output)
-            run.step(f"step {step}", model, optimizer, loss_of(whole_output) + loss_of(left))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Model)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        left, right, whole_output = model(run.batch(seed=step))
+        left.mul_(3)
+        right += 2
+        whole_output[:, 2].sub_(1)
+        run.rows("output", whole_output)
+        run.step(f"step {step}", model, optimizer, loss_of(whole_output) + loss_of(left))
 
 
-def test_inputs_modified_in_place_and_passed_through() -> None:
+@matrix.over(wrap=WRAPS)
+def inputs_modified_in_place_and_passed_through(run: MatrixRun, wrap: Wrap) -> None:
     """A module that returns its input, or writes to it: hooks meant for the input then sit on the output as well."""
 
     class InPlace(nn.Module):
@@ -257,17 +254,14 @@ def test_inputs_modified_in_place_and_passed_through() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.identity(self.in_place(self.first(self.identity(x)))))
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        optimizer = sgd(model)
-        x = run.batch(seed=1).requires_grad_()
-        for step in range(3):
-            run.step(f"step {step}", model, optimizer, loss_of(model(x)))
-            run.rows("x.grad", x.grad / run.world_size)
-        run.value("hooks left on the input", len(x._backward_hooks or ()))
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Model)
+    wrap(run, model)
+    optimizer = sgd(model)
+    x = run.batch(seed=1).requires_grad_()
+    for step in range(3):
+        run.step(f"step {step}", model, optimizer, loss_of(model(x)))
+        run.rows("x.grad", x.grad / run.world_size)
+    run.value("hooks left on the input", len(x._backward_hooks or ()))
 
 
 class GivesWeight(nn.Module):
@@ -284,8 +278,8 @@ class GivesWeight(nn.Module):
         return MAKE[self.how](self.weight, [self.weight]) if self.how in MAKE else self.weight
 
 
-@pytest.mark.parametrize("how", ["itself", "view", "ModelOutput", "custom object", "slots object"])
-def test_a_weight_as_output_is_used_outside(how: str) -> None:
+@matrix.over(how=["itself", "view", "ModelOutput", "custom object", "slots object"], wrap=WRAPS)
+def a_weight_as_output_is_used_outside(run: MatrixRun, wrap: Wrap, how: Any) -> None:
     """The caller computes with it after the module's forward has ended: nothing may be freed under it, nor be lost."""
 
     class Tied(nn.Module):
@@ -298,45 +292,38 @@ def test_a_weight_as_output_is_used_outside(how: str) -> None:
             plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
             return self.block(x) @ plain.T if how != "view" else self.block(x)[:, :2] @ plain.T, weight
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Tied)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            x = run.batch(seed=step)
+    model = run.build(Tied)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        x = run.batch(seed=step)
+        output, weight = model(x)
+        plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
+        run.value("weight", plain.detach().clone())
+        loss = loss_of(output) + plain.square().sum()
+        loss = loss + loss_of(x[:, : plain.shape[1]] @ plain.T)
+        run.step(f"step {step}", model, optimizer, loss)
+        with torch.no_grad():
             output, weight = model(x)
             plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
-            run.value("weight", plain.detach().clone())
-            loss = loss_of(output) + plain.square().sum()
-            loss = loss + loss_of(x[:, : plain.shape[1]] @ plain.T)
-            run.step(f"step {step}", model, optimizer, loss)
-            with torch.no_grad():
-                output, weight = model(x)
-                plain = weight if isinstance(weight, Tensor) else parts(weight)[0]
-                run.rows("used without grad", x[:, : plain.shape[1]] @ plain.T)
-
-    check(scenario, wrap=WRAPS)
+            run.rows("used without grad", x[:, : plain.shape[1]] @ plain.T)
 
 
-@pytest.mark.parametrize("how", ["itself", "view", "ModelOutput", "custom object", "slots object"])
-def test_a_weight_as_output_can_be_read_after_backward(how: str) -> None:
+@matrix.over(how=["itself", "view", "ModelOutput", "custom object", "slots object"])
+def a_weight_as_output_can_be_read_after_backward(run: MatrixRun, how: Any) -> None:
     """A dangling tensor would show freed memory, or end the process."""
-
-    def scenario(run: Run) -> None:
-        model = run.build(GivesWeight, how)
-        run.shard(model)
-        for grad in (True, False):
-            with torch.set_grad_enabled(grad):
-                output = model()
-            weight = output if isinstance(output, Tensor) else parts(output)[0]
-            if grad:
-                weight.square().sum().backward()
-            else:
-                with torch.no_grad():
-                    model()
-            run.value("after", weight.detach().clone())
-
-    check(scenario)
+    model = run.build(GivesWeight, how)
+    run.shard(model)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            output = model()
+        weight = output if isinstance(output, Tensor) else parts(output)[0]
+        if grad:
+            weight.square().sum().backward()
+        else:
+            with torch.no_grad():
+                model()
+        run.value("after", weight.detach().clone())
 
 
 @pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
@@ -385,7 +372,8 @@ def test_tensors_stored_on_self() -> None:
     check(scenario, only_aux=(False, True), wrap=WRAPS)
 
 
-def test_outputs_without_gradient() -> None:
+@matrix.over(wrap=WRAPS)
+def outputs_without_gradient(run: MatrixRun, wrap: Wrap) -> None:
     """Detached tensors, integers, None, an empty dict, a sparse tensor: nothing to hook, and nothing to wait for."""
 
     class Model(nn.Module):
@@ -397,25 +385,26 @@ def test_outputs_without_gradient() -> None:
             y = self.b(self.a(x))
             return y.detach(), y.argmax(1), None, {}, "text", y.sin(), y.detach().relu().to_sparse()
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            detached, *_, y, sparse = model(run.batch(seed=step))
-            run.rows("detached", detached)
-            run.rows("sparse", sparse.to_dense())
-            run.step(f"step {step}", model, optimizer, loss_of(y))
-            run.rows("detached again", model(run.batch(seed=step))[0])
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Model)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        detached, *_, y, sparse = model(run.batch(seed=step))
+        run.rows("detached", detached)
+        run.rows("sparse", sparse.to_dense())
+        run.step(f"step {step}", model, optimizer, loss_of(y))
+        run.rows("detached again", model(run.batch(seed=step))[0])
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_inputs_and_outputs_are_cast_and_keep_their_types(dtype: torch.dtype) -> None:
+@matrix.over(
+    dtype=[torch.bfloat16, torch.float16],
+    kind=tuple(kind for kind in MAKE if kind not in ("closure", "generator")),
+    cast=(False, True),
+)
+def inputs_and_outputs_are_cast_and_keep_their_types(run: MatrixRun, kind: str, cast: bool, dtype: Any) -> None:
     """A cast that rebuilds containers loses their class or attributes, or calls constructors that it can't."""
 
     class Passes(nn.Module):
@@ -430,38 +419,35 @@ def test_inputs_and_outputs_are_cast_and_keep_their_types(dtype: torch.dtype) ->
             y = self.linear(y if y.dtype == self.linear.weight.dtype else y.to(self.linear.weight.dtype))
             return MAKE[self.kind](y, [*more, y])
 
-    def scenario(run: Run, kind: str, cast: bool) -> None:
-        model = run.build(Passes)
-        model.kind = kind
-        policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32, cast_forward_inputs=cast)
-        run.shard(model, mp_policy=policy)
-        low = torch.float64 if not run.sharded else dtype
-        same = kind in ("custom object", "slots object")  # not looked into, as in torch
-        inner = torch.float64 if same or not cast or not run.sharded else dtype
-        x = MAKE[kind](run.batch(seed=1), [run.batch(seed=2), torch.arange(3)])
-        output = model(x)
-        assert model.seen == (type(x).__name__, inner, [inner, torch.int64]), model.seen
-        y, more = parts(output)
-        outer = low if same else torch.float32
-        if run.sharded:
-            assert y.dtype == outer
-            assert more[-1].dtype == outer
-        assert more[1].dtype == torch.int64
-        run.value("type", type(output).__name__)
-        if isinstance(output, ModelOutput):
-            assert output.y is output["y"]
-        before = parts(x)[0] if kind != "generator" else None
-        assert before is None or before.dtype == torch.float64, "the caller's own container must not change"
-        loss_of(y.double()).backward()
-        for name, param in model.named_parameters():
-            assert param.grad is not None, name
-            assert param.grad.dtype == param.dtype == torch.float64
-
-    kinds = tuple(kind for kind in MAKE if kind not in ("closure", "generator"))
-    check(scenario, kind=kinds, cast=(False, True))
+    model = run.build(Passes)
+    model.kind = kind
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32, cast_forward_inputs=cast)
+    run.shard(model, mp_policy=policy)
+    low = torch.float64 if not run.sharded else dtype
+    same = kind in ("custom object", "slots object")  # not looked into, as in torch
+    inner = torch.float64 if same or not cast or not run.sharded else dtype
+    x = MAKE[kind](run.batch(seed=1), [run.batch(seed=2), torch.arange(3)])
+    output = model(x)
+    assert model.seen == (type(x).__name__, inner, [inner, torch.int64]), model.seen
+    y, more = parts(output)
+    outer = low if same else torch.float32
+    if run.sharded:
+        assert y.dtype == outer
+        assert more[-1].dtype == outer
+    assert more[1].dtype == torch.int64
+    run.value("type", type(output).__name__)
+    if isinstance(output, ModelOutput):
+        assert output.y is output["y"]
+    before = parts(x)[0] if kind != "generator" else None
+    assert before is None or before.dtype == torch.float64, "the caller's own container must not change"
+    loss_of(y.double()).backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
+        assert param.grad.dtype == param.dtype == torch.float64
 
 
-def test_low_precision_gradients_are_those_of_a_low_precision_copy() -> None:
+@matrix.over(wrap=(whole, blocks), dtype=(torch.bfloat16,))
+def low_precision_gradients_are_those_of_a_low_precision_copy(run: MatrixRun, wrap: Wrap, dtype: torch.dtype) -> None:
     """Computed in bf16 between ranks in fp32: with equal rows on every rank, a plain bf16 model says every bit."""
 
     class Model(nn.Module):
@@ -472,42 +458,36 @@ def test_low_precision_gradients_are_those_of_a_low_precision_copy() -> None:
         def forward(self, x: Tensor, more: ModelOutput) -> ModelOutput:
             return ModelOutput(y=self.b(self.a(x) + more["z"]))
 
-    def scenario(run: Run, wrap: Wrap, dtype: torch.dtype) -> None:
-        model = run.build(Model).float()
-        if run.sharded:
-            for module in (model.a, model.b) if wrap is blocks else ():
-                run.shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-            run.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32))
-        generator = torch.Generator().manual_seed(1)
-        x, z = torch.randn(2, 4, 8, generator=generator)  # the same rows on every rank
-        low = model if run.sharded else run.build(Model).to(dtype)
-        args = (x, ModelOutput(z=z)) if run.sharded else (x.to(dtype), ModelOutput(z=z.to(dtype)))
-        output = low(*args)["y"].float()
-        (output - 0.5).square().mean().backward()
-        run.value("output", output)
-        for (name, param), (_, own) in zip(low.named_parameters(), model.named_parameters(), strict=True):
-            grad = param.grad.float() if not run.sharded else own.grad
-            run._show("shard", f"{name}.grad", grad)
-
-    check(scenario, wrap=(whole, blocks), dtype=(torch.bfloat16,))
+    model = run.build(Model).float()
+    if run.sharded:
+        for module in (model.a, model.b) if wrap is blocks else ():
+            run.shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        run.shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32))
+    generator = torch.Generator().manual_seed(1)
+    x, z = torch.randn(2, 4, 8, generator=generator)  # the same rows on every rank
+    low = model if run.sharded else run.build(Model).to(dtype)
+    args = (x, ModelOutput(z=z)) if run.sharded else (x.to(dtype), ModelOutput(z=z.to(dtype)))
+    output = low(*args)["y"].float()
+    (output - 0.5).square().mean().backward()
+    run.value("output", output)
+    for (name, param), (_, own) in zip(low.named_parameters(), model.named_parameters(), strict=True):
+        grad = param.grad.float() if not run.sharded else own.grad
+        run._show("shard", f"{name}.grad", grad)
 
 
-def test_lstm() -> None:
+@matrix.over(wrap=WRAPS)
+def lstm(run: MatrixRun, wrap: Wrap) -> None:
     """nn.LSTM keeps a list of its weights besides its parameters, and its kernel saves them in forward."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(TinyLSTM)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            with torch.no_grad():
-                run.rows("evaluated", model(run.batch(*model.row_shape, seed=9)))
-            losses = [loss_of(model(run.batch(*model.row_shape, seed=10 * step + i))) for i in range(2)]
-            run.step(f"step {step}", model, optimizer, sum(losses))
-            listed = zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True)
-            run.value("flat weights", [weight is param for weight, param in listed])
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(TinyLSTM)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        with torch.no_grad():
+            run.rows("evaluated", model(run.batch(*model.row_shape, seed=9)))
+        losses = [loss_of(model(run.batch(*model.row_shape, seed=10 * step + i))) for i in range(2)]
+        run.step(f"step {step}", model, optimizer, sum(losses))
+        listed = zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True)
+        run.value("flat weights", [weight is param for weight, param in listed])
 
 
 class Frozen:
@@ -531,21 +511,23 @@ class ReturnsItsWeight(nn.Module):
         return self.how(self.inner(x) * self.weight, weight=self.weight)
 
 
-def test_the_step_after_an_output_that_cannot_be_changed() -> None:
+@matrix.over(wrap=WRAPS)
+def the_step_after_an_output_that_cannot_be_changed(run: MatrixRun, wrap: Wrap) -> None:
     """A weight in it would have to be replaced by a copy: the error is the object's, and the module goes on."""
+    model = run.build(ReturnsItsWeight)
+    wrap(run, model)
+    optimizer = sgd(model)
+    if run.sharded:
+        model.how = lambda y, weight: Frozen(y=y, weight=weight)
+        with pytest.raises(AttributeError, match="is frozen"):
+            model(run.batch(seed=1))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        copy.deepcopy(model)
+    model.how = lambda y, weight: y
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(ReturnsItsWeight)
-        wrap(run, model)
-        optimizer = sgd(model)
-        if run.sharded:
-            model.how = lambda y, weight: Frozen(y=y, weight=weight)
-            with pytest.raises(AttributeError, match="is frozen"):
-                model(run.batch(seed=1))
-            assert all(isinstance(param, DTensor) for param in model.parameters())
-            copy.deepcopy(model)
-        model.how = lambda y, weight: y
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
-    check(scenario, wrap=WRAPS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)

@@ -24,7 +24,6 @@ from scenarios import (
     ROWS,
     WIDTH,
     Block,
-    Fails,
     MayFail,
     Net,
     Run,
@@ -725,7 +724,7 @@ def test_the_result_of_a_custom_reduce_scatter_is_used(is_async: bool) -> None:
     check(scenario, factor=(None, 3.0))
 
 
-# ---- the end of backward ---------------------------------------------------------------------------------------------
+# ---- the end of backward: see also test_accumulation.py --------------------------------------------------------------
 
 
 def in_flight(run: Run, model: Any, buffers: int = 9) -> None:
@@ -748,70 +747,6 @@ def expect_no_gradients(run: Run, model: nn.Module) -> None:
     if run.sharded:
         early = [name for name, param in model.named_parameters() if param.grad is not None]
         assert not early, f"gradients before finalize_backward: {early}"
-
-
-def test_manual_finalisation() -> None:
-    """No gradient before, all after; two backwards, one finalisation; taken back, backward ends by itself again."""
-
-    def scenario(run: Run, async_op: bool, wrap: Wrap, sync: bool, backwards: int) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        in_flight(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            for i in range(backwards):
-                run.set_sync(model, sync or i == backwards - 1)
-                loss_of(model(run.batch(seed=10 * step + i))).backward()
-                expect_no_gradients(run, model)
-                if not sync:
-                    finalize(run, model, async_op)
-            finalize(run, model, async_op)
-            run.step(f"step {step}", model, optimizer)
-        if run.sharded:
-            model.set_manual_backward_finalization(False)
-        run.step("by itself", model, optimizer, loss_of(model(run.batch(seed=99))))
-
-    check(scenario, async_op=(False, True), wrap=(whole, blocks), sync=(True,), backwards=(1, 2))
-
-
-def test_manual_finalisation_of_an_accumulation() -> None:
-    """Gradients that wait for synchronisation count also if no finalisation comes between the backwards."""
-
-    def scenario(run: Run, between: bool, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        in_flight(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            for i in range(3):
-                run.set_sync(model, i == 2)
-                loss_of(model(run.batch(seed=10 * step + i))).backward()
-                if between:
-                    finalize(run, model)
-            finalize(run, model)
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, between=(True, False), wrap=(whole, blocks))
-
-
-def test_manual_finalisation_and_a_backward_that_fails() -> None:
-    """The backward that failed leaves nothing; what complete ones have left in flight still arrives."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        in_flight(run, model)
-        optimizer = sgd(model)
-        loss_of(model(run.batch(seed=1))).backward()
-        output = model(run.batch(seed=2))
-        output.register_hook(Fails().fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            loss_of(output).backward()
-        loss_of(model(run.batch(seed=3))).backward()
-        finalize(run, model)
-        run.step("after", model, optimizer)
-
-    check(scenario, wrap=(whole, blocks))
 
 
 def test_a_finalisation_that_fails() -> None:
@@ -884,96 +819,6 @@ def test_manual_finalisation_is_the_roots() -> None:
         assert model.scale.grad is None, "dropped"
 
     run_checks(2, [("refusals", refusals)])
-
-
-def test_reset_after_an_error() -> None:
-    """The next step is exact: nothing of the failed pass turns up, no module is left with its full parameters."""
-
-    def scenario(run: Run, when: str, twice: bool, wrap: Wrap) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        optimizer = sgd(model)
-        run.step("before", model, optimizer, loss_of(model(run.batch(seed=1))))
-        model.middle[1].when = when
-        with pytest.raises(ValueError, match="on purpose"):
-            loss_of(model(run.batch(seed=2))).backward()
-        model.middle[1].when = ""
-        for _ in range(1 + twice) if run.sharded else ():
-            model.reset_iter_state()
-        optimizer.zero_grad()
-        run.params("reset", model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=3 + step))))
-
-    check(scenario, when=("forward", "backward"), twice=(False, True), wrap=(whole, leaves))
-
-
-def test_reset_drops_unsynchronized_gradients() -> None:
-    """In an accumulation: gradients that wait for synchronisation are gone, those reduced before it stay."""
-
-    def scenario(run: Run, failed: str, reduced: bool, wrap: Wrap) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        optimizer = sgd(model)
-        if reduced:
-            loss_of(model(run.batch(seed=1))).backward()
-        if run.sharded:
-            run.set_sync(model, False)
-            for i in range(2):
-                loss_of(model(run.batch(seed=2 + i))).backward()
-            model.middle[1].when = failed
-            if failed:
-                with pytest.raises(ValueError, match="on purpose"):
-                    loss_of(model(run.batch(seed=4))).backward()
-            model.middle[1].when = ""
-            model.reset_iter_state()
-        run.grads("reset", model)
-        run.set_sync(model, False)
-        loss_of(model(run.batch(seed=5))).backward()
-        run.set_sync(model, True)
-        loss_of(model(run.batch(seed=6))).backward()
-        run.step("after", model, optimizer)
-
-    check(scenario, failed=("", "forward", "backward"), reduced=(False, True), wrap=(whole, blocks))
-
-
-def test_reset_in_the_middle_of_nothing_changes_nothing() -> None:
-    """Between steps, before the first forward, after a forward without a backward, and twice."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            for _ in range(2) if run.sharded else ():
-                model.reset_iter_state()
-            model(run.batch(seed=50))
-            if run.sharded:
-                model.reset_iter_state()
-            loss_of(model(run.batch(seed=step))).backward()
-            if run.sharded:
-                model.reset_iter_state()
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, wrap=(whole, blocks, kept))
-
-
-def test_further_backwards_through_forwards_that_have_run() -> None:
-    """set_is_last_backward(False): several forwards, then their backwards, in either order; and after an error."""
-
-    def scenario(run: Run, reverse: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
-            for i, loss in enumerate(losses[::-1] if reverse else losses):
-                if run.sharded:
-                    model.set_is_last_backward(i == 2)
-                loss.backward()
-            run.step(f"step {step}", model, optimizer)
-
-    check(scenario, reverse=(False, True), wrap=(blocks, leaves))
 
 
 # ---- other methods than forward, other roots -------------------------------------------------------------------------

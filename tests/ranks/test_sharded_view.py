@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
 from helpers import fake_world
+from matrix import TOPOLOGIES, Matrix, MatrixRun
 from scenarios import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
+
+matrix = Matrix()
 
 
 def train(run: Run, model: nn.Module, seed: int) -> Tensor:
@@ -28,7 +31,8 @@ def evaluate(run: Run, model: nn.Module, seed: int, mode: Any = torch.no_grad) -
 # ---- who sees what ---------------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_the_same_sharded_objects_after_anything() -> None:
+@matrix.over(wrap=WRAPS)
+def parameters_are_the_same_sharded_objects_after_anything(run: MatrixRun, wrap: Wrap) -> None:
     """An optimizer, an EMA or a checkpoint made at any point holds what is trained; a full copy would be lost."""
 
     def forward_only(run: Run, model: nn.Module) -> None:
@@ -93,45 +97,38 @@ def test_parameters_are_the_same_sharded_objects_after_anything() -> None:
         unsynchronised,
         unsharded_by_hand,
     )
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        params = dict(model.named_parameters())
-        for number, event in enumerate(events):
-            event(run, model)
-            now = dict(model.named_parameters())
-            assert [*now] == [*params]
-            changed = [name for name in now if now[name] is not params[name]]
-            run.value(f"{number} {event.__name__}: replaced", changed)
-            run.params(f"{number} {event.__name__}", model)
-            if run.sharded:
-                assert all(isinstance(value, DTensor) for value in model.state_dict().values())
-        train(run, model, 2)
-        run.grads("in the end", model)
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    params = dict(model.named_parameters())
+    for number, event in enumerate(events):
+        event(run, model)
+        now = dict(model.named_parameters())
+        assert [*now] == [*params]
+        changed = [name for name in now if now[name] is not params[name]]
+        run.value(f"{number} {event.__name__}: replaced", changed)
+        run.params(f"{number} {event.__name__}", model)
+        if run.sharded:
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    train(run, model, 2)
+    run.grads("in the end", model)
 
 
-def test_an_optimizer_built_at_any_time_trains() -> None:
+@matrix.over(when=("after evaluation", "between", "after backward"), wrap=WRAPS)
+def an_optimizer_built_at_any_time_trains(run: MatrixRun, when: str, wrap: Wrap) -> None:
     """After a forward, between forward and backward, after evaluation: it is given what is updated later."""
-
-    def scenario(run: Run, when: str, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        if when == "after evaluation":
-            evaluate(run, model, 9)
-        output = model(run.batch(seed=0))
-        if when == "after backward":
-            loss_of(output).backward()
-        optimizer = sgd(model)
-        if when != "after backward":
-            loss_of(output).backward()
-        run.step("first", model, optimizer)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, when=("after evaluation", "between", "after backward"), wrap=WRAPS)
+    model = run.build(Net)
+    wrap(run, model)
+    if when == "after evaluation":
+        evaluate(run, model, 9)
+    output = model(run.batch(seed=0))
+    if when == "after backward":
+        loss_of(output).backward()
+    optimizer = sgd(model)
+    if when != "after backward":
+        loss_of(output).backward()
+    run.step("first", model, optimizer)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
 def test_inside_a_forward_modules_have_unsharded_parameters() -> None:
@@ -264,145 +261,130 @@ CHANGES = (
 )
 
 
-def test_every_change_of_the_weights_shows_in_the_next_forward() -> None:
+@matrix.over(change=CHANGES, wrap=(whole, kept, leaves))
+def every_change_of_the_weights_shows_in_the_next_forward(
+    run: MatrixRun, change: Callable[..., None], wrap: Wrap
+) -> None:
     """A teacher that follows in place and is evaluated: full copies kept from the last forward would be stale."""
-
-    def scenario(run: Run, change: Callable[..., None], wrap: Wrap) -> None:
-        model, other = run.build(Net), run.build(Net, seed=2)
-        wrap(run, model)
-        wrap(run, other)
-        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-            run.rows("before", evaluate(run, model, 1, mode))
-            change(model, other)
-            run.rows("after", evaluate(run, model, 1, mode))
-        train(run, model, 2)
+    model, other = run.build(Net), run.build(Net, seed=2)
+    wrap(run, model)
+    wrap(run, other)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        run.rows("before", evaluate(run, model, 1, mode))
         change(model, other)
-        run.rows("after training", evaluate(run, model, 1))
-        change(model, other)
-        run.params("in the end", model)
-        model.zero_grad()
-        run.step("trained", model, sgd(model), loss_of(model(run.batch(seed=3))))
+        run.rows("after", evaluate(run, model, 1, mode))
+    train(run, model, 2)
+    change(model, other)
+    run.rows("after training", evaluate(run, model, 1))
+    change(model, other)
+    run.params("in the end", model)
+    model.zero_grad()
+    run.step("trained", model, sgd(model), loss_of(model(run.batch(seed=3))))
 
-    check(scenario, change=CHANGES, wrap=(whole, kept, leaves))
 
-
-def test_a_teacher_that_follows_the_student() -> None:
+@matrix.over(wrap=WRAPS)
+def a_teacher_that_follows_the_student(run: MatrixRun, wrap: Wrap) -> None:
     """Exponential averages of sharded weights, evaluated in every step, before and after the student's own step."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        student, teacher = run.build(Net), run.build(Net)
-        teacher.requires_grad_(False)
-        wrap(run, student)
-        wrap(run, teacher)
-        optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, eps=1e-3, foreach=True)
-        for step in range(4):
-            x = run.batch(seed=step)
-            with torch.no_grad():
-                target = teacher(x)
-            run.rows("target", target)
-            loss = (student(x) - target).square().mean() + loss_of(student(x))
-            run.rows("target again", evaluate(run, teacher, step))
-            run.step(f"student {step}", student, optimizer, loss)
-            with torch.no_grad():
-                torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
-            run.params(f"teacher {step}", teacher)
-            run.rows("student evaluated", evaluate(run, student, step))
-
-    check(scenario, wrap=WRAPS)
+    student, teacher = run.build(Net), run.build(Net)
+    teacher.requires_grad_(False)
+    wrap(run, student)
+    wrap(run, teacher)
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, eps=1e-3, foreach=True)
+    for step in range(4):
+        x = run.batch(seed=step)
+        with torch.no_grad():
+            target = teacher(x)
+        run.rows("target", target)
+        loss = (student(x) - target).square().mean() + loss_of(student(x))
+        run.rows("target again", evaluate(run, teacher, step))
+        run.step(f"student {step}", student, optimizer, loss)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+        run.params(f"teacher {step}", teacher)
+        run.rows("student evaluated", evaluate(run, student, step))
 
 
-def test_steps_between_evaluations_and_forwards_without_backward() -> None:
+@matrix.over(wrap=WRAPS)
+def steps_between_evaluations_and_forwards_without_backward(run: MatrixRun, wrap: Wrap) -> None:
     """A forward with grad whose backward never comes leaves full copies; the next forward must not use them."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        train(run, model, 0)
-        for step in range(3):
-            run.rows("with grad, no backward", model(run.batch(seed=1)))
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    train(run, model, 0)
+    for step in range(3):
+        run.rows("with grad, no backward", model(run.batch(seed=1)))
+        optimizer.step()
+        run.rows("evaluated", evaluate(run, model, 1))
+        optimizer.step()
+        run.rows("evaluated again", evaluate(run, model, 1))
+        if wrap is not whole:  # a child that is not sharded itself can't be called alone
+            run.rows("child", evaluate(run, model.blocks[0], 1))
             optimizer.step()
-            run.rows("evaluated", evaluate(run, model, 1))
-            optimizer.step()
-            run.rows("evaluated again", evaluate(run, model, 1))
-            if wrap is not whole:  # a child that is not sharded itself can't be called alone
-                run.rows("child", evaluate(run, model.blocks[0], 1))
-                optimizer.step()
-                run.rows("child again", evaluate(run, model.blocks[0], 1))
-            optimizer.zero_grad()
-            loss = loss_of(model(run.batch(seed=step)))
-            run.rows("between", evaluate(run, model, 1))
-            loss.backward()
-
-    check(scenario, wrap=WRAPS)
+            run.rows("child again", evaluate(run, model.blocks[0], 1))
+        optimizer.zero_grad()
+        loss = loss_of(model(run.batch(seed=step)))
+        run.rows("between", evaluate(run, model, 1))
+        loss.backward()
 
 
-def test_a_change_of_the_weights_between_forward_and_backward_of_another() -> None:
+@matrix.over(wrap=WRAPS)
+def a_change_of_the_weights_between_forward_and_backward_of_another(run: MatrixRun, wrap: Wrap) -> None:
     """Two models: stepping one of them between the forward and the backward of the other changes nothing there."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        models = run.build(Net), run.build(Net, seed=2)
-        for model in models:
-            wrap(run, model)
-        optimizers = [sgd(model) for model in models]
-        waiting = loss_of(models[0](run.batch(seed=0)))
-        for step in range(3):
-            first, second = models[step % 2], models[1 - step % 2]
-            following = loss_of(second(run.batch(seed=step)))
-            run.step(f"step {step}", first, optimizers[step % 2], waiting)
-            run.rows("evaluated", evaluate(run, first, 1))
-            waiting = following
-
-    check(scenario, wrap=WRAPS)
-
-
-def test_reshard_after_forward_changed_between_steps() -> None:
-    """What a group leaves behind may change from one forward to the next."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
+    models = run.build(Net), run.build(Net, seed=2)
+    for model in models:
         wrap(run, model)
-        optimizer = sgd(model)
-        for step, reshard in enumerate((False, True, False, False, True)):
-            loss = loss_of(model(run.batch(seed=step)))
-            if isinstance(model, FSDPModule):
-                model.set_reshard_after_forward(reshard, recurse=step != 2)
-            run.rows("evaluated", evaluate(run, model, 1))
-            run.step(f"step {step}", model, optimizer, loss + loss_of(model(run.batch(seed=step + 9))))
+    optimizers = [sgd(model) for model in models]
+    waiting = loss_of(models[0](run.batch(seed=0)))
+    for step in range(3):
+        first, second = models[step % 2], models[1 - step % 2]
+        following = loss_of(second(run.batch(seed=step)))
+        run.step(f"step {step}", first, optimizers[step % 2], waiting)
+        run.rows("evaluated", evaluate(run, first, 1))
+        waiting = following
 
-    check(scenario, wrap=WRAPS)
+
+@matrix.over(wrap=WRAPS)
+def reshard_after_forward_changed_between_steps(run: MatrixRun, wrap: Wrap) -> None:
+    """What a group leaves behind may change from one forward to the next."""
+    model = run.build(Net)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step, reshard in enumerate((False, True, False, False, True)):
+        loss = loss_of(model(run.batch(seed=step)))
+        if isinstance(model, FSDPModule):
+            model.set_reshard_after_forward(reshard, recurse=step != 2)
+        run.rows("evaluated", evaluate(run, model, 1))
+        run.step(f"step {step}", model, optimizer, loss + loss_of(model(run.batch(seed=step + 9))))
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_attributes_of_parameters_before_sharding_are_preserved() -> None:
+@matrix.over(wrap=WRAPS)
+def attributes_of_parameters_before_sharding_are_preserved(run: MatrixRun, wrap: Wrap) -> None:
     """Attributes, `requires_grad`, hooks; on the object that `parameters()` gives, through steps and evaluation."""
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Net)
-        calls: list[str] = []
-        for name, param in model.named_parameters():
-            param.label = f"label of {name}"
-            if "blocks.1" in name:
-                param.requires_grad_(False)
-            else:
-                param.register_hook(lambda grad, name=name: calls.append(f"hook {name} {tuple(grad.shape)}"))
-                param.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(f"{name} {p.label}"))
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-            evaluate(run, model, 1)
-            run.value("calls", sorted(calls))
-            calls.clear()
-            run.value("labels", [p.label for p in model.parameters()])
-            run.value("trainable", [p.requires_grad for p in model.parameters()])
-
-    check(scenario, wrap=WRAPS)
+    model = run.build(Net)
+    calls: list[str] = []
+    for name, param in model.named_parameters():
+        param.label = f"label of {name}"
+        if "blocks.1" in name:
+            param.requires_grad_(False)
+        else:
+            param.register_hook(lambda grad, name=name: calls.append(f"hook {name} {tuple(grad.shape)}"))
+            param.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(f"{name} {p.label}"))
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+        evaluate(run, model, 1)
+        run.value("calls", sorted(calls))
+        calls.clear()
+        run.value("labels", [p.label for p in model.parameters()])
+        run.value("trainable", [p.requires_grad for p in model.parameters()])
 
 
-def test_buffers_and_modes_are_left_alone() -> None:
+@matrix.over()
+def buffers_and_modes_are_left_alone(run: MatrixRun) -> None:
     """Buffers that forward changes, train and eval mode, plain attributes: a class swap must not disturb them."""
 
     class Counts(nn.Module):
@@ -419,55 +401,54 @@ def test_buffers_and_modes_are_left_alone() -> None:
                 x = x * self.hidden
             return self.linear(x) * self.count
 
-    def scenario(run: Run) -> None:
-        model = run.build(lambda: nn.Sequential(Counts(), Counts()))
-        for child in model:
-            run.shard(child)
-        run.shard(model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model.train(), optimizer, loss_of(model(run.batch(seed=step))))
-            run.rows("evaluated", evaluate(run, model.eval(), 1))
-            run.value("buffers", {name: b.item() for name, b in model.named_buffers() if b.numel() == 1})
-            run.value("state", sorted(model.state_dict()))
-            run.value("note", model[0].note)
-
-    check(scenario)
+    model = run.build(lambda: nn.Sequential(Counts(), Counts()))
+    for child in model:
+        run.shard(child)
+    run.shard(model)
+    optimizer = sgd(model)
+    for step in range(2):
+        run.step(f"step {step}", model.train(), optimizer, loss_of(model(run.batch(seed=step))))
+        run.rows("evaluated", evaluate(run, model.eval(), 1))
+        run.value("buffers", {name: b.item() for name, b in model.named_buffers() if b.numel() == 1})
+        run.value("state", sorted(model.state_dict()))
+        run.value("note", model[0].note)
 
 
-def test_state_dict_and_loading_at_any_point() -> None:
+@matrix.over(wrap=WRAPS)
+def state_dict_and_loading_at_any_point(run: MatrixRun, wrap: Wrap) -> None:
     """Between forward and backward, after evaluation or an error: it is the sharded values, and they load."""
+    model = run.build(MayFail)
+    wrap(run, model)
+    optimizer = sgd(model)
+    saved: dict[str, Any] = {}
 
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        optimizer = sgd(model)
-        saved: dict[str, Any] = {}
+    def save(name: str) -> None:
+        saved[name] = {key: value.detach().clone() for key, value in model.state_dict().items()}
+        for key, value in saved[name].items():
+            run._show("shard", f"{name}: {key}", value)
 
-        def save(name: str) -> None:
-            saved[name] = {key: value.detach().clone() for key, value in model.state_dict().items()}
-            for key, value in saved[name].items():
-                run._show("shard", f"{name}: {key}", value)
+    save("first")
+    loss = loss_of(model(run.batch(seed=0)))
+    save("between")
+    run.step("step", model, optimizer, loss)
+    evaluate(run, model, 1)
+    save("after evaluation")
+    model.middle[1].when = "forward"
+    with pytest.raises(ValueError, match="on purpose"):
+        model(run.batch(seed=1))
+    save("after an error in forward")
+    model.middle[1].when = "backward"
+    loss = loss_of(model(run.batch(seed=1)))
+    model.middle[1].when = ""
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward()
+    save("after an error in backward")
+    model.zero_grad()
+    model.load_state_dict(saved["first"])
+    run.rows("loaded", evaluate(run, model, 1))
+    run.step("loaded", model, optimizer, loss_of(model(run.batch(seed=2))))
 
-        save("first")
-        loss = loss_of(model(run.batch(seed=0)))
-        save("between")
-        run.step("step", model, optimizer, loss)
-        evaluate(run, model, 1)
-        save("after evaluation")
-        model.middle[1].when = "forward"
-        with pytest.raises(ValueError, match="on purpose"):
-            model(run.batch(seed=1))
-        save("after an error in forward")
-        model.middle[1].when = "backward"
-        loss = loss_of(model(run.batch(seed=1)))
-        model.middle[1].when = ""
-        with pytest.raises(ValueError, match="on purpose"):
-            loss.backward()
-        save("after an error in backward")
-        model.zero_grad()
-        model.load_state_dict(saved["first"])
-        run.rows("loaded", evaluate(run, model, 1))
-        run.step("loaded", model, optimizer, loss_of(model(run.batch(seed=2))))
 
-    check(scenario, wrap=WRAPS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)

@@ -12,7 +12,10 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from helpers import NIGHTLY, assert_same, run_ranks
-from scenarios import WIDTH, Block, Net, Run, blocks, check, kept, loss_of, sgd, whole
+from matrix import TOPOLOGIES, Matrix, MatrixRun
+from scenarios import WIDTH, Block, Net, blocks, kept, loss_of, sgd, whole
+
+matrix = Matrix()
 
 # Torch's own, when it loads what forward mode needs.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
@@ -38,23 +41,18 @@ AROUND: dict[str, Callable[[Model, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", [whole, blocks, *([kept] if NIGHTLY else [])])
-@pytest.mark.parametrize("watches", [True, False])
-def test_training_through_a_transform(wrap: Callable[..., None], watches: bool) -> None:
+@matrix.over(wrap=[whole, blocks, *([kept] if NIGHTLY else [])], watches=[True, False], transform=list(AROUND))
+def training_through_a_transform(run: MatrixRun, transform: str, wrap: Any, watches: Any) -> None:
     """Its result is a loss: backward goes through graphs that were built inside it."""
-
-    def scenario(run: Run, transform: str) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        if run.sharded and not watches:
-            model.set_saved_tensor_hooks(False)
-        optimizer = sgd(model)
-        for step in range(3):
-            run.rows(f"result {step}", AROUND[transform](model, run.batch(seed=step)).detach())
-            loss = loss_of(AROUND[transform](model, run.batch(seed=step)))
-            run.step(f"step {step}", model, optimizer, loss)
-
-    check(scenario, transform=list(AROUND))
+    model = run.build(Net)
+    wrap(run, model)
+    if run.sharded and not watches:
+        model.set_saved_tensor_hooks(False)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.rows(f"result {step}", AROUND[transform](model, run.batch(seed=step)).detach())
+        loss = loss_of(AROUND[transform](model, run.batch(seed=step)))
+        run.step(f"step {step}", model, optimizer, loss)
 
 
 class Force(nn.Module):
@@ -85,45 +83,39 @@ class Field(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("wrap", [whole, blocks, kept])
-def test_transforms_inside_a_forward(wrap: Callable[..., None]) -> None:
+@matrix.over(wrap=[whole, blocks, kept])
+def transforms_inside_a_forward(run: MatrixRun, wrap: Any) -> None:
     """Ours would be the saved-tensor hooks that torch.func refuses to run with."""
-
-    def scenario(run: Run) -> None:
-        model = run.build(Field)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(3):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario)
+    model = run.build(Field)
+    wrap(run, model)
+    optimizer = sgd(model)
+    for step in range(3):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
 
-def test_later_and_after_failures() -> None:
+@matrix.over()
+def later_and_after_failures(run: MatrixRun) -> None:
     """A pullback is called after the next forward and step; a function fails inside a transform; without grad mode."""
 
     def fails(x: Tensor) -> Tensor:
         raise KeyError(str(x.shape))
 
-    def scenario(run: Run) -> None:
-        model = run.build(Net)
-        blocks(run, model)
-        optimizer, x = sgd(model), run.batch(seed=0)
-        output, pull = vjp(model, x)
-        run.step("between", model, optimizer, loss_of(model(run.batch(seed=1))))
-        model(run.batch(seed=2))
-        output, pull = vjp(model, x)
-        model(run.batch(seed=3))
-        run.rows("pulled", pull(output)[0].detach())
-        for _ in range(2):
-            with pytest.raises(KeyError):
-                grad(lambda x: fails(model(x)))(x)
-            run.rows("after a failure", grad(lambda x: model(x).sum())(x).detach())
-        with torch.no_grad():
-            run.rows("without grad mode", grad(lambda x: model(x).sum())(x))
-        run.step("at last", model, optimizer, loss_of(model(run.batch(seed=4))))
-
-    check(scenario)
+    model = run.build(Net)
+    blocks(run, model)
+    optimizer, x = sgd(model), run.batch(seed=0)
+    output, pull = vjp(model, x)
+    run.step("between", model, optimizer, loss_of(model(run.batch(seed=1))))
+    model(run.batch(seed=2))
+    output, pull = vjp(model, x)
+    model(run.batch(seed=3))
+    run.rows("pulled", pull(output)[0].detach())
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            grad(lambda x: fails(model(x)))(x)
+        run.rows("after a failure", grad(lambda x: model(x).sum())(x).detach())
+    with torch.no_grad():
+        run.rows("without grad mode", grad(lambda x: model(x).sum())(x))
+    run.step("at last", model, optimizer, loss_of(model(run.batch(seed=4))))
 
 
 class Slope(Force):
@@ -139,22 +131,19 @@ STALE: dict[str, tuple[Callable[[], nn.Module], Callable[[Model, Tensor], Tensor
 }
 
 
-def test_weights_that_change_before_backward_are_refused() -> None:
+@matrix.over(where=list(STALE))
+def weights_that_change_before_backward_are_refused(run: MatrixRun, where: str) -> None:
     """As in plain training: no hook of ours has seen that they were saved."""
-
-    def scenario(run: Run, where: str) -> None:
-        build, transform = STALE[where]
-        model = run.build(build)
-        run.shard(model, reshard_after_forward=True)
-        result = transform(model, run.batch(seed=0))
-        with torch.no_grad():
-            model.down.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss_of(result).backward()
-        loss_of(transform(model, run.batch(seed=1))).backward()
-        run.grads("after the next forward", model)
-
-    check(scenario, where=list(STALE))
+    build, transform = STALE[where]
+    model = run.build(build)
+    run.shard(model, reshard_after_forward=True)
+    result = transform(model, run.batch(seed=0))
+    with torch.no_grad():
+        model.down.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(result).backward()
+    loss_of(transform(model, run.batch(seed=1))).backward()
+    run.grads("after the next forward", model)
 
 
 def test_with_casts_and_offload() -> None:
@@ -194,3 +183,8 @@ def test_gradients_of_sharded_parameters_are_refused() -> None:
         model(x).sum().backward()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_scenarios_match_the_plain_model(topology: str) -> None:
+    matrix.check_on(topology)

@@ -1,5 +1,7 @@
 """Tests the events of one whole iteration, as text. Regenerate it with EXPECTTEST_ACCEPT=1, and read the difference.
 
+These are the ways of training that show the schedule to a reader, and those that test_schedule_model.py leaves out.
+
 The model has three blocks (4 x 4 weight and bias each: 80 bytes) and a weight and bias in the root, on 4 ranks, one of
 which is simulated. The first iteration is not shown: it has no recorded order yet, so it gathers nothing ahead in
 forward.
@@ -11,10 +13,9 @@ import expecttest
 import torch
 from recorder import Marked, record
 from torch import Tensor
-from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2 import full_params, fully_shard
 from fsdp2.features import large_submodules
 from helpers import fake_world
 
@@ -31,20 +32,17 @@ class Block(Marked):
 
 
 class Root(Marked):
-    def __init__(self, recompute: str | None = None) -> None:
+    def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
         self.label = "root"
         self.b0, self.b1, self.b2 = Block("b0"), Block("b1"), Block("b2")
         self.head = torch.nn.Linear(4, 2)
-        self.recompute = recompute
+        self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
         self.begin()
         for block in (self.b0, self.b1, self.b2):
-            if self.recompute is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+            x = checkpoint(block, x, use_reentrant=True) if self.recomputes else block(x)
         return self.end(self.head(x))
 
 
@@ -88,7 +86,7 @@ def trace_of_the_second(model: Root) -> str:
     for _ in range(2):
         lines.clear()
         # Reentrant checkpointing works only on inputs that need a gradient.
-        model(torch.ones(2, 4, requires_grad=model.recompute == "reentrant")).sum().backward()
+        model(torch.ones(2, 4, requires_grad=model.recomputes)).sum().backward()
         model.zero_grad()
     return "\n".join(lines)
 
@@ -121,33 +119,6 @@ back   b2
 free   b2
 reduce b2    128
 gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
-        )
-
-    def test_reshard_after_forward_false(self) -> None:
-        """Nothing is gathered twice, and nothing is freed before its gradients are complete."""
-        self.assertExpectedInline(
-            trace_of_second_iteration(Root(), reshard_after_forward=False),
-            """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-gather b2    128
-run    b1
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-free   b2
-reduce b2    128
 back   b1
 free   b1
 reduce b1    128
@@ -217,102 +188,10 @@ free   b0
 reduce b0    256""",
         )
 
-    def test_mixed_precision(self) -> None:
-        """bf16 gathers are half as large; fp32 reductions are not."""
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        self.assertExpectedInline(
-            trace_of_second_iteration(Root(), mp_policy=policy),
-            """\
-gather root  64
-gather b0    64
-run    root
-gather b1    64
-run    b0
-free   b0
-gather b2    64
-run    b1
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-free   b2
-reduce b2    128
-gather b0    64
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
-        )
-
-    def test_gradients_sent_in_a_narrower_dtype(self) -> None:
-        """As above, but what goes out to be summed in fp32 is half as large, too."""
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
-        self.assertExpectedInline(
-            trace_of_second_iteration(Root(), mp_policy=policy),
-            """\
-gather root  64
-gather b0    64
-run    root
-gather b1    64
-run    b0
-free   b0
-gather b2    64
-run    b1
-run    b2
-back   root
-free   root
-reduce root  64
-back   b2
-free   b2
-reduce b2    64
-gather b0    64
-back   b1
-free   b1
-reduce b1    64
-back   b0
-free   b0
-reduce b0    64""",
-        )
-
-    def test_checkpoint_non_reentrant(self) -> None:
-        """A block runs again in backward, between its gather and its reduction; it is not gathered a third time."""
-        self.assertExpectedInline(
-            trace_of_second_iteration(Root("non-reentrant")),
-            """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-run    b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-run    b1
-free   b1
-reduce b1    128
-back   b0
-run    b0
-free   b0
-reduce b0    128""",
-        )
-
     def test_checkpoint_reentrant(self) -> None:
-        """As non-reentrant, though forward runs without grad and the gradients come in a backward inside backward."""
+        """A block runs again in backward, and its gradients come in a backward inside backward."""
         self.assertExpectedInline(
-            trace_of_second_iteration(Root("reentrant")),
+            trace_of_second_iteration(Root(recomputes=True)),
             """\
 gather root  128
 gather b0    128
@@ -343,68 +222,6 @@ run    b0
 back   b0
 reduce b0    128
 free   b0""",
-        )
-
-    def test_checkpoint_composable(self) -> None:
-        """As non-reentrant: checkpointing that is applied to the sharded module itself."""
-        model = Root()
-        for block in (model.b0, model.b1, model.b2):
-            composable_checkpoint(block)
-        self.assertExpectedInline(
-            trace_of_second_iteration(model),
-            """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-run    b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-run    b1
-free   b1
-reduce b1    128
-back   b0
-run    b0
-free   b0
-reduce b0    128""",
-        )
-
-    def test_forward_without_grad(self) -> None:
-        """Everything is freed as soon as it has run, the root too."""
-        model = Root()
-        for module in (model.b0, model.b1, model.b2, model):
-            fully_shard(module)
-        lines = record(model)
-        for _ in range(2):
-            lines.clear()
-            with torch.no_grad():
-                model(torch.ones(2, 4))
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-free   b1
-run    b2
-free   b2
-free   root""",
         )
 
     def test_large_submodules(self) -> None:

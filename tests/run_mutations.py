@@ -1,0 +1,327 @@
+"""Plants faults in the engine, one at a time, and checks that the suite notices each.
+
+    OMP_NUM_THREADS=1 python tests/run_mutations.py                    each, with the cheapest tests that should fail
+    OMP_NUM_THREADS=1 python tests/run_mutations.py --only "no wait*"  those whose names match
+    OMP_NUM_THREADS=1 python tests/run_mutations.py --tests PATH ...   all, with these tests instead: what they notice
+    python tests/run_mutations.py --dry                                only find the places; CI runs it
+
+It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in fsdp2/engine, in
+whichever file, and what to write there: code may move and be renamed around it. Where the expression itself no longer
+matches, the mutation fails as "no place"; then give it the new spelling. First all tests are run without a mutation,
+and must pass. A test run that does not end within its time has noticed, too.
+
+To delete a test, show with `--tests` that those that stay notice what it has noticed.
+"""
+
+import argparse
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 300
+SCHEDULE = "tests/trace/test_schedule_model.py"
+ACCUMULATION = "tests/ranks/test_accumulation.py"
+MEMORY = "tests/trace/test_memory.py"
+PARITY = "tests/ranks/test_parity.py"
+STREAMS = "tests/trace/test_stream_order.py"
+
+
+class Mutation(NamedTuple):
+    """Describes a fault: the expression that finds its place, what to write instead, and tests that must notice.
+
+    `pattern` is matched over whole files, with `^` and `$` at each line.
+    """
+
+    name: str
+    pattern: str
+    replacement: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    # ---- gathers
+    Mutation(
+        "no wait for a gather",
+        r"(work, self\._work = self\._work, None\n) +if work is not None:\n +work\.wait\(\)\n( +del work)",
+        r"\1\2",
+        (STREAMS, "tests/ranks/test_delays.py"),
+    ),
+    Mutation(
+        "a cast of shards is missed",
+        r"for casts in self\.casts:",
+        "for casts in self.casts[1:]:",
+        (PARITY,),
+    ),
+    Mutation(
+        "secondary shards are the rows of rank 0",
+        r"shape, \(first, last\) = spec\.local_shape\(rank\), spec\.rows\(rank\)",
+        "shape, (first, last) = spec.local_shape(rank), spec.rows(0)",
+        ("tests/ranks/test_placements.py",),
+    ),
+    Mutation(
+        "ranks of two shard axes are counted in the wrong order",
+        r"rank = rank \* self\.mesh\.size\(axis\) \+ self\.mesh\.get_local_rank\(axis\)",
+        "rank = rank + self.mesh.get_local_rank(axis) * (2 if rank or axis else 1)",
+        ("tests/ranks/test_mesh_order.py", "tests/trace/test_mesh.py"),
+    ),
+    Mutation(
+        "one group too many is gathered ahead",
+        r"if \(spent or not at_least_one\) and spent \+ cost > budget:",
+        "if (spent or not at_least_one) and spent > budget:",
+        ("tests/unit/test_schedule.py", SCHEDULE),
+    ),
+    Mutation(
+        "nothing is gathered ahead in backward",
+        r"for ahead in root\.prefetcher\.in_backward\(self\):",
+        "for ahead in [*root.prefetcher.in_backward(self)][:0]:",
+        (SCHEDULE,),
+    ),
+    Mutation(
+        "groups gathered ahead in vain stay",
+        r"for group in self\.prefetched:",
+        "for group in ():",
+        (SCHEDULE,),
+    ),
+    Mutation(
+        "secondary shards are not filled",
+        r"self\.secondary\.fill\(\)",
+        "pass",
+        ("tests/ranks/test_placements.py",),
+    ),
+    # ---- memory and registration
+    Mutation(
+        "memory of unsharded parameters is not freed",
+        r"(return False\n +self\.is_allocated = False\n) +self\.storage\.resize_\(0\)\n",
+        r"\1",
+        (MEMORY,),
+    ),
+    Mutation(
+        "sharded parameters are not registered after forward",
+        r"(UNSHARDED:\n +self\._become\(GATHERED\)\n +)self\.registration\.register\(unsharded=False\)",
+        r"\1pass",
+        (PARITY,),
+    ),
+    Mutation(
+        "parameters that backward needs at once do not stay",
+        r"if backward_follows and keeps:",
+        "if backward_follows and keeps and choice is False:",
+        (SCHEDULE,),
+    ),
+    Mutation(
+        "a hold is ignored between passes",
+        r"if hold is not Hold\.NOTHING and not \(hold >= Hold\.NEXT_PASS and self\.is_up_to_date\(\)\):",
+        "if hold is not Hold.NOTHING:",
+        ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", "tests/ranks/test_settings.py"),
+    ),
+    Mutation(
+        "version counters of shards are not read",
+        r"return tuple\(map\(add, map\(version_of, self\._sharded\), map\(version_of, self\._locals\)\)\)",
+        "return (0,) * len(self._sharded)",
+        ("tests/ranks/test_evaluation.py", "tests/ranks/test_changes_in_a_pass.py"),
+    ),
+    Mutation(
+        "a gathered copy of changed shards is used",
+        r"if self\.shard_versions\(\) != self\.gathered_at:\n",
+        "if self.gathered_at is self:\n",
+        ("tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
+    ),
+    Mutation(
+        "versions of freed parameters are not bumped",
+        r"increment_version\(self\.tensors\)",
+        "pass",
+        ("tests/ranks/test_saved_tensor_hooks.py", "tests/ranks/test_autograd.py"),
+    ),
+    Mutation(
+        "a saved weight that has changed is not noticed",
+        r"if now is not before and now != before:",
+        "if now is None:",
+        ("tests/ranks/test_changes_in_a_pass.py",),
+    ),
+    # ---- gradients
+    Mutation(
+        "the mean is over one rank too many",
+        r"divisor = comm\.size if reduction\.divisor is None else reduction\.divisor",
+        "divisor = comm.size + 1 if reduction.divisor is None else reduction.divisor",
+        ("tests/unit/test_reduce.py", PARITY),
+    ),
+    Mutation(
+        "the mean between replicas is over the shard group",
+        r"self\._reduction\.divisors\(\)\[1\]",
+        "self._reduction.divisors()[0]",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "no wait for a reduction",
+        r"^( +)self\._work\.wait\(\)$(?=\n +except RuntimeError)",
+        r"\1pass",
+        (STREAMS, "tests/unit/test_reduce.py"),
+    ),
+    Mutation(
+        "a bucket is reduced twice",
+        r"^( +)self\._process\(gradients\)$",
+        r"\1self._process(dict(gradients))\n\1self._process(gradients)",
+        (SCHEDULE,),
+    ),
+    Mutation(
+        "a bucket of which a gradient is missing is not reduced",
+        r"is_partly_there = \[each for each in self\.buckets if each\.missing < each\.size\]",
+        "is_partly_there = []",
+        (PARITY, ACCUMULATION),
+    ),
+    Mutation(
+        "an unsynchronized gradient is lost",
+        r"taken\[i\] = earlier\.add_\(taken\[i\]\) if i in taken else earlier",
+        "taken[i] = taken.get(i, earlier)",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "a sum that waits for its replicas is lost",
+        r"^( +)self\._output\.as_strided\(shard\.shape, \(1,\), self\._layout\.offsets\[i\]\)\.add_\(shard\)$",
+        r"\1pass",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "gradients replace those of the last backward",
+        r"param\.add_to_gradient\(accumulated, gradient\)",
+        "sharded.grad = gradient",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "the last rows of an uneven gradient go to the wrong rank",
+        r"first = offset \+ spec\.whole_chunks \* segment",
+        "first = offset + (spec.whole_chunks - 1) * segment",
+        ("tests/unit/test_reduce.py", PARITY),
+    ),
+    Mutation(
+        "gradients are summed in the compute dtype",
+        r"tuple\(policy\.gradient_dtype\(spec\.storage_dtype\) for spec in specs\)",
+        "tuple(spec.compute_dtype for spec in specs)",
+        (SCHEDULE, PARITY),
+    ),
+    Mutation(
+        "a failed backward leaves its gradients",
+        r"(for param in self\._params:\n +)param\.unsharded\.grad = None",
+        r"\1pass",
+        ("tests/ranks/test_failed_backward.py",),
+    ),
+    Mutation(
+        "any number of reductions may be in flight",
+        r"while sum\(map\(_num_halves, running\)\) > 2 \* self\.max_running and",
+        "while sum(map(_num_halves, running)) > 2 * self.max_running + 1000 and",
+        (MEMORY,),
+    ),
+    # ---- streams
+    Mutation(
+        "home does not wait for the streams in use",
+        r"home\.wait_stream\(stream\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "shards may be written to while they are copied to the device",
+        r"^( +)last\.synchronize\(\)$",
+        r"\1pass",
+        ("tests/unit/test_transfers.py", "tests/trace/test_offload_order.py"),
+    ),
+)
+
+
+def engine_files(tree: Path) -> Iterator[Path]:
+    return iter(sorted((tree / "fsdp2" / "engine").rglob("*.py")))
+
+
+def find(mutation: Mutation, tree: Path) -> tuple[Path, str]:
+    """Returns the file to change, and its text with the fault.
+
+    Raises:
+        LookupError: there is no place for it, or there are several.
+    """
+    pattern = re.compile(mutation.pattern, re.MULTILINE)
+    places = [
+        (path, text, found)
+        for path in engine_files(tree)
+        for text in [path.read_text()]
+        for found in pattern.finditer(text)
+    ]
+    if len(places) != 1:
+        where = ", ".join(f"{path.name}:{text.count(chr(10), 0, found.start()) + 1}" for path, text, found in places)
+        raise LookupError(f"expected one place, found {len(places)} {where}")
+    path, text, found = places[0]
+    return path, text[: found.start()] + found.expand(mutation.replacement) + text[found.end() :]
+
+
+def copy_of_tree(folder: Path) -> Path:
+    tree = folder / "tree"
+    ignore = shutil.ignore_patterns("__pycache__", ".git", ".venv", ".*_cache", "results", "checkpoints")
+    shutil.copytree(ROOT, tree, ignore=ignore)
+    return tree
+
+
+def run_tests(tree: Path, tests: Sequence[str], patience: float) -> tuple[bool, str]:
+    """Returns whether these tests pass, and else the first that fails."""
+    # Bytecode is looked up by time and size: a fault planted within a second of the last could be missed.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        return False, f"no end within {patience:.0f} s"
+    if done.returncode == 0:
+        return True, ""
+    if "did not return; it stood at" in done.stdout or "Failed: Timeout" in done.stdout:
+        return False, "a launch has not ended in time: on a busy machine, run it again"
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+.*)", done.stdout, re.MULTILINE)
+    return False, failed[
+        0
+    ] if failed else f"pytest ended with {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="names of mutations, with * for anything")
+    parser.add_argument("--tests", nargs="+", metavar="PATH", help="run these instead of each mutation's own")
+    parser.add_argument("--patience", type=float, default=PATIENCE_S, metavar="S", help="for one run of tests")
+    parser.add_argument("--dry", action="store_true", help="only find the places of the mutations")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mutation first")
+    args = parser.parse_args()
+    chosen = [each for each in MUTATIONS if fnmatch.fnmatch(each.name, args.only)]
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = ROOT if args.dry else copy_of_tree(Path(folder))
+        if not args.dry and not args.no_baseline:
+            tests = args.tests or sorted({test for each in chosen for test in each.tests})
+            passed, problem = run_tests(tree, tests, len(tests) * args.patience)
+            if not passed:
+                sys.exit(f"without a mutation: {problem}")
+        for mutation in chosen:
+            try:
+                path, text = find(mutation, tree)
+            except LookupError as error:
+                missed.append(mutation.name)
+                print(f"NO PLACE  {mutation.name}: {error}", flush=True)
+                continue
+            if args.dry:
+                continue
+            before, began = path.read_text(), time.monotonic()
+            path.write_text(text)
+            passed, problem = run_tests(tree, args.tests or mutation.tests, args.patience)
+            path.write_text(before)
+            if passed:
+                missed.append(mutation.name)
+            what = f"MISSED    {mutation.name}" if passed else f"noticed   {mutation.name}: {problem}"
+            print(f"{what} ({path.name}, {time.monotonic() - began:.0f} s)", flush=True)
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations {'have a place' if args.dry else 'were noticed'}")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
