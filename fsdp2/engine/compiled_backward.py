@@ -7,11 +7,14 @@ recorded, Root finds out when backward begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .once import once
 from .owners import all_groups
 from .torch_names import before_backward_is_recorded
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 
 @once
@@ -28,7 +31,7 @@ def _check(leaves: Sequence[Any]) -> None:
                 refuse_compiled_backward(group, param.name)
 
 
-def refuse_compiled_backward(group: Any, name: str) -> NoReturn:
+def refuse_compiled_backward(group: FSDPParamGroup, name: str) -> NoReturn:
     """Raises NotImplementedError: compiled autograd calls hooks, but not what is queued for the end of a backward.
 
     `group`: one that the backward reaches. `name`: the FQN of a parameter.

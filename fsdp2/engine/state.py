@@ -30,6 +30,7 @@ from .user_code import are_in_force, hidden, run_shown
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
+    from .root import Root
 
 # The attribute of a sharded module that holds its state.
 STATE = "_fsdp2_state"
@@ -43,7 +44,7 @@ class FSDPState:
     forwards of the modules run now.
     """
 
-    root: Any  # a Root: another one when an outer module is sharded
+    root: Root  # another one when an outer module is sharded
 
     def __init__(self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy) -> None:
         self.modules, self.groups, self.policy = modules, groups, policy
@@ -263,7 +264,7 @@ def inputs_on_device(state: FSDPState, args: Any, kwargs: Any, handed: list[Hand
     """
     root = state.root
     is_outermost = state is root.state or not root.running or root.running == [state]
-    if not is_outermost:
+    if not is_outermost or root.input_device is None:
         return args, kwargs
     handed.append(HandedInputs(move_to(root.input_device), args, kwargs))
     return handed[-1].args, handed[-1].kwargs
