@@ -122,7 +122,7 @@ class SavedTensors:
             if kept._version != before:
                 _refuse("a tensor", kept.shape, "torch.autograd.set_detect_anomaly(True) finds what needs it")
         elif owner is _OTHERS:
-            return run_shown(before, kept)
+            return run_shown(before, kept)  # type: ignore[no-any-return]
         else:
             owner.before_unpack()
             now = owner.versions
@@ -133,7 +133,7 @@ class SavedTensors:
                     shape = weight[1] if type(weight) is tuple else weight.shape
                     _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", shape, _DO_LATER)
             if type(kept) is int:
-                return owner.parameters.unsharded[kept]
+                return owner.parameters.unsharded[kept]  # type: ignore[no-any-return]
             if type(kept) is tuple:
                 dtype, shape, stride, offset, *wrapper = kept
                 parameters = owner.parameters
@@ -144,10 +144,10 @@ class SavedTensors:
                     base = base.view(dtype)
                 view = base.as_strided(shape, stride, offset)
                 if not wrapper:
-                    return view
+                    return view  # type: ignore[no-any-return]
                 kind, spec = wrapper
                 return view.as_subclass(kind) if spec is None else new_dtensor(kind, view, spec)
-        return kept
+        return kept  # type: ignore[no-any-return]
 
 
 def _refuse(what: str, shape: torch.Size, do: str) -> None:
@@ -190,7 +190,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
         return tensor.to(dtype)
-    return _Cast.apply(tensor, dtype)
+    return _Cast.apply(tensor, dtype)  # type: ignore[no-any-return]
 
 
 class _Cast(torch.autograd.Function):

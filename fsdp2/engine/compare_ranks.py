@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from .group import FSDPParamGroup
 from .mesh import DataMesh
 from .policy import ReduceWhen
 from .rank_facts import all_reduce_over, moves_data
+
+if TYPE_CHECKING:
+    from .root import Root
 
 
 class ComparedNumbers(NamedTuple):
@@ -36,7 +39,7 @@ class Comparison(NamedTuple):
     `mesh`: the mesh over which they compare; None if it connects no ranks.
     """
 
-    root: Any
+    root: Root
     number: int
     is_anew: bool
     mesh: DataMesh | None
@@ -52,7 +55,7 @@ class RankObserver(Observer):
     always = False
     at_evaluation = False
 
-    def refuse(self, root: Any) -> None:
+    def refuse(self, root: Root) -> None:
         """Raises RuntimeError if this rank, hence each one, finds a mistake. Ranks have compared nothing yet."""
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
@@ -60,7 +63,7 @@ class RankObserver(Observer):
         yield from ()
 
 
-def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Any = None) -> None:
+def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Root | None = None) -> None:
     """Compares all numbers of `compared` over the ranks of `mesh` in one all-reduce, and judges them in order.
 
     All of these ranks must call it. `root`: the Root that runs, for errors to say what it does.
@@ -78,7 +81,9 @@ def connects(mesh: DataMesh) -> bool:
     return mesh.num_ranks == 1 or moves_data(mesh.axis_groups, mesh.device)
 
 
-def bounds_over(mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, root: Any = None) -> list[tuple[int, int]]:
+def bounds_over(
+    mesh: DataMesh, numbers: Sequence[Tensor | int], name: str, root: Root | None = None
+) -> list[tuple[int, int]]:
     """Returns the least and the greatest of each number over the ranks of `mesh`, all of which must call it.
 
     Numbers may be tensors without dims. They and the result cross between the host and the device in one copy each.
@@ -108,21 +113,21 @@ def greatest(numbers: Sequence[Tensor]) -> Tensor | int:
     return torch.stack([*numbers]).amax() if numbers else 0
 
 
-def widest_mesh(groups: Iterable[Any]) -> DataMesh:
+def widest_mesh(groups: Iterable[FSDPParamGroup]) -> DataMesh:
     """Returns the mesh of most ranks among those of `groups`: the ranks that train on one batch."""
     meshes: Iterable[DataMesh] = (group.mesh for group in groups)
     return max(meshes, key=lambda mesh: mesh.num_ranks)
 
 
-def groups_by_mesh(groups: Iterable[Any]) -> dict[DataMesh, list[Any]]:
+def groups_by_mesh(groups: Iterable[FSDPParamGroup]) -> dict[DataMesh, list[FSDPParamGroup]]:
     """Returns mesh -> those of `groups` that are on it, for meshes that `connects`."""
-    on_mesh: dict[DataMesh, list[Any]] = {}
+    on_mesh: dict[DataMesh, list[FSDPParamGroup]] = {}
     for group in groups:
         on_mesh.setdefault(group.mesh, []).append(group)
     return {mesh: members for mesh, members in on_mesh.items() if connects(mesh)}
 
 
-def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
+def groups_of_all_ranks(root: Root) -> list[FSDPParamGroup]:
     """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out."""
     mesh = widest_mesh(root.groups)
     return [
@@ -134,6 +139,6 @@ def groups_of_all_ranks(root: Any) -> list[FSDPParamGroup]:
     ]
 
 
-def group_of_all_ranks(root: Any) -> FSDPParamGroup | None:
+def group_of_all_ranks(root: Root) -> FSDPParamGroup | None:
     """Returns the first of `groups_of_all_ranks`."""
     return next(iter(groups_of_all_ranks(root)), None)

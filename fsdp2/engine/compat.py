@@ -20,7 +20,8 @@ from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, forward_ad, profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.nn import Parameter
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 
-def refuse_compiled_backward(group: Any, name: str) -> NoReturn:
+def refuse_compiled_backward(group: FSDPParamGroup, name: str) -> NoReturn:
     """Raises NotImplementedError: compiled autograd calls hooks, but not what is queued for the end of a backward.
 
     `group`: one that the backward reaches. `name`: the FQN of a parameter.

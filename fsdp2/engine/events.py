@@ -11,11 +11,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
+    from .parameter import FSDPParam
+    from .root import Root
+    from .state import FSDPState
 
 
 class Observer:
@@ -32,127 +38,131 @@ class Observer:
 
     ignored: frozenset[str] = frozenset()
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         """A new root knows its groups and their names. An outer module's root makes other observers."""
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         """A forward pass begins: a sharded module is called outside of others, or the root itself is."""
 
-    def profiler_switched(self, root: Any) -> None:
+    def profiler_switched(self, root: Root) -> None:
         """A profiler of torch has started or stopped since the last pass: `root.is_profiled` says which."""
 
-    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
 
-    def inputs_returned(self, state: Any, inputs: Any) -> None:
+    def inputs_returned(self, state: FSDPState, inputs: Any) -> None:
         """A forward that got cast or moved inputs has returned. `inputs`: the HandedInputs, taken back already."""
 
-    def forward_began(self, group: Any) -> None:
+    def forward_began(self, group: FSDPParamGroup) -> None:
         """A module's forward begins; its unsharded parameters are registered."""
 
-    def forward_ended(self, group: Any) -> None:
+    def forward_ended(self, group: FSDPParamGroup) -> None:
         """The module's call, hooks included, has returned; the unsharded parameters are still there."""
 
-    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+    def forward_returns(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         """The module's call has returned `output`. `inputs`: (args, kwargs). Returns it for the next observer."""
         return output
 
-    def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
+    def forward_finished(self, state: FSDPState, backward_follows: bool, failed: bool) -> None:
         """After a forward, the groups of `state` were resharded, or left unsharded."""
 
-    def forward_failed(self, group: Any) -> None:
+    def forward_failed(self, group: FSDPParamGroup) -> None:
         """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         """The outermost module's own forward has returned."""
 
-    def pass_failed(self, root: Any) -> None:
+    def pass_failed(self, root: Root) -> None:
         """The outermost forward has raised."""
 
-    def before_gather(self, group: Any) -> None:
+    def before_gather(self, group: FSDPParamGroup) -> None:
         """The group's all-gather is about to begin. One rank, or a group without parameters, communicates nothing."""
 
-    def gathered(self, group: Any) -> None:
+    def gathered(self, group: FSDPParamGroup) -> None:
         """The group's all-gather has been waited for: by the host, or by the current stream of a device."""
 
-    def unsharded(self, group: Any) -> None:
+    def unsharded(self, group: FSDPParamGroup) -> None:
         """The unsharded parameters hold data, gathered now or before. Perhaps only other ranks use them."""
 
-    def before_reshard(self, group: Any) -> None:
+    def before_reshard(self, group: FSDPParamGroup) -> None:
         """A user calls `reshard`. An exception skips the groups that follow; it propagates when all are resharded."""
 
-    def before_free(self, group: Any) -> None:
+    def before_free(self, group: FSDPParamGroup) -> None:
         """`reshard` is about to free the unsharded parameters. Perhaps there are none, or `keep_storage` keeps them."""
 
-    def memory_kept(self, group: Any) -> None:
+    def memory_kept(self, group: FSDPParamGroup) -> None:
         """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
         one of them, or a view of one, since a forward.
         """
 
-    def shards_needed(self, group: Any) -> None:
+    def shards_needed(self, group: FSDPParamGroup) -> None:
         """The group's shards are about to be read."""
 
-    def backward_began(self, root: Any) -> None:
+    def backward_began(self, root: Root) -> None:
         """A backward pass begins, or `reduce_unsynchronized` does: then `root.backward` is None."""
 
-    def saved_unseen(self, root: Any) -> None:
+    def saved_unseen(self, root: Root) -> None:
         """Autograd may save unsharded parameters from now on where no hook of the engine sees them."""
 
-    def graph_built(self, root: Any) -> None:
+    def graph_built(self, root: Root) -> None:
         """A backward pass runs with grad enabled (create_graph=True): it may save weights where no hook sees them."""
 
-    def before_reduce(self, group: Any) -> None:
+    def before_reduce(self, group: FSDPParamGroup) -> None:
         """Gradients of the group, perhaps not all of them, are about to be reduced."""
 
-    def gradients_due(self, group: Any) -> None:
+    def gradients_due(self, group: FSDPParamGroup) -> None:
         """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
 
-    def gradients_delivered(self, group: Any, params: Sequence[Any], of_pass: object) -> None:
+    def gradients_delivered(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
         """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (offloaded parameters
         that an optimizer steps on in backward)."""
 
-    def gradients_computed(self, root: Any) -> None:
+    def gradients_computed(self, root: Root) -> None:
         """Backward, or `reduce_unsynchronized`, has begun its reductions; all-reduces between replicas may follow."""
 
-    def finalized(self, root: Any) -> None:
+    def finalized(self, root: Root) -> None:
         """All reductions have finished; `.grad` holds every gradient except unsynchronized ones."""
 
-    def backward_ended(self, root: Any) -> None:
+    def backward_ended(self, root: Root) -> None:
         """All work of a backward pass is done; `root.backward` is still set."""
 
-    def backward_failed(self, root: Any) -> None:
+    def backward_failed(self, root: Root) -> None:
         """A backward or a finalize has failed, or `reset` was called. Gradients in flight are dropped, and
         unsynchronized ones that the pass had included; what `.grad` has received stays. Groups are resharded next.
         """
 
-    def reset(self, root: Any) -> None:
+    def reset(self, root: Root) -> None:
         """A user has dropped everything that was under way, unsynchronized gradients, too."""
 
-    def out_of_step(self, root: Any) -> None:
+    def out_of_step(self, root: Root) -> None:
         """Ranks have run different sequences; from the next pass on, no observer may rely on what it recorded."""
 
-    def settings_changed(self, group: Any) -> None:
+    def settings_changed(self, group: FSDPParamGroup) -> None:
         """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
 
-    def rebuilt(self, group: Any) -> None:
+    def rebuilt(self, group: FSDPParamGroup) -> None:
         """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it."""
 
-    def loaded(self, group: Any) -> None:
+    def loaded(self, group: FSDPParamGroup) -> None:
         """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
-    def given_memory(self, group: Any, params: Sequence[Any], buffers: Sequence[Tensor], are_empty: bool) -> None:
+    def given_memory(
+        self, group: FSDPParamGroup, params: Sequence[FSDPParam], buffers: Sequence[Tensor], are_empty: bool
+    ) -> None:
         """Parameters of the group, and buffers below its modules, that were on the meta device have memory now.
 
         `are_empty`: `to_empty` gave it to them, without values.
         """
 
-    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+    def call_failed(
+        self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
+    ) -> None:
         """A call of a module of `state` has raised. An observer may raise a better error.
 
         `name`: the method; None: it is not known. `inputs`: (args, kwargs), as the caller has given them, or None.
         """
 
-    def before_replace(self, group: Any, found: Sequence[tuple[Any, nn.Parameter]]) -> None:
+    def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
         (param, what is registered in its place).
         """

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .comm import Comm, Work
+from .comm import Comm
 from .compat import storage_uses
 from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
 from .layout import GatherLayout, gather_layout
-from .streams import Transfer, Transfers
+from .streams import Transfer, Transfers, Work
 
 
 class PendingGather:

@@ -13,7 +13,8 @@ from torch import nn
 from . import transforms
 from .compat import runs_transform, untraced
 from .parameter_methods import parameter_methods
-from .state import STATE, require_state, run_forward
+from .state import STATE, require_state
+from .step import run_forward
 
 
 def class_attributes(cls: Any) -> dict[str, Any]:

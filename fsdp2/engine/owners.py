@@ -16,6 +16,7 @@ from .torch_names import share_versions
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .parameter import FSDPParam
+    from .root import Root
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
@@ -32,7 +33,7 @@ class Owned(NamedTuple):
     param: FSDPParam
 
 
-def note_root(root: Any) -> None:
+def note_root(root: Root) -> None:
     """Remembers a root, for as long as it is alive; not those of plans, which nobody else has."""
     if simulated.get() is not None:
         return

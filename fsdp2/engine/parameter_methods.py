@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -15,6 +15,9 @@ from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
 from .state import STATE, groups_below, groups_of, modules_below
 from .user_code import hides_modes
+
+if TYPE_CHECKING:
+    from .root import Root
 
 
 def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
@@ -83,7 +86,7 @@ _unregistered: WeakKeyDictionary[nn.Module, list[ref[FSDPParamGroup]]] = WeakKey
 class StateDictHooks(Observer):
     """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for module in dict.fromkeys(
             module for state in root.states for module in state.modules if STATE in vars(module)
         ):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .events import Observer
 from .group import FSDPParamGroup, Hold
 
+if TYPE_CHECKING:
+    from .root import Root
 
-def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = None) -> None:
+
+def reduce_unsynchronized(root: Root, groups: Iterable[FSDPParamGroup] | None = None) -> None:
     """Begins to reduce unsynchronized gradients between backward passes, of all groups or of some, and frees what a
     backward pass would have freed at its end. `finalize` delivers. Every rank must call it.
 
@@ -37,14 +40,14 @@ def reduce_unsynchronized(root: Any, groups: Iterable[FSDPParamGroup] | None = N
             root.prefetcher.ran.clear()
 
 
-def finalize(root: Any) -> None:
+def finalize(root: Root) -> None:
     """Finishes the reductions in flight between backward passes, and writes `.grad`."""
     with _all_or_nothing(root):
         root.deliver()
 
 
 @contextmanager
-def _all_or_nothing(root: Any) -> Iterator[None]:
+def _all_or_nothing(root: Root) -> Iterator[None]:
     """Context: after an error, reductions in flight are dropped, so that no incomplete sum is delivered later."""
     try:
         yield
@@ -54,7 +57,7 @@ def _all_or_nothing(root: Any) -> Iterator[None]:
         raise
 
 
-def reset(root: Any) -> None:
+def reset(root: Root) -> None:
     """Drops all that is in flight or unsharded, and unsynchronized gradients."""
     root.num_resets += 1
     root.queue.abandon(None)
@@ -74,7 +77,7 @@ def reset(root: Any) -> None:
         group.reshard_if_idle()
 
 
-def share_reductions(root: Any, other: Any) -> None:
+def share_reductions(root: Root, other: Root) -> None:
     """Queues the reductions of `root` with those of another root from now on."""
     mine, theirs = root.queue, other.queue
     if mine is not theirs:
@@ -97,7 +100,7 @@ class OptimizerEvent(Observer):
             event.wait()
 
 
-def wait_for(root: Any, event: Any) -> None:
+def wait_for(root: Root, event: Any) -> None:
     """Has the next gather under `root` wait for `event`. None: it waits for none."""
     observer = root.events.of(OptimizerEvent)
     if observer is None:

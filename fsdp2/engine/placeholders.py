@@ -5,7 +5,7 @@ Without them `zero_grad` would not reach unsynchronized gradients.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .events import Observer, extensions
 from .group import FSDPParamGroup
 from .parameter import FSDPParam
 from .torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
+
+if TYPE_CHECKING:
+    from .root import Root
 
 
 class UnsynchronizedGrad(DTensor):
@@ -129,17 +132,17 @@ class UnsynchronizedGradients(Observer):
 
     ignored = frozenset({"backward_began", "finalized"})
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         self._follow_if_needed(root)
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
         if _leaves_gradients(group):
             group.root.events.follow_if(True, self, "backward_began", "finalized")
 
-    def _follow_if_needed(self, root: Any) -> None:
+    def _follow_if_needed(self, root: Root) -> None:
         root.events.follow_if(any(map(_leaves_gradients, root.groups)), self, "backward_began", "finalized")
 
-    def backward_began(self, root: Any) -> None:
+    def backward_began(self, root: Root) -> None:
         """Drops what the user has cleared or replaced since the last backward.
 
         Raises:
@@ -165,7 +168,7 @@ class UnsynchronizedGradients(Observer):
             if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
                 group.gradients.forget(i)
 
-    def finalized(self, root: Any) -> None:
+    def finalized(self, root: Root) -> None:
         """Puts a placeholder into `.grad` of each parameter whose gradient is unsynchronized."""
         for group in root.groups:
             gradients = group.gradients
@@ -182,7 +185,7 @@ class UnsynchronizedGradients(Observer):
                 marked.add(i)
                 put_placeholder(group.params[i], UnsynchronizedGrad)
 
-    def backward_failed(self, root: Any) -> None:
+    def backward_failed(self, root: Root) -> None:
         """Marks as lost what the pass had included of earlier passes."""
         for group in root.groups:
             for i in group.gradients.taken:
@@ -190,7 +193,7 @@ class UnsynchronizedGradients(Observer):
                 put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
         self.finalized(root)
 
-    def reset(self, root: Any) -> None:
+    def reset(self, root: Root) -> None:
         for group in root.groups:
             for i in group.placeholders:
                 take_placeholder(group.params[i])

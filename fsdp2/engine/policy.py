@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .codec import AS_IS, Cast, Codec, check_codec
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 
 @dataclass(frozen=True)
@@ -247,8 +250,8 @@ class GroupSettings:
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    forward_prefetch: tuple[Any, ...] | None = None
-    backward_prefetch: tuple[Any, ...] | None = None
+    forward_prefetch: tuple[FSDPParamGroup, ...] | None = None
+    backward_prefetch: tuple[FSDPParamGroup, ...] | None = None
     reduce_gradients: bool = True
     all_reduce: bool = True
     reduce_unused: bool = False

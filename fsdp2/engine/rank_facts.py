@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
 from .collectives import make_comm
-from .comm import SUM_ALL, AllWork, Purpose, Work, all_gather_now
+from .comm import SUM_ALL, Purpose, all_gather_now
 from .compat import backend_name
 from .mesh import DataMesh
+from .streams import AllWork, Work
 
 ALL_REDUCING = "all-reducing"
 _LARGEST_ALL = dist.AllreduceOptions()

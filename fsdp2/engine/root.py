@@ -26,6 +26,7 @@ from .write_notices import notices
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
+    from .state import FSDPState
 
 
 @dataclass
@@ -39,8 +40,8 @@ class ForwardPass:
 
     has_grad: bool
     thread: int
-    finished: dict[Any, set[nn.Module]] = field(default_factory=dict)
-    unfinished: dict[Any, bool] = field(default_factory=dict)
+    finished: dict[FSDPState, set[nn.Module]] = field(default_factory=dict)
+    unfinished: dict[FSDPState, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,13 +65,13 @@ class Root:
     `depth`: how many forwards do. `frees_memory`: False while a graph reads unsharded parameters unnoticed.
     """
 
-    def __init__(self, state: Any, states: Iterable[Any], names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, state: FSDPState, states: Iterable[FSDPState], names: Mapping[nn.Module, str]) -> None:
         self.state, self.states = state, list(dict.fromkeys(states))
         self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
         self.group = state.groups[0]
         self.new_groups = [group for group in self.groups if group.root is None]
         self.settings = RootSettings()
-        self.running: list[Any] = []
+        self.running: list[FSDPState] = []
         self.depth = 0
         self.forward = ForwardPass(False, -1)
         self.backward: BackwardPass | None = None
@@ -194,7 +195,7 @@ class Root:
         for group in changed:
             group.parameters.follow_if_changed()
 
-    def enter(self, state: Any) -> None:
+    def enter(self, state: FSDPState) -> None:
         """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
         self.running.append(state)
         state.running += 1

@@ -9,13 +9,14 @@ from contextlib import suppress
 from itertools import takewhile
 from operator import attrgetter
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from .policy import Hold, Phase, RootSettings
 from .reduce import Pending
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
+    from .group import FSDPParamGroup
 
 Item = TypeVar("Item")
 
@@ -88,21 +89,21 @@ class Prefetcher:
     order; FSDPState appends to it, Root clears it.
     """
 
-    def __init__(self, groups: Sequence[Any], cursor: type[Cursor[Any]] = Cursor) -> None:
+    def __init__(self, groups: Sequence[FSDPParamGroup], cursor: type[Cursor[FSDPParamGroup]] = Cursor) -> None:
         self._groups, self._cursor = groups, cursor
         self.settings = RootSettings()
         # How many bytes may be gathered ahead; and whether one group may be, of any size.
         self._budget = (0, True)
-        self._order: list[Any] = []
-        self._order_now: list[Any] = []
+        self._order: list[FSDPParamGroup] = []
+        self._order_now: list[FSDPParamGroup] = []
         # How many groups, at the end of that order, backward needs at once.
         self._num_last = 0
         # How many groups of this pass had to be gathered. If none had, one rank may run it alone: no order is recorded.
         self._num_gathered = 0
         self._forward = self._backward = cursor(())
-        self.ran: deque[Any] = deque(maxlen=_MAX_HISTORY)
-        self.prefetched: set[Any] = set()
-        self.first_in_backward: set[Any] = set()
+        self.ran: deque[FSDPParamGroup] = deque(maxlen=_MAX_HISTORY)
+        self.prefetched: set[FSDPParamGroup] = set()
+        self.first_in_backward: set[FSDPParamGroup] = set()
 
     def begin_pass(self) -> None:
         """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
@@ -116,7 +117,7 @@ class Prefetcher:
         self.first_in_backward.clear()
         self.drop()
 
-    def in_forward(self, group: Any) -> Iterator[Any]:
+    def in_forward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it
         in the pass before, or that the user chose. Call it once in each forward, and start each of them at once.
         """
@@ -127,7 +128,7 @@ class Prefetcher:
             self.first_in_backward.add(group)
         else:
             self.first_in_backward.discard(group)  # its last forward in a pass decides
-        chosen = group.settings.forward_prefetch
+        chosen: Iterable[FSDPParamGroup] | None = group.settings.forward_prefetch
         if chosen is None:
             chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget)
         return self._sharded(chosen)
@@ -136,12 +137,12 @@ class Prefetcher:
         """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
 
-    def in_backward(self, group: Any) -> Iterator[Any]:
+    def in_backward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
         that ran before it, or that the user chose. Start each of them at once.
         """
         self._backward.visit(group)
-        chosen = group.settings.backward_prefetch
+        chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
         if chosen is None:
             chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
         return self._sharded(chosen)
@@ -157,7 +158,7 @@ class Prefetcher:
             group.reshard_if_idle()
         self.prefetched.clear()
 
-    def _count_last(self, recorded: Sequence[Any]) -> int:
+    def _count_last(self, recorded: Sequence[FSDPParamGroup]) -> int:
         """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
         backward would gather ahead together with it, if they are not too large.
         """
@@ -169,14 +170,14 @@ class Prefetcher:
             kept = within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(recorded[-1]), at_least_one=False)
         return 1 + len([*kept])
 
-    def _sharded(self, chosen: Iterable[Any]) -> Iterator[Any]:
+    def _sharded(self, chosen: Iterable[FSDPParamGroup]) -> Iterator[FSDPParamGroup]:
         for group in chosen:
             if group.phase in _RESTING:
                 yield group
                 if group.root.prefetcher is self:  # what is under another root stays until that runs
                     self.prefetched.add(group)
 
-    def _bytes_in_backward(self, group: Any) -> int:
+    def _bytes_in_backward(self, group: FSDPParamGroup) -> int:
         """Returns the bytes of `group` that count against the budget; 0 skips it."""
         if not group.settings.unshard_in_backward:
             return 0
@@ -187,11 +188,11 @@ _RESTING = (Phase.SHARDED, Phase.SECONDARY)
 _NOT_GATHERED = (*_RESTING, Phase.GATHERING)
 
 
-def _bytes_to_gather(group: Any) -> int:
+def _bytes_to_gather(group: FSDPParamGroup) -> int:
     return group.parameters.nbytes if group.phase in _NOT_GATHERED else 0
 
 
-def _bytes_of(group: Any) -> int:
+def _bytes_of(group: FSDPParamGroup) -> int:
     return max(1, group.parameters.nbytes)  # a group without parameters counts, too
 
 

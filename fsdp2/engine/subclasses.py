@@ -37,8 +37,10 @@ from .policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from .build import Plan
+    from .group import FSDPParamGroup
     from .group_parameters import GroupParameters
     from .parameter import FSDPParam
+    from .root import Root
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -278,10 +280,10 @@ class MethodsSetLater(Observer):
     It examines all groups once, when the first pass begins, and again when a pass begins after one was rebuilt.
     """
 
-    def rebuilt(self, group: Any) -> None:
+    def rebuilt(self, group: FSDPParamGroup) -> None:
         group.root.events.follow(self, "pass_began")
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         for group in root.groups:
             specs = group.parameters.specs
             for param in group.params:

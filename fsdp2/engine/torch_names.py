@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed._composable_state import _module_state_mapping, _State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -128,7 +127,10 @@ def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     tensor._backward_hooks = OrderedDict({0: hook})  # does what register_hook does, at a tenth of the cost
 
 
-def register_composable(module: nn.Module, reference: weakref.ref[ComposableState], name: str) -> None:
+ComposableState = _State
+
+
+def register_composable(module: nn.Module, reference: weakref.ref[_State], name: str) -> None:
     """Lets torch's other composable APIs know that `name` manages `module`.
 
     DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in

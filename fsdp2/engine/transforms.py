@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.forward_ad import unpack_dual
 
-from . import state as states
+from . import step as steps
 from . import torch_names as compat
 from .autograd import SavedTensors
 from .compat import runs_transform, top_saved_tensor_hooks, untraced
 from .inputs import HandedInputs, cast_to
 from .nested import tensors_in
 from .once import once
-from .state import FSDPState, cast_floating
+from .state import FSDPState
+from .step import cast_floating
 from .user_code import hidden, outside_transforms
 
 
 def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Returns what `core.state.run_forward` returns, also inside transforms of torch.func."""
-    run = run_transformed if runs_transform() else states.run_forward
+    """Returns what `step.run_forward` returns, also inside transforms of torch.func."""
+    run = run_transformed if runs_transform() else steps.run_forward
     return run(state, module, forward, args, kwargs)
 
 
@@ -40,7 +41,7 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
     handed: list[HandedInputs] = []
     with hidden():
         if state.root.input_device is not None:
-            args, kwargs = states.inputs_on_device(state, args, kwargs, handed)
+            args, kwargs = steps.inputs_on_device(state, args, kwargs, handed)
         if state.input_dtype is not None:
             handed.append(HandedInputs(cast_to(state.input_dtype), args, kwargs))
             args, kwargs = handed[-1].args, handed[-1].kwargs
@@ -57,11 +58,11 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
                 outputs = tensors_in(output)
                 tangents = [unpack_dual(tensor).tangent for tensor in outputs]  # of jvp; None elsewhere
         outputs += [tangent for tangent in tangents if tangent is not None]
-        states.hook_outputs(state, [each for tensor in outputs for each in _levels(tensor)])
+        steps.hook_outputs(state, [each for tensor in outputs for each in _levels(tensor)])
         return output
 
     with outside_transforms() as stack:
-        return states.run_forward(state, module, inside, args, kwargs)
+        return steps.run_forward(state, module, inside, args, kwargs)
 
 
 def _levels(tensor: Tensor) -> list[Tensor]:

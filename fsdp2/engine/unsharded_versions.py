@@ -6,7 +6,7 @@ Autograd notes the counter of what it saves, and refuses to use it for a gradien
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -16,6 +16,9 @@ from .compat import local_of, no_torch_function, version_of
 from .events import Observer
 from .group import FSDPParamGroup, Hold
 from .torch_names import set_versions
+
+if TYPE_CHECKING:
+    from .root import Root
 
 
 class _Versions:
@@ -112,7 +115,7 @@ class UnshardedVersions(Observer):
         """Returns the counters of a group."""
         return self._of[group]
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.groups:
             self.rebuilt(group)
 
@@ -129,7 +132,7 @@ class UnshardedVersions(Observer):
 
     # ---- guarded weights
 
-    def saved_unseen(self, root: Any) -> None:
+    def saved_unseen(self, root: Root) -> None:
         root.events.follow(self, "unsharded", "before_free")
         for group in root.groups:
             versions = self._of[group]
@@ -144,21 +147,21 @@ class UnshardedVersions(Observer):
         if not group.settings.keep_storage:
             self._of[group].expire()
 
-    def graph_built(self, root: Any) -> None:
+    def graph_built(self, root: Root) -> None:
         root.frees_memory, self._building = False, root.backward
         root.events.follow(self, "backward_ended")
         root.events.ignore(self, "pass_began")
         self.saved_unseen(root)
 
-    def backward_ended(self, root: Any) -> None:
+    def backward_ended(self, root: Root) -> None:
         if self._building is not root.backward:
             root.events.follow(self, "pass_began")
 
-    def backward_failed(self, root: Any) -> None:
+    def backward_failed(self, root: Root) -> None:
         root.frees_memory = True
         root.events.ignore(self, "backward_ended", "pass_began")
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         root.frees_memory = True
         root.events.ignore(self, "backward_ended", "pass_began")
         for group in root.groups:

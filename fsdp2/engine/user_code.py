@@ -20,6 +20,7 @@ from . import compat
 from .compat import num_dispatch_modes, num_function_modes, runs_transform, untraced
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 
 # ---- modes
 
@@ -59,14 +60,14 @@ class hidden:
             _replace(modes)
 
 
-def run_hidden(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_hidden(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Returns `function(*args, **kwargs)`, called while the user's modes are withdrawn."""
     with hidden():
         return function(*args, **kwargs)
 
 
 @untraced
-def run_shown(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_shown(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Returns `function(*args, **kwargs)`, called with the user's modes in force, also inside `hidden`."""
     modes, _thread.withdrawn = _thread.withdrawn, None
     if modes is None:

@@ -19,7 +19,7 @@ from ..engine.compat import untraced
 from ..engine.events import Observer
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.once import once
-from ..engine.state import run_forward
+from ..engine.step import run_forward
 from ..engine.user_code import hides_modes
 
 # Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..engine.nested import map_tensors, tensors_in
-from ..engine.state import cast_floating
+from ..engine.step import cast_floating
 from .compat import fake_mode, flop_formulas, is_fake
 from .meter import StorageMeter
 from .structure import PlannedGroup

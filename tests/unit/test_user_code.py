@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2.engine.inputs import HandedInputs, move_to
 from fsdp2.engine.nested import tensors_in
-from fsdp2.engine.state import cast_floating
+from fsdp2.engine.step import cast_floating
 
 BF16 = torch.bfloat16
 

@@ -1,0 +1,259 @@
+"""Runs a step: what surrounds a call of a sharded module in forward, and what backward calls.
+
+**One block in forward.** `run_forward` stands around the call of block b, with all its hooks. The all-gather of b began
+while block b - 1 computed. It is waited for, the unsharded parameters take their places in the modules, and the
+all-gather of b + 1 begins, beside the compute of b. While the user's code runs, what autograd saves of weights is noted
+as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the graph
+nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded.
+
+    compute     | b - 1          | b              | b + 1
+    all-gathers |   [   b   ]    |   [ b + 1 ]    |   [ b + 2 ]
+
+**The same block in backward.** Autograd reaches a node of the output of b, or unpacks a weight, whichever comes first:
+`FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs beside the
+gradients of b. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of a bucket has
+come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes memory.
+Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and finishes them.
+
+    compute     | b              | b - 1          | b - 2
+    all-gathers |   [ b - 1 ]    |   [ b - 2 ]    |
+    reductions  |                |   [ grads b ]  |   [ grads b - 1 ]
+
+**The end.** Autograd calls `Root.end_backward` when it has computed all gradients: it reduces what is left (unused and
+frozen parameters leave buckets incomplete), reshards what is still unsharded, waits for the reductions in flight, and
+writes their results into `.grad`. Without an output that backward reaches, or where activation checkpointing runs a
+forward again, one of three later events does the same: a saved weight is unpacked, the gradients of all inputs are
+computed (`post_backward`), backward ends.
+
+What calls what:
+
+- run_forward surrounds a call of the module
+- before_forward: casts inputs, unshards (unless that was done ahead), begins the next gather
+- after_forward: leaves hooks on the outputs for backward, reshards
+- FSDPParamGroup.pre_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
+  what ran before
+- FSDPParamGroup.last_gradient: all gradients are complete: reshards (then the last bucket is reduced)
+- post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
+- Root.end_backward: whatever none of these noticed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .autograd import after_leaf, after_tensors, cast
+from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address
+from .inputs import HandedInputs, cast_to, move_to
+from .nested import map_tensors, tensors_in
+from .state import FSDPState
+from .user_code import are_in_force, hidden, run_shown
+
+_ONLY_TENSORS = {Tensor}
+
+
+@compat.untraced
+def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `forward(*args, **kwargs)`, run with the unsharded parameters of `state`.
+
+    The class of `module` calls it around its own call, so that it surrounds all hooks of the module: what they do to
+    parameters, they do to the unsharded ones.
+    """
+    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+        with hidden():
+            return run_forward(state, module, partial(run_shown, forward), args, kwargs)
+    root, in_backward = state.root, graph_task() != -1
+    if not in_backward and (not root.running or state is root.state):
+        root.begin_pass()
+    handed: list[HandedInputs] = []
+    root.enter(state)
+    root.depth += 1
+    try:
+        args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
+        output = forward(*args, **kwargs)
+        for inputs in reversed(handed):
+            output = inputs.take_back(module, output)
+            if not in_backward:
+                for notify in root.events.inputs_returned:
+                    notify(state, inputs)
+        if not in_backward:
+            for group in state.groups:
+                group.parameters.take_requires_grad()
+            for notify in root.events.forward_ended:
+                for group in state.groups:
+                    notify(group)
+            if root.depth == 1:
+                root.notify(root.events.pass_ended)
+            for change in root.events.forward_returns:
+                output = change(state, (args, kwargs), output)
+        output = after_forward(state, module, output, in_backward)
+    except BaseException:
+        for inputs in reversed(handed):
+            with suppress(RuntimeError):
+                inputs.take_back(module)
+        _fail(state, module, in_backward)
+        raise
+    finally:
+        root.depth -= 1
+        root.leave()
+    output_dtype = state.policy.output_dtype
+    return output if output_dtype is None else cast_floating(output, output_dtype)
+
+
+def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
+    root = state.root
+    for group in state.groups:
+        group.parameters.take_requires_grad()
+    for notify in root.events.forward_failed:
+        for group in state.groups:
+            notify(group)
+    if root.depth == 1:
+        root.notify(root.events.pass_failed)
+    if not in_backward:
+        state.post_forward(backward_follows=False, failed=True, module=module)
+
+
+def before_forward(
+    state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool, handed: list[HandedInputs]
+) -> Any:
+    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again.
+    `handed`: receives the copies that stand for inputs.
+    """
+    root, dtype, inputs = state.root, state.input_dtype, None
+    if root.input_device is not None and not in_backward:
+        args, kwargs = inputs_on_device(state, args, kwargs, handed)
+    if dtype is not None:
+        inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
+        if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
+            if not in_backward:
+                for notify in root.events.inputs_cast:
+                    notify(state, inputs, dtype)
+            handed.append(HandedInputs(cast_to(dtype), args, kwargs))
+            args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
+    need_no_hooks = True
+    for group in state.groups:
+        group.pre_forward(in_backward)
+        if not in_backward:
+            for notify in root.events.forward_began:
+                notify(group)
+            for ahead in root.prefetcher.in_forward(group):
+                ahead.start_unshard()
+        need_no_hooks = need_no_hooks and group.needs_no_input_hooks
+    # In a module that calls itself, the outermost call is the last to be done with the parameters.
+    if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
+        inputs = tensors_in(args, kwargs) if inputs is None else inputs
+        _call_post_backward(state, [tensor for tensor in inputs if tensor.requires_grad], in_backward)
+    return args, kwargs
+
+
+def inputs_on_device(state: FSDPState, args: Any, kwargs: Any, handed: list[HandedInputs]) -> Any:
+    """Returns the inputs of the outermost module on the device where it computes; those of others unchanged.
+    `handed`: receives the copies.
+    """
+    root = state.root
+    is_outermost = state is root.state or not root.running or root.running == [state]
+    if not is_outermost or root.input_device is None:
+        return args, kwargs
+    handed.append(HandedInputs(move_to(root.input_device), args, kwargs))
+    return handed[-1].args, handed[-1].kwargs
+
+
+def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
+    """Hooks the outputs, and reshards; returns the output."""
+    root = state.root
+    if in_backward:
+        if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
+            # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
+            hook_outputs(state, tensors_in(output))
+        return output
+    outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
+    for group in state.groups:
+        weights = group.parameters.storage_ids
+        if not weights.isdisjoint(
+            [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
+        ):
+            output = _without_weights(weights, output)
+            outputs = tensors_in(output)
+            has_run = False  # the caller's frames still have what the module has returned
+    is_grad_enabled = torch.is_grad_enabled()
+    differentiable = hook_outputs(state, outputs)
+    if not differentiable and is_grad_enabled:
+        # Perhaps the module keeps tensors on itself, which a loss reads.
+        differentiable = hook_outputs(state, [value for value in vars(module).values() if isinstance(value, Tensor)])
+    # Reentrant checkpointing runs the forward without grad, and once more in backward.
+    if differentiable or (root.forward.has_grad and not is_grad_enabled):
+        for group in state.groups:
+            root.prefetcher.ran.append(group)
+    state.post_forward(differentiable, module=module, has_run=has_run)
+    return output
+
+
+def _without_weights(weights: frozenset[int], output: Any) -> Any:
+    """Returns `output` with copies, through which gradients flow, of weights in it: their memory will be refilled."""
+
+    def copy_weight(tensor: Tensor) -> Tensor:
+        return tensor.clone() if compat.storage_id(tensor) in weights else tensor
+
+    return map_tensors(output, copy_weight, everywhere=True)
+
+
+def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
+    """Has backward unshard the groups of `state` when it reaches an output. Returns True if backward may come."""
+    nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    if not nodes:
+        return False
+    groups, are_noticed = state.groups, True
+    for group in groups:
+        if not group.settings.unshard_in_backward:
+            # Weights that checkpointing keeps from a recomputation are read without our notice.
+            are_noticed = state.root.saved_tensors.are_on_top()
+
+    def before_node(_: Any) -> None:
+        for group in groups:
+            if group.settings.unshard_in_backward or not are_noticed:
+                group.pre_backward()
+
+    # On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
+    # order they came.
+    for node in nodes:
+        node.register_prehook(before_node)
+    return True
+
+
+def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: bool) -> None:
+    """Calls `post_backward` when all `inputs` have their gradient; if one never gets it, Root.end_backward serves.
+
+    Leaves are left out: users may pass the same ones again and again, and hooks would pile up on them. Only reentrant
+    checkpointing makes leaves of its own, in backward.
+    """
+    inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
+    if inner:
+        after_tensors(inner, partial(post_backward, state))
+    elif inputs and in_backward:
+        after_leaf(inputs[0], partial(post_backward, state))
+
+
+def post_backward(state: FSDPState) -> None:
+    """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
+    if state.root.backward is None:
+        return
+    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
+        with hidden():
+            return post_backward(state)
+    for group in state.groups:
+        group.post_backward()
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Returns `value` with its floating-point tensors cast to `dtype`; see map_tensors."""
+    if type(value) is Tensor:
+        return cast(value, dtype) if value.dtype != dtype and value.is_floating_point() else value
+    if type(value) is tuple and {*map(type, value)} == _ONLY_TENSORS:
+        return tuple([cast_floating(each, dtype) for each in value])
+    return map_tensors(value, cast_to(dtype))
