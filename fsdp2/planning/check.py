@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..engine.compat import local_if_any
 from ..engine.events import Observer
@@ -138,7 +138,7 @@ class StepMeter(Observer):
         self._unwatch()
         self._unwatch = None
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *in_step: Any) -> None:
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -146,7 +146,17 @@ class StepMeter(Observer):
         if allocations is not None and not allocations.problem:
             allocations.end()
             self.forward_peak, self.step_peak = allocations.peak_until(_FORWARD), allocations.peak_until(_STEP)
-            self._step_hook.remove()
+            if not in_step:
+                self._step_hook.remove()
+                return
+            # torch goes through the hooks before a step, and none of them may be removed meanwhile.
+            handles = [self._step_hook]
+
+            def remove(*_: Any) -> None:
+                for each in handles:
+                    each.remove()
+
+            handles.append(register_optimizer_step_post_hook(remove))
 
     # ---- collectives
 
