@@ -87,6 +87,10 @@ class FSDPParamGroup:
         self.backward_hooks: list[dict[int, Any]] = []
         # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
         self.placeholders: set[int] = set()
+        # Tied parameters of which several objects were registered when users' replacements were last looked for.
+        self.untied: list[FSDPParam] = []
+        # How many blocks of full_params have used it outside of forwards.
+        self.num_blocks = 0
         self.events: Events = NO_EVENTS
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device

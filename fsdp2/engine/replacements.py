@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -24,10 +22,6 @@ REPLACE_BEFORE = (
     "rest."
 )
 
-# Group -> tied parameters of which several objects were registered at the last call of `find_replacements`. A parameter
-# holds its modules, which hold the group.
-_untied: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()
-
 
 def find_replacements(
     group: FSDPParamGroup, accept_whole: bool, may_be_untied: bool
@@ -41,7 +35,7 @@ def find_replacements(
         ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
         NotImplementedError: one is computed from others, and gradients are to flow to these.
     """
-    before: Collection[FSDPParam] = _untied.get(group, ())
+    before = group.untied
     untied = [param for param in group.params if may_be_untied and _is_untied(param, accept_whole or param in before)]
     found = [
         (param, param.sharded if param in untied else _find_replacement(param, accept_whole, may_be_untied))
@@ -55,7 +49,7 @@ def find_replacements(
                 f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                 "Tie parameters before fully_shard."
             )
-    _untied[group] = WeakSet(untied)
+    group.untied = untied
     if accept_whole:
         with torch.no_grad():
             for param in untied:

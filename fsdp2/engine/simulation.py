@@ -6,6 +6,7 @@ on meta stand for on this thread; None, the usual case: for nothing but themselv
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -33,13 +34,13 @@ class Simulation(Protocol):
 class SimulatedGroup(dist.ProcessGroup):
     """Stands for the process group of ranks that this process does not have. It makes Comms for itself."""
 
+    @abstractmethod
     def make_comm(self, purpose: Purpose) -> Comm:
         """Returns a Comm over these ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def among(self, ranks: Sequence[int]) -> SimulatedGroup:
         """Returns another group, of some of these ranks, by their indices; this rank is one of them."""
-        raise NotImplementedError
 
 
 simulated: ContextVar[Simulation | None] = ContextVar("simulated", default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -101,10 +100,6 @@ class _Use:
                 group.post_forward(backward_follows, failed)
 
 
-# Group -> the number of blocks that have used it outside of forwards.
-_num_blocks: WeakKeyDictionary[FSDPParamGroup, int] = WeakKeyDictionary()
-
-
 class _WriteCheck:
     """Detects writes to the unsharded parameters of `group` in a block.
 
@@ -118,7 +113,7 @@ class _WriteCheck:
         self._versions: tuple[int, ...] = ()
         self._moved: list[str] = []
         if group.state.running == 1:
-            number = _num_blocks[group] = _num_blocks.get(group, 0) + 1
+            number = group.num_blocks = group.num_blocks + 1
             if is_check_time(number, always=choice_of(group).checked):
                 self._content, self._versions = UnshardedContent(group), group.shard_versions()
 

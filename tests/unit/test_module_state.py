@@ -31,9 +31,11 @@ CACHE = "remembers the last answer for objects that are not the package's"
 
 # Folder and name (a file may be renamed) -> why it is module-level.
 ALLOWED = {
+    "bridge._finder": "waits for modules that the program may import, one for each process",
     "bridge._in_force": OF_TORCH,
     "bridge._pairs": OF_TORCH,
     "bridge._replaced": OF_TORCH,
+    "bridge._undo": OF_TORCH,
     "checks._ONE_SEARCH": THREADS,
     "checks._calls": OF_GROUP,
     "checks._checked": CACHE,
@@ -61,6 +63,9 @@ ALLOWED = {
     "engine._known": CACHE,
     "engine._last_default": "interned meshes",
     "engine._names": THREADS,
+    "engine._names_by_ranks": OF_TORCH,
+    "engine._naming": THREADS,
+    "engine._num_naming": OF_TORCH,
     "engine._num_made": "process groups are torch's, and made once",
     "engine._roots": "the roots that are alive",
     "engine._running": THREADS,
@@ -69,7 +74,6 @@ ALLOWED = {
     "engine._thread": THREADS,
     "engine._uncounted": "a number that is never given twice",
     "engine._unregistered": OF_GROUP,
-    "engine._untied": OF_GROUP,
     "engine.hooks_of_all_modules": "torch's own table, under another name",
     "engine.notices": OF_CLASS,
     "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
@@ -78,15 +82,15 @@ ALLOWED = {
     "module._lock": THREADS,
     "tools._endings": "a profiler is one for each process",
     "tools._examined": "says a remark once in each process",
-    "tools._num_blocks": OF_GROUP,
     "tools._numbers": "a number that is never given twice",
     "tools._prepared": CACHE,
     "tools._ranges": "a profiler is one for each process",
     "tools._steps": "a profiler is one for each process",
+    "tools._steps_end": "a profiler is one for each process",
     "tools._watchers": OF_COMM,
 }
 # Methods in which a class of the engine leaves something to a subclass.
-LEFT_TO_SUBCLASSES = {"GroupGradients.start_in_parts"}
+LEFT_TO_SUBCLASSES: set[str] = set()
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
