@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from .bridge.torch_interface import RegisteredStates
-from .checks import entry_points, named_comm, table, tools_when_needed, unnoticed_writes
+from .checks import comm_watcher, entry_points, named_comm, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
-from .engine import collectives, parameter_methods, subclasses, transforms
+from .engine import parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
 from .engine.unsharded_versions import UnshardedVersions
 from .features import conditional, large_submodules, module_repr, optimizer_in_backward
@@ -17,13 +17,13 @@ from .features import conditional, large_submodules, module_repr, optimizer_in_b
 def install() -> None:
     """Extends the engine. `import fsdp2` calls it, once."""
     extend(
+        comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(entry_points.class_attributes, module_repr.class_attributes),
         observers=(
             unnoticed_writes.make_unnoticed_writes,
             _each(RegisteredStates),
-            _each(collectives.SeparateReductions),
-            _each(collectives.DebugLevelFromEnvironment),
+            _each(comm_watcher.DebugLevelFromEnvironment),
             _each(named_comm.Goodbyes),
             _each(UnshardedVersions),
             optimizer_in_backward.make_observer,

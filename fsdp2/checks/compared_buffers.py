@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..engine.checksum import checksum, joint_checksum, read
 from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh, widest_mesh
 from ..engine.compat import local_if_any
 from ..engine.group import FSDPParamGroup
@@ -28,7 +29,6 @@ from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.state import names_below
 from ..features.running_stats import SETTING, find_running_stats
 from .check_times import RankCheck
-from .checksum import checksum, joint_checksum, read
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
 _RANDOM_STATES = (torch.get_rng_state().numel(), 16)

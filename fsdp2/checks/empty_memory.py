@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.checksum import values_of
 from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh
 from ..engine.compat import no_torch_function
 from ..engine.group import FSDPParamGroup
@@ -22,7 +23,6 @@ from ..engine.parameter import FSDPParam, fqn
 from ..engine.parameter_methods import buffers_on_meta
 from ..engine.state import names_below
 from .check_times import ForwardCheck, RankCheck
-from .checksum import values_of
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_NAMES = 1 << 32  # more than any group has

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.build import ParameterPlan
+from ..engine.checksum import bits_of, checksum
 from ..engine.compare_ranks import ComparedNumbers, Comparison, bounds_over, compare, groups_by_mesh
 from ..engine.compat import is_python_group, local_of, no_torch_function
 from ..engine.group import FSDPParamGroup
@@ -23,7 +24,6 @@ from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
 from .before_sharding import Key, facts_of
 from .check_times import RankCheck
-from .checksum import bits_of, checksum
 
 _NUM_SAMPLES = 16
 # Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..engine.checksum import checksum, joint_checksum, read
 from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.compat import graph_task
 from ..engine.group import FSDPParamGroup
@@ -25,7 +26,6 @@ from ..engine.parameter import fqn
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import is_sharded_by_fsdp1
 from .check_times import RankCheck
-from .checksum import checksum, joint_checksum, read
 
 _MOST_GRADIENTS = 16
 

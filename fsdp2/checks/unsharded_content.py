@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..engine.checksum import bits_of
 from ..engine.compat import PLAIN
 from ..engine.gather import view_bytes
 from ..engine.group import FSDPParamGroup, Hold
@@ -22,7 +23,6 @@ from ..engine.parameter import FSDPParam
 from ..engine.state import FSDPState
 from ..engine.unsharded_versions import refuse_written
 from .check_times import ForwardCheck
-from .checksum import bits_of
 from .observers import judge_at_end
 from .reads import NO_NUMBERS
 

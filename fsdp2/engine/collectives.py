@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks.levels import is_on
-from ..checks.named_comm import NamedPairwiseComm
-from ..checks.rollcall import CheckedComm, are_checked, level_from_environment, note_level
 from . import comm as core_comm
 from .any_group import FallbackComm
 from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
 from .compat import backend_name
-from .events import Observer
+from .events import extensions
 from .gloo import PairwiseComm
 from .simulation import SimulatedGroup
 from .streams import exist_on
@@ -26,7 +23,6 @@ from .subgroups import subgroup
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
-    from .root import Root
 
 _EXTRA = "collectives"
 
@@ -38,20 +34,17 @@ RANKS_OF_A_MACHINE = 8
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group.
-
-    Over gloo its collectives carry their names, and at the debug level ranks compare what they are about to do.
+    """Returns the Comm for a process group, as checks watch it: over gloo its collectives carry their names, and at the
+    debug level ranks compare what they are about to do.
     """
-    comm = make_unchecked(group, device, purpose)
-    if group is not None and comm.size > 1 and are_checked(group):
-        return CheckedComm(comm, make_unchecked, device)
-    return comm
+    comm, watcher = make_unchecked(group, device, purpose), extensions().comm_watcher
+    return watcher.checked(comm, device) if comm.size > 1 and watcher.is_checked(group) else comm
 
 
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
     """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
     if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
-        return NamedPairwiseComm(group, purpose) if is_on("headers") else PairwiseComm(group, purpose)
+        return extensions().comm_watcher.named(group, purpose) or PairwiseComm(group, purpose)
     if isinstance(group, SimulatedGroup):
         return group.make_comm(purpose)
     comm = core_comm.make_comm(group, device, purpose)
@@ -156,13 +149,17 @@ def choose(group: FSDPParamGroup, **changes: Any) -> None:
     choice = replace(choice_of(group), **changes)
     group.set(extras={**group.settings.extras, _EXTRA: choice})
     if "checked" in changes:
-        note_level(group.mesh.axis_groups, group.purpose, choice.checked)
+        extensions().comm_watcher.note_level(group.mesh.axis_groups, group.purpose, choice.checked)
     follow(group)
 
 
 def follow(group: FSDPParamGroup) -> None:
     """Has a group communicate as chosen. Every rank must call it."""
-    choice, device, usual = choice_of(group), group.mesh.device, _unchecked(group.usual_comms.gathers)
+    choice, device, usual = (
+        choice_of(group),
+        group.mesh.device,
+        extensions().comm_watcher.unchecked(group.usual_comms.gathers),
+    )
     gathers: Comm = usual
     reduces: Comm = usual
     separates = _separates(group, usual) if choice.separate is None else choice.separate
@@ -191,32 +188,24 @@ def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
     return world is not None and (world.bound_device_id is None or mesh.num_ranks == world.size())
 
 
-def _unchecked(comm: Comm) -> Comm:
-    return comm.unchecked if isinstance(comm, CheckedComm) else comm
-
-
 def _complete(comm: Comm, choice: CommChoice, device: torch.device) -> Comm:
     """Returns `comm` as chosen: checked, or no longer; summing only, or no longer."""
-    plain = _unchecked(comm)
+    watcher = extensions().comm_watcher
+    plain = watcher.unchecked(comm)
     plain.force_sum = choice.force_sum
-    return CheckedComm(plain, make_unchecked, device) if choice.checked and plain.size > 1 else plain
+    return watcher.checked(plain, device) if choice.checked and plain.size > 1 else plain
 
 
-class SeparateReductions(Observer):
-    """Has groups reduce on a process group of their own, where that is the default, when they are first attached."""
+def separate_where_usual(group: FSDPParamGroup) -> None:
+    """Has a group reduce on a process group of its own, where that is the default, when it is first attached. Every
+    rank must call it.
+    """
+    usual = extensions().comm_watcher.unchecked(group.usual_comms.gathers)
+    is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
+    if is_untouched and _separates(group, usual):
+        follow(group)
 
-    def attached(self, root: Root) -> None:
-        for group in root.groups:
-            is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
-            if is_untouched and _separates(group, _unchecked(group.usual_comms.gathers)):
-                follow(group)
 
-
-class DebugLevelFromEnvironment(Observer):
-    """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
-
-    def attached(self, root: Root) -> None:
-        if level_from_environment():
-            for group in root.groups:
-                if _EXTRA not in group.settings.extras:
-                    choose(group, checked=True)
+def has_choice(group: FSDPParamGroup) -> bool:
+    """Returns True if a user has chosen anything for the collectives of a group."""
+    return _EXTRA in group.settings.extras

@@ -103,6 +103,46 @@ class Comm(Protocol):
         """Fills `tensor` with its sum over ranks, divided by `divisor`."""
 
 
+class CommWatcher(Protocol):
+    """Watches what ranks are about to communicate, and raises on all of them if they are out of step. Checks give the
+    engine one; without, nothing is watched (Unwatched).
+    """
+
+    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+        """Returns a Comm over gloo whose collectives carry their names; None: an ordinary one will do."""
+
+    def is_checked(self, group: dist.ProcessGroup | None) -> bool:
+        """Returns True if ranks compare all that they do there."""
+
+    def checked(self, comm: Comm, device: torch.device) -> Comm:
+        """Returns a Comm that does what `comm` does, once ranks have compared what that is."""
+
+    def unchecked(self, comm: Comm) -> Comm:
+        """Returns the Comm inside of such a one, or `comm` itself."""
+
+    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+        """Has collectives over these process groups compared, or not, from now on."""
+
+
+class Unwatched:
+    """Is the CommWatcher that watches nothing."""
+
+    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+        return None
+
+    def is_checked(self, group: dist.ProcessGroup | None) -> bool:
+        return False
+
+    def checked(self, comm: Comm, device: torch.device) -> Comm:
+        return comm
+
+    def unchecked(self, comm: Comm) -> Comm:
+        return comm
+
+    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+        pass
+
+
 # ---- ways to communicate
 
 

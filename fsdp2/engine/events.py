@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .comm import CommWatcher, Unwatched
+
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .parameter import FSDPParam
@@ -216,6 +218,9 @@ class Events:
 NO_EVENTS = Events()
 
 
+_UNWATCHED = Unwatched()
+
+
 @dataclass(frozen=True)
 class Extensions:
     """Holds what other folders, and users, add to the engine for the whole process.
@@ -225,12 +230,14 @@ class Extensions:
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         class_attributes: called with a module's class; what they return is added to its sharded class.
         tensor_class: class of sharded parameters and of their gradients.
+        comm_watcher: watches what ranks are about to communicate.
     """
 
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
     plan: tuple[Callable[[Any], None], ...] = ()
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
     tensor_class: type[DTensor] = DTensor
+    comm_watcher: CommWatcher = _UNWATCHED
 
 
 class _Current:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checks.checksum import are_alike
+from .checksum import are_alike
 from .compat import local_of
 from .parameter import FSDPParam
 from .tensor_parallel import TensorParallel

@@ -15,6 +15,7 @@ from torch import nn
 
 from . import compat
 from .autograd import SavedTensors
+from .collectives import separate_where_usual
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
 from .compiled_backward import refuse_compiled_backward
 from .events import NO_EVENTS, Events, Observer, extensions
@@ -111,6 +112,8 @@ class Root:
             group.rename(names)
             group.purpose.root = weakref.ref(self)
         note_root(self)
+        for group in self.new_groups:
+            separate_where_usual(group)
         observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 

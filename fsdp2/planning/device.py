@@ -19,8 +19,7 @@ from ..checks.headers import HEADER_NBYTES
 from ..checks.levels import is_on
 from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..engine import events
-from ..engine.collectives import SeparateReductions
-from ..engine.comm import AnyComm, CoalescedComm, Comm, Purpose
+from ..engine.comm import AnyComm, CoalescedComm, Comm, Purpose, Unwatched
 from ..engine.gloo import GATHERING, PairwiseComm
 from ..engine.mesh import DataMesh
 from ..engine.simulation import SimulatedGroup, simulated
@@ -296,6 +295,7 @@ class DeviceOfSizes:
 def _without_watchers() -> AbstractContextManager[None]:
     return events.chosen(
         plan=(plan_large_submodules,),
-        observers=(lambda root: LargeSubmodules(), lambda root: SeparateReductions()),
+        observers=(lambda root: LargeSubmodules(),),
         class_attributes=(),
+        comm_watcher=Unwatched(),
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..checks.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..checks.empty_memory import is_marked, mark
 from ..checks.frozen_parameters import written_by_some
 from ..dtensor.compat import dtensor, spec_of
+from ..engine.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..engine.compat import (
     PLAIN,
     copy_all,

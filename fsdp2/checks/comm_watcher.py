@@ -1,0 +1,47 @@
+"""Gives the engine Comms that are watched: with names over gloo, and with a rollcall at the debug level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from ..engine.collectives import choose, has_choice, make_unchecked
+from ..engine.comm import Comm, Purpose
+from ..engine.events import Observer
+from ..engine.root import Root
+from .levels import is_on
+from .named_comm import NamedPairwiseComm
+from .rollcall import CheckedComm, are_checked, level_from_environment, note_level
+
+
+@final
+class Watched:
+    """Is the CommWatcher of the checks."""
+
+    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+        return NamedPairwiseComm(group, purpose) if is_on("headers") else None
+
+    def is_checked(self, group: dist.ProcessGroup | None) -> bool:
+        return group is not None and are_checked(group)
+
+    def checked(self, comm: Comm, device: torch.device) -> Comm:
+        return CheckedComm(comm, make_unchecked, device)
+
+    def unchecked(self, comm: Comm) -> Comm:
+        return comm.unchecked if isinstance(comm, CheckedComm) else comm
+
+    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+        note_level(groups, purpose, checked)
+
+
+class DebugLevelFromEnvironment(Observer):
+    """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
+
+    def attached(self, root: Root) -> None:
+        if level_from_environment():
+            for group in root.groups:
+                if not has_choice(group):
+                    choose(group, checked=True)
