@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PATHS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("examples", "fsdp2", "benchmarks", "tests"))]
+FOLDERS = ("examples", "fsdp2", "benchmarks", "tests")
+PATHS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "fsdp2" / "ARCHITECTURE.md"]
 
 
 class Code(NamedTuple):

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import helpers
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate, set_checks
-from fsdp2.engine import collectives
+from fsdp2.checks import comm_watcher
 from fsdp2.engine.comm import CoalescedComm
 from helpers import RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
@@ -195,7 +195,7 @@ class HeaderlessComm(CoalescedComm):
 @contextmanager
 def coalesced() -> Iterator[None]:
     """As on NCCL, where collectives have no header."""
-    with mock.patch.object(collectives, "NamedPairwiseComm", HeaderlessComm):
+    with mock.patch.object(comm_watcher, "NamedPairwiseComm", HeaderlessComm):
         yield
 
 

@@ -10,6 +10,8 @@ import pytest
 import fsdp2
 from documents import PATHS, ROOT, anchors, code_blocks
 from fsdp2.module import public_methods
+from list_modules import FOLDERS as MODULE_FOLDERS
+from list_modules import LIST, list_modules
 
 ARCHITECTURE = (ROOT / "fsdp2" / "README.md").read_text()
 FOR_USERS = (ROOT / "README.md").read_text() + (ROOT / "examples" / "README.md").read_text()
@@ -94,16 +96,10 @@ def files_of(folder: str) -> dict[str, Path]:
     return {path.relative_to(top if folder == "fsdp2" else top / folder).as_posix(): path for path in paths}
 
 
-FOLDERS = ["fsdp2", *sorted(path.parent.name for path in (ROOT / "fsdp2").glob("*/__init__.py"))]
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_modules_of_folders_are_listed(folder: str) -> None:
-    """Each once, with a sentence of what it does. An `__init__.py` of a folder need not be listed."""
-    rows = rows_below(f"`{folder}/`")
-    names = [name.strip("`") for name, _ in rows]
-    assert sorted(names) == sorted({*files_of(folder)} - ({"__init__.py"} if folder != "fsdp2" else set()))
-    assert [row for row in rows if not row[1].endswith(".")] == []
+def test_the_list_of_modules_is_of_their_docstrings() -> None:
+    """`python tests/list_modules.py` makes it."""
+    assert LIST.read_text() == list_modules()
+    assert {path.parent.name for path in (ROOT / "fsdp2").glob("*/__init__.py")} == {*MODULE_FOLDERS}
 
 
 def test_functions_of_the_walk_exist() -> None:

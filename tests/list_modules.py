@@ -1,0 +1,48 @@
+"""Writes fsdp2/MODULES.md, the list of all modules, from the first sentences of their docstrings.
+
+`python tests/list_modules.py` after a file was added, removed or described otherwise; a test compares.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE, LIST = ROOT / "fsdp2", ROOT / "fsdp2" / "MODULES.md"
+# In the order in which a reader needs them.
+FOLDERS = ("engine", "features", "checks", "dtensor", "shards", "tools", "optim", "hf", "planning", "bridge")
+HEAD = """# Modules
+
+`python tests/list_modules.py` makes this list of the docstrings. [ARCHITECTURE.md](ARCHITECTURE.md) comes first.
+"""
+
+
+def list_modules() -> str:
+    """Returns the text of the list."""
+    return "\n".join([HEAD, *_table("", PACKAGE), *(line for each in FOLDERS for line in _table(each, PACKAGE / each))])
+
+
+def _table(name: str, folder: Path) -> Iterator[str]:
+    title = f"{name}/" if name else "fsdp2/"
+    described = "" if name == "" else f"{_first_sentence(folder / '__init__.py')}\n"
+    yield f"## {title}\n"
+    if described:
+        yield described
+    yield "| file | what it does |\n|---|---|"
+    paths = sorted(folder.glob("*.py") if not name else folder.rglob("*.py"))
+    for path in paths:
+        if path.name != "__init__.py" or not name:
+            yield f"| `{path.relative_to(folder).as_posix()}` | {_first_sentence(path)} |"
+    yield ""
+
+
+def _first_sentence(path: Path) -> str:
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].split())
+    found = re.match(r"(.+?[.:])(?= [A-Z`]|$)", text)
+    assert found, f"{path.relative_to(ROOT)}: its docstring begins with a sentence"
+    return found.group(1).removesuffix(":").rstrip(".") + "."
+
+
+if __name__ == "__main__":
+    LIST.write_text(list_modules())
