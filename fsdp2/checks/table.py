@@ -297,7 +297,7 @@ CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
     _forward_checks,
 )
 OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
-"""All observers of this folder. They stand behind those of ext/ and of dtensor/."""
+"""All observers of this folder. They stand behind those of install.py and of dtensor/."""
 
 
 def install() -> None:

@@ -89,7 +89,7 @@ class _Timeline(Observer, Picture):
         self.span(f"wait {collective.kind} {collective.name}", HOST, began, **arguments)
         self.note("e", f"{collective.kind} {collective.name}", 0, cat=collective.kind, id=collective.number)
 
-    # ---- events of the core
+    # ---- events of the engine
 
     def pass_began(self, root: Any) -> None:
         self.end_pass("forward")
