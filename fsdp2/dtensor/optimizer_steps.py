@@ -25,6 +25,7 @@ from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
 from ..engine.rank_facts import all_reduce_over, moves_data
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
+from .local_steps import end_local_step, local_optimizer
 from .optimizer_states import cut_loaded_states
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
@@ -132,6 +133,9 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not in_backward:
         _refuse_unfinished(optimizer, groups)
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None and not in_backward:
+        local = local_optimizer(optimizer)
+        return None if local is None else ((local, *args[1:]), kwargs)
     if not (callable(closure) and _may_use_loss(optimizer)):
         return None
     averaged = partial(_averaged_loss, closure, groups)
@@ -215,6 +219,7 @@ def _follow(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: the step can't have changed a model.
     """
+    end_local_step(optimizer)
     facts = _inspect(optimizer)
     if not (facts.groups or facts.has_stale) or not is_on("optimizer-steps"):
         return

@@ -83,6 +83,73 @@ def test_training() -> None:
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
 
 
+def test_what_is_done_to_an_optimizer_between_steps_counts() -> None:
+    """Elementwise steps run on local tensors, beside the user's optimizer, whose state shows what they use."""
+
+    def scenario(run: Run, name: str) -> None:
+        model = run.build(Net, depth=1)
+        blocks(run, model)
+        params = list(model.parameters())
+        optimizer = OPTIMIZERS[name](params[:-1])
+
+        def step(what: str) -> None:
+            run.step(what, model, optimizer, loss_of(model(run.batch(seed=len(run.shown)))))
+
+        step("first")
+        step("second")
+        for entry in optimizer.state.values():
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.dim():
+                    value.mul_(0.5)
+                    entry[key] = value * 2.0
+        step("with a state of other tensors")
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
+        step("with a loaded state and another rate")
+        optimizer.add_param_group({"params": params[-1:]})
+        step("with one more parameter")
+        optimizer.state.pop(params[0], None)
+        handle = optimizer.register_step_pre_hook(lambda *_: halve(params))
+        step("with a hook that replaces gradients")
+        handle.remove()
+        optimizer.state.clear()
+        step("without a state")
+        for param in params:
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.dim():
+                    run._show("shard", key, value)
+
+    check(scenario, world_size=3, name=("AdamW one by one", "AdamW", "SGD", "RMSprop", "NAdam", "ASGD"))
+
+
+def halve(params: list[Any]) -> None:
+    """Puts other gradients in the place of those that there are."""
+    for param in params:
+        if param.grad is not None:
+            param.grad = param.grad * 0.5
+
+
+def test_local_steps_leave_an_optimizer_as_it_was_when_they_fail() -> None:
+    run_ranks(2, failing_step)
+
+
+def failing_step(rank: int, world_size: int) -> None:
+    model = fully_shard(nn.Linear(3, 5))
+    optimizer = optim.AdamW(model.parameters(), foreach=False)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    groups, before = optimizer.param_groups, [*optimizer.state]
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert optimizer.param_groups is groups
+    assert groups[0]["params"] == before == list(model.parameters())
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+    optimizer.step()
+    assert all(type(each["exp_avg"]).__name__ == "ShardedDTensor" for each in optimizer.state.values())
+    assert {int(each["step"]) for each in optimizer.state.values()} == {2}
+
+
 MIXED: dict[str, Make] = {
     **{name: OPTIMIZERS[name] for name in ("SGD", "Adagrad fused", "AdamW fused", "Rprop, foreach")},
     "Adam": partial(optim.Adam, foreach=True, amsgrad=True, weight_decay=0.1, maximize=True, **STEADY),

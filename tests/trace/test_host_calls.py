@@ -113,3 +113,23 @@ def test_a_step_does_not_ask_for_the_innermost_transform() -> None:
         finally:
             sys.setprofile(None)
     assert asked == ["peek_interpreter_stack"]
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_an_elementwise_step_costs_what_it_costs_on_plain_parameters(options: dict[str, Any]) -> None:
+    """Above that, as many calls for any number of parameters: on DTensors, Python would dispatch each operation."""
+    library, dim = load_library("fsdp2"), 16
+
+    def count(blocks: int, is_sharded: bool) -> int:
+        model, batch = Chain(dim, blocks), make_vectors(dim)
+        if is_sharded:
+            library.shard(model, init_device_mesh("cpu", (8,)))
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        for _ in range(2):
+            model(batch).sum().backward()
+            optimizer.step()
+        return count_calls(optimizer.step)
+
+    with fake_world(8):
+        few, many = (count(blocks, True) - count(blocks, False) for blocks in (2, 4))
+    assert few == many <= 80
