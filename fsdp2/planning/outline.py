@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
+from ..engine.codec import AsIs, Cast
 from ..engine.mesh import DataMesh
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.root import Root
@@ -108,6 +110,11 @@ class Outline:
 
         for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
+            if type(policy.gradient_codec) not in (AsIs, Cast, NoneType):
+                raise NotImplementedError(
+                    f"plan: expected no gradient_codec but Cast or AsIs, got {policy.gradient_codec!r}: what another "
+                    "one allocates is not known. Plan with wire_dtype=torch.bfloat16 in its place."
+                )
             wire = policy.wire_dtype if setting.wire_dtype is None else setting.wire_dtype
             offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
             offloads = can_offload and hasattr(offload, "pin_memory")
