@@ -66,7 +66,8 @@ class LocalSteps:
         self.optimizer: Any = object.__new__(cls)
         self.is_running = False
         self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        # The user's parameters, their local tensors, and the plain parameters over these.
+        # The user's parameters, their local tensors, and the plain parameters over these: where a local tensor is of a
+        # user's own class, or the parameter is not sharded, that itself, which has no gradient in a local step.
         self._params: list[Any] = []
         self._locals: list[Any] = []
         self._leaves: list[Any] = []
@@ -81,10 +82,11 @@ class LocalSteps:
             if not self._has(params):
                 self._take(params)
             cls, gradients = extensions().tensor_class, [param.grad for param in params]
-            for param, gradient in zip(params, gradients, strict=True):
+            for param, leaf, gradient in zip(params, self._leaves, gradients, strict=True):
                 if gradient is not None and (
-                    type(param) is not cls
+                    leaf is param
                     or type(gradient) is not cls
+                    or type(gradient._local_tensor) is not Tensor
                     or gradient._spec.placements != param._spec.placements
                     or gradient._local_tensor.shape != param._local_tensor.shape
                     or gradient._local_tensor.dtype != param._local_tensor.dtype
@@ -92,12 +94,15 @@ class LocalSteps:
                     return False
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 return False
-            for leaf, gradient in zip(self._leaves, gradients, strict=True):
-                leaf.grad = None if gradient is None else gradient._local_tensor
+            for param, leaf, gradient in zip(params, self._leaves, gradients, strict=True):
+                if leaf is not param:
+                    leaf.grad = None if gradient is None else gradient._local_tensor
         self._take_state(optimizer.state)
         notices.notify()  # of the writes that follow
         leaves = iter(self._leaves)
         vars(self.optimizer).update(vars(optimizer))
+        for name in (_ATTRIBUTE, "step"):  # which refer to both optimizers
+            vars(self.optimizer).pop(name, None)
         self.optimizer.param_groups = [
             {**group, "params": [next(leaves) for _ in group["params"]]} for group in optimizer.param_groups
         ]
@@ -107,12 +112,13 @@ class LocalSteps:
     def end(self, optimizer: Optimizer) -> None:
         """Ends a step: lets go of gradients, and has the user's state show what there is now."""
         self.is_running = False
-        for leaf in self._leaves:
-            leaf.grad = None
+        for param, leaf in zip(self._params, self._leaves, strict=True):
+            if leaf is not param:
+                leaf.grad = None
         if not _are_same(_all_of(self._state), self._own):
             for param, leaf in zip(self._params, self._leaves, strict=True):
                 own = self._state.get(leaf)
-                if own:
+                if own and leaf is not param:
                     optimizer.state[param] = {name: _shown(param, name, value) for name, value in own.items()}
             self._shown, self._own = _all_of(optimizer.state), _all_of(self._state)
 
@@ -123,7 +129,10 @@ class LocalSteps:
     def _take(self, params: list[Any]) -> None:
         self._params, self._locals = params, [getattr(param, "_local_tensor", param) for param in params]
         with torch.inference_mode(False):
-            self._leaves = [nn.Parameter(local.detach(), local.is_floating_point()) for local in self._locals]
+            self._leaves = [
+                nn.Parameter(local.detach(), local.is_floating_point()) if type(local) is Tensor else param
+                for param, local in zip(params, self._locals, strict=True)
+            ]
         self._shown, self._own = [self], []  # what no state holds: it is read anew
 
     def _take_state(self, state: Any) -> None:
@@ -132,7 +141,7 @@ class LocalSteps:
         if not _are_same(found, self._shown):
             self._state.clear()
             for param, leaf in zip(self._params, self._leaves, strict=True):
-                if param in state:
+                if leaf is not param and param in state:
                     self._state[leaf] = {name: local_if_sharded(value) for name, value in state[param].items()}
             self._shown, self._own = found, _all_of(self._state)
 

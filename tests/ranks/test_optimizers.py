@@ -5,6 +5,8 @@ times, test_checkpoint checkpoints of AdamW.
 """
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -134,6 +136,7 @@ def test_local_steps_leave_an_optimizer_as_it_was_when_they_fail() -> None:
 
 
 def failing_step(rank: int, world_size: int) -> None:
+    gc.disable()
     model = fully_shard(nn.Linear(3, 5))
     optimizer = optim.AdamW(model.parameters(), foreach=False)
     model(torch.ones(2, 3)).sum().backward()
@@ -148,6 +151,9 @@ def failing_step(rank: int, world_size: int) -> None:
     optimizer.step()
     assert all(type(each["exp_avg"]).__name__ == "ShardedDTensor" for each in optimizer.state.values())
     assert {int(each["step"]) for each in optimizer.state.values()} == {2}
+    moments = [weakref.ref(each["exp_avg"].to_local()) for each in optimizer.state.values()]
+    del optimizer, before, groups
+    assert [each() for each in moments] == [None, None], "it goes without a collection of garbage"
 
 
 MIXED: dict[str, Make] = {
