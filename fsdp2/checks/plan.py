@@ -257,9 +257,14 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
             )
     if policy.gradient_codec is not None and stored.is_floating_point:
         try:
-            policy.sent_dtype(stored)
+            sent, summed = policy.sent_dtype(stored), policy.gradient_dtype(stored)
         except NotImplementedError as error:
             raise NotImplementedError(f"{name}: {error}") from None
+        if sent.itemsize > summed.itemsize:
+            raise ValueError(
+                f"{name}: {policy.gradient_codec!r}.packed_dtype: expected a dtype no wider than that of the sums, "
+                f"{summed}, got {sent}"
+            )
 
 
 def _check_names(root: nn.Module) -> None:

@@ -13,10 +13,10 @@ from operator import is_
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim.optimizer import Optimizer
 
-from ..engine.compat import local_of, no_torch_function
+from ..engine.compat import no_torch_function
 from ..engine.events import extensions
 from ..engine.write_notices import notices
 from .compat import DTensorSpec, TensorMeta, dtensor
@@ -27,9 +27,10 @@ ELEMENTWISE = frozenset(
         *(optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Adagrad, optim.Adadelta),
     }
 )
+# The attribute of an optimizer that holds its local step, while it runs.
+_ATTRIBUTE = "_fsdp2_local_step"
 # Numbers in the state, as tensors of one element. What else is there has an element for each of the parameter.
 _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-_ATTRIBUTE = "_fsdp2_local_steps"
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
@@ -42,117 +43,89 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
         return None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
-    steps = vars(optimizer).get(_ATTRIBUTE)
-    if steps is None:
-        steps = vars(optimizer)[_ATTRIBUTE] = LocalSteps(type(optimizer))
-    return steps.optimizer if steps.begin(optimizer) else None
+    vars(optimizer).pop(_ATTRIBUTE, None)  # of a step that has failed
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return None
+    with no_torch_function(), torch.no_grad():
+        params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients, step = [param.grad for param in params], LocalStep(optimizer, params)
+        if not step.give_gradients(gradients):
+            return None
+    notices.notify()  # of the writes that follow
+    vars(optimizer)[_ATTRIBUTE] = step
+    return step.optimizer
 
 
 def end_local_step(optimizer: Optimizer) -> None:
     """Shows in the state of `optimizer` what the step of its local optimizer, if it had one, has added."""
-    steps = vars(optimizer).get(_ATTRIBUTE)
-    if steps is not None and steps.is_running:
-        steps.end(optimizer)
+    step = vars(optimizer).pop(_ATTRIBUTE, None)
+    if step is not None:
+        step.end(optimizer)
 
 
 @final
-class LocalSteps:
-    """Holds the local optimizer of one optimizer.
+class LocalStep:
+    """Holds what one step is run with. It ends with the step, so that memory which the user moves away goes.
 
-    `optimizer`: the local one; `is_running`: it steps now.
+    `optimizer`: the local one.
     """
 
-    def __init__(self, cls: type[Optimizer]) -> None:
-        self.optimizer: Any = object.__new__(cls)
-        self.is_running = False
-        self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        # The user's parameters, their local tensors, and the plain parameters over these: where a local tensor is of a
-        # user's own class, or the parameter is not sharded, that itself, which has no gradient in a local step.
-        self._params: list[Any] = []
-        self._locals: list[Any] = []
-        self._leaves: list[Any] = []
-        # What the user's state held behind the last step, and the local one: compared by identity, hence kept alive.
-        self._shown: list[Any] = []
-        self._own: list[Any] = []
-
-    def begin(self, optimizer: Optimizer) -> bool:
-        """Prepares a step. Returns False if `optimizer` must step itself."""
-        params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
-        with no_torch_function():
-            if not self._has(params):
-                self._take(params)
-            cls, gradients = extensions().tensor_class, [param.grad for param in params]
-            for param, leaf, gradient in zip(params, self._leaves, gradients, strict=True):
-                if gradient is not None and (
-                    leaf is param
-                    or type(gradient) is not cls
-                    or type(gradient._local_tensor) is not Tensor
-                    or gradient._spec.placements != param._spec.placements
-                    or gradient._local_tensor.shape != param._local_tensor.shape
-                    or gradient._local_tensor.dtype != param._local_tensor.dtype
-                ):
-                    return False
-            if any(group.get("differentiable") for group in optimizer.param_groups):
-                return False
-            for param, leaf, gradient in zip(params, self._leaves, gradients, strict=True):
-                if leaf is not param:
-                    leaf.grad = None if gradient is None else gradient._local_tensor
-        self._take_state(optimizer.state)
-        notices.notify()  # of the writes that follow
-        leaves = iter(self._leaves)
+    def __init__(self, optimizer: Optimizer, params: list[Any]) -> None:
+        # The user's parameters, and plain tensors over their local ones. A parameter that is not sharded, or whose
+        # local tensor is of a user's own class, stands for itself: it has no gradient in this step.
+        self._params = params
+        self._leaves: list[Any] = [
+            param._local_tensor.detach().requires_grad_(param.requires_grad) if _is_plain(param) else param
+            for param in params
+        ]
+        self.optimizer: Any = object.__new__(type(optimizer))
         vars(self.optimizer).update(vars(optimizer))
-        for name in (_ATTRIBUTE, "step"):  # which refer to both optimizers
-            vars(self.optimizer).pop(name, None)
+        vars(self.optimizer).pop("step", None)  # which a scheduler has bound to the user's optimizer
+        leaves, state = iter(self._leaves), optimizer.state
         self.optimizer.param_groups = [
             {**group, "params": [next(leaves) for _ in group["params"]]} for group in optimizer.param_groups
         ]
-        self.optimizer.state, self.is_running = self._state, True
+        self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for param, leaf in zip(params, self._leaves, strict=True):
+            if leaf is not param and param in state:
+                self._state[leaf] = {
+                    name: getattr(value, "_local_tensor", value) for name, value in state[param].items()
+                }
+        self.optimizer.state, self._before = self._state, _all_of(self._state)
+
+    def give_gradients(self, gradients: list[Any]) -> bool:
+        """Gives the plain tensors their gradients. Returns False if the user's optimizer must step itself."""
+        cls = extensions().tensor_class
+        for param, leaf, gradient in zip(self._params, self._leaves, gradients, strict=True):
+            if gradient is None:
+                continue
+            if leaf is param or type(gradient) is not cls or type(gradient._local_tensor) is not Tensor:
+                return False
+            own, local = gradient._local_tensor, param._local_tensor
+            if gradient._spec.placements != param._spec.placements or own.shape != local.shape:
+                return False
+            if own.dtype != local.dtype:
+                return False
+            leaf.grad = own
         return True
 
     def end(self, optimizer: Optimizer) -> None:
-        """Ends a step: lets go of gradients, and has the user's state show what there is now."""
-        self.is_running = False
-        for param, leaf in zip(self._params, self._leaves, strict=True):
-            if leaf is not param:
-                leaf.grad = None
-        if not _are_same(_all_of(self._state), self._own):
+        """Has the state of `optimizer` show what the step has added."""
+        now = _all_of(self._state)
+        if len(now) != len(self._before) or not all(map(is_, now, self._before)):
             for param, leaf in zip(self._params, self._leaves, strict=True):
                 own = self._state.get(leaf)
                 if own and leaf is not param:
                     optimizer.state[param] = {name: _shown(param, name, value) for name, value in own.items()}
-            self._shown, self._own = _all_of(optimizer.state), _all_of(self._state)
 
-    def _has(self, params: list[Any]) -> bool:
-        locals_ = [getattr(param, "_local_tensor", param) for param in params]
-        return _are_same(params, self._params) and _are_same(locals_, self._locals)
 
-    def _take(self, params: list[Any]) -> None:
-        self._params, self._locals = params, [getattr(param, "_local_tensor", param) for param in params]
-        with torch.inference_mode(False):
-            self._leaves = [
-                nn.Parameter(local.detach(), local.is_floating_point()) if type(local) is Tensor else param
-                for param, local in zip(params, self._locals, strict=True)
-            ]
-        self._shown, self._own = [self], []  # what no state holds: it is read anew
-
-    def _take_state(self, state: Any) -> None:
-        """Follows what the user has loaded, changed or cleared since the last step."""
-        found = _all_of(state)
-        if not _are_same(found, self._shown):
-            self._state.clear()
-            for param, leaf in zip(self._params, self._leaves, strict=True):
-                if leaf is not param and param in state:
-                    self._state[leaf] = {name: local_if_sharded(value) for name, value in state[param].items()}
-            self._shown, self._own = found, _all_of(self._state)
+def _is_plain(param: Any) -> bool:
+    return type(param) is extensions().tensor_class and type(param._local_tensor) is Tensor
 
 
 def _all_of(state: Any) -> list[Any]:
     """Returns the entries of a state, and what these hold."""
     return [*state.values(), *[value for entry in state.values() for value in entry.values()]]
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _shown(param: Any, name: str, value: Any) -> Any:
@@ -164,8 +137,3 @@ def _shown(param: Any, name: str, value: Any) -> Any:
         meta = TensorMeta(param.shape, param.stride(), value.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return dtensor(value, spec)
-
-
-def local_if_sharded(value: Any) -> Any:
-    """Returns the local tensor of a DTensor, and anything else as it is."""
-    return local_of(value) if hasattr(value, "_local_tensor") else value

@@ -226,18 +226,38 @@ class Encoder:
         codec, self._calls = self.codec, self._calls + 1
         seed = self._first_seed + self._calls
         if not codec.feedback:
-            return codec.encode(numbers, seed)
+            return self._encoded(numbers, seed)
         parts = [numbers[:, each.offset : each.offset + each.last - each.first] for each in members]
         residuals = [self._residual(each, numbers)[:, each.first : each.last] for each in members]
         for part, residual in zip(parts, residuals, strict=True):
             part.add_(residual)
-        wire = codec.encode(numbers, seed)
+        wire = self._encoded(numbers, seed)
         decoded = torch.empty_like(numbers)
         codec.decode(wire, decoded)
         # What travels may share memory with the numbers. What is not finite would stay in all later gradients.
         lost = torch.sub(numbers, decoded, out=decoded).nan_to_num_(0, 0, 0)
         for each, residual in zip(members, residuals, strict=True):
             residual.copy_(lost[:, each.offset : each.offset + each.last - each.first])
+        return wire
+
+    def _encoded(self, numbers: Tensor, seed: int) -> Tensor:
+        """Returns what the codec makes of numbers, [W, P].
+
+        Raises:
+            ValueError: that can't travel.
+            RuntimeError: the codec has written to the numbers.
+        """
+        before = None if numbers.is_inference() else numbers._version
+        wire = self.codec.encode(numbers, seed)
+        if wire is numbers:
+            return wire
+        if wire.dim() != 2 or len(wire) != len(numbers) or not wire.is_contiguous():
+            raise ValueError(
+                f"{self.codec!r}.encode: expected a contiguous tensor [{len(numbers)}, n], a row for each rank, got "
+                f"one of shape {tuple(wire.shape)} and strides {wire.stride()}"
+            )
+        if before is not None and numbers._version != before:
+            raise RuntimeError(f"{self.codec!r}.encode has written to the gradients that it was given: return a copy")
         return wire
 
     def _residual(self, member: Member, numbers: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A `Comm` moves bytes between the ranks of one process group and returns at once; whoever needs the bytes waits on the
 `Work` that it returns. Every method is a collective: all ranks of the group must call it, in the same order, with
-tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. This is the only
-file of the engine that calls a collective.
+tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. `gloo.py`
+and `any_group.py` have further implementations.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Comms(NamedTuple):
 class FSDPParamGroup:
     """Unshards and reshards, as one, the parameters that one `fully_shard` call shards together on one mesh.
 
-    Hooks (state.py, autograd.py) and Root call its steps. What each attribute says:
+    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. What each attribute says:
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
     `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
@@ -64,6 +64,9 @@ class FSDPParamGroup:
     `needs_no_input_hooks`: the last backward resharded the group as soon as all gradients had been counted.
     `streams`: orders the streams that use the group's memory; None where the device has none.
     `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
+    `parameters`: their memory, and what is built over it; `registration`: which of them modules have.
+    `gradients`: those that have arrived, and how they are reduced; `transfers`: copies of offloaded shards.
+    `events`: whom to tell; `purpose`: its name in errors.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class FSDPParamGroup:
     def start_unshard(self, for_backward: bool = False, ahead: bool = True, again: bool = False) -> None:
         """Begins to gather, unless that is under way or done. Every rank must call it, in the same order.
 
-        `ahead`: of the modules that need it, which may run on another stream. `again`: also if it is done.
+        `ahead`: before the modules need it, which may run on another stream. `again`: also if it is done.
         """
         if self.phase is not SHARDED and self.phase is not SECONDARY and not again:
             return
@@ -306,7 +309,7 @@ class FSDPParamGroup:
 
     def reshard(self, free: bool = True, keeps_secondary: bool = False) -> None:
         """Registers the sharded parameters, and frees the unsharded ones' data, or leaves it until a pass ends if
-        something has a view of it.
+        something has a view of it. Does nothing while modules have copies (COPIED).
 
         `free=False` leaves the bytes where they are, for a graph that reads them unnoticed. `keeps_secondary`: keeps
         this rank's secondary shards of what is unsharded; else there are none afterwards.
@@ -519,9 +522,9 @@ class FSDPParamGroup:
         Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
         would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
         `keeps`: keep them for backward if the user has not set `reshard_after_forward`. `has_run`: a module's own code
-        has run. If it has left one where something else can read it in backward (`ctx.weight = weight` in an autograd
-        function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then: nothing
-        would gather for such a reader. Ranks communicate as ever, since others may have left none.
+        has run. If it has left a weight where something else can read it in backward (`ctx.weight = weight` in an
+        autograd function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then:
+        nothing would gather for such a reader. Ranks communicate as ever, since others may have left none.
         """
         choice = self.settings.frees_after_forward
         if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):

@@ -22,7 +22,7 @@ from .streams import Transfer, Transfers, Work
 
 
 class PendingGather:
-    """Is an all-gather in flight. Its group's memory stays allocated until `finish` or `abandon`."""
+    """An all-gather in flight. The memory must stay until `finish` or `abandon`; `Memory.free` gives it back."""
 
     def __init__(self, memory: Memory, plan: GatherPlan, work: Work | None, inputs: Sequence[Tensor] = ()) -> None:
         self._memory, self._plan, self._work, self._inputs_kept_alive = memory, plan, work, inputs
@@ -53,7 +53,8 @@ class PendingGather:
 
 
 class Memory:
-    """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free.
+    """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free; from
+    the end of the gather, if all of it travels packed.
 
     The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
 
@@ -187,7 +188,8 @@ class Memory:
         """Frees the unsharded parameters, and no secondary shards. Returns False if they stay because something uses
         their memory.
 
-        `although_viewed`: free them also then. Who reads such a view reads memory that is not there.
+        `although_viewed`: free them also then. Whoever reads such a view reads memory that is not there. Where the
+        memory is that of the shards, or the user keeps it, nothing is freed, and it returns True.
         """
         if self.is_allocated and not self.layout.aliased and not self.keeps_storage:
             if storage_uses(self.storage._cdata) > self.num_uses and not although_viewed:
@@ -197,7 +199,7 @@ class Memory:
         return True
 
     def hold_memory(self) -> bool:
-        """Returns True if `free`, or to drop the secondary shards, would give memory back."""
+        """Returns True if `free`, or dropping the secondary shards, would give memory back."""
         is_unsharded = self.is_allocated and not self.layout.aliased and not self.keeps_storage
         return is_unsharded or (self.secondary is not None and self.secondary.is_filled)
 

@@ -4,7 +4,8 @@
 while block b - 1 computed. It is waited for, the unsharded parameters take their places in the modules, and the
 all-gather of b + 1 begins, beside the compute of b. While the user's code runs, what autograd saves of weights is noted
 as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the graph
-nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded.
+nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded, and
+what stays for backward: the root, the last block and the one before it, unless the user has chosen otherwise.
 
     compute     | b - 1          | b              | b + 1
     all-gathers |   [   b   ]    |   [ b + 1 ]    |   [ b + 2 ]
@@ -21,9 +22,9 @@ Nothing in the middle of a block waits for a reduction: ReductionQueue bounds ho
 
 **The end.** Autograd calls `Root.end_backward` when it has computed all gradients: it reduces what is left (unused and
 frozen parameters leave buckets incomplete), reshards what is still unsharded, waits for the reductions in flight, and
-writes their results into `.grad`. Without an output that backward reaches, or where activation checkpointing runs a
-forward again, one of three later events does the same: a saved weight is unpacked, the gradients of all inputs are
-computed (`post_backward`), backward ends.
+writes their results into `.grad`. Where backward reaches no output of a block, it comes to the block later: when a
+saved weight is unpacked (the block is unsharded then), when all inputs have their gradients (`post_backward` reduces
+and reshards), or when backward ends.
 
 What calls what:
 

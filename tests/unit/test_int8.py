@@ -1,12 +1,14 @@
 """Tests the codec of one byte an element: how large its errors are, that they add up to nothing, and what it sends."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.codecs import Int8
+from fsdp2.codecs import Cast, Int8
+from fsdp2.engine.codec import Encoder
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SHAPES = [(1, 1), (3, 7), (2, 128), (4, 132), (2, 1000), (64, 256)]
@@ -137,3 +139,30 @@ def test_it_is_a_value() -> None:
     assert Int8() == Int8(128, False) != Int8(64)
     assert hash(Int8()) == hash(Int8(128))
     assert repr(Int8(64, True)) == "Int8(block=64, feedback=True)"
+
+
+@dataclass(frozen=True)
+class Wrong(Cast):
+    """Is a codec that returns what can't travel, or writes to what it is given."""
+
+    how: str = ""
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        if self.how == "writes":
+            numbers.mul_(2)
+        return {"flat": numbers.clone().flatten(), "strided": numbers.t().contiguous().t()}.get(
+            self.how, numbers.clone()
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("flat", ValueError, r"Wrong.*encode: expected a contiguous tensor \[2, n\]"),
+        ("strided", ValueError, r"Wrong.*encode: expected a contiguous tensor \[2, n\]"),
+        ("writes", RuntimeError, "Wrong.*encode has written to the gradients"),
+    ],
+)
+def test_what_can_not_travel_is_refused_by_name(how: str, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        Encoder(Wrong(torch.float32, how)).encode(torch.ones(2, 3), [])
