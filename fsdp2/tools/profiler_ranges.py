@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
+from ..engine.compat import profiler_runs
 from ..engine.owners import sharded_owner, some_of
 from .watched_comms import Collective, watch
 
@@ -68,6 +69,8 @@ def describe_step(optimizer: Optimizer) -> tuple[str, int]:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if not profiler_runs():  # no root has had a pass since the last one stopped, or they are gone
+        return
     names, nbytes = describe_step(optimizer)
     _steps[id(optimizer)] = step = record_function(f"fsdp2.optimizer_step {names} {nbytes} bytes")
     step.__enter__()
