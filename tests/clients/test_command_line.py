@@ -33,7 +33,8 @@ model = fabric.setup_module(nn.Linear(3, 3))
 fabric.backward(model(torch.ones(2, 3)).sum())
 total = model.module.weight.grad.full_tensor().sum().item()
 is_sharded = isinstance(model.module, FSDPModule)
-print("rank", fabric.global_rank, sys.argv[1:], FSDPModule.__module__, is_sharded, total)
+# In one piece: the ranks write to the same pipe.
+sys.stdout.write(f"rank {fabric.global_rank} {sys.argv[1:]} {FSDPModule.__module__} {is_sharded} {total}\\n")
 """
 PRINTED = ["rank 0 ['--option', '1'] fsdp2.module True 18.0", "rank 1 ['--option', '1'] fsdp2.module True 18.0"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
