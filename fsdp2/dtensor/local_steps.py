@@ -39,18 +39,20 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
     So it must if it is of another class (a subclass, too), has hooks of its own around its steps, or if a gradient is
     not laid out like its parameter: DTensor then does, or refuses, what it does.
     """
+    vars(optimizer).pop(_ATTRIBUTE, None)  # of a step that has failed
     if type(optimizer) not in ELEMENTWISE or torch.compiler.is_compiling():
         return None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
-    vars(optimizer).pop(_ATTRIBUTE, None)  # of a step that has failed
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
     with no_torch_function(), torch.no_grad():
         params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
-        gradients, step = [param.grad for param in params], LocalStep(optimizer, params)
-        if not step.give_gradients(gradients):
+        gradients, cls = [param.grad for param in params], extensions().tensor_class
+        are_plain = [type(param) is cls and type(param._local_tensor) is Tensor for param in params]
+        if not _are_laid_out_alike(params, are_plain, gradients):
             return None
+        step = LocalStep(optimizer, params, are_plain, gradients)
     notices.notify()  # of the writes that follow
     vars(optimizer)[_ATTRIBUTE] = step
     return step.optimizer
@@ -70,14 +72,17 @@ class LocalStep:
     `optimizer`: the local one.
     """
 
-    def __init__(self, optimizer: Optimizer, params: list[Any]) -> None:
+    def __init__(self, optimizer: Optimizer, params: list[Any], are_plain: list[bool], gradients: list[Any]) -> None:
         # The user's parameters, and plain tensors over their local ones. A parameter that is not sharded, or whose
         # local tensor is of a user's own class, stands for itself: it has no gradient in this step.
         self._params = params
         self._leaves: list[Any] = [
-            param._local_tensor.detach().requires_grad_(param.requires_grad) if _is_plain(param) else param
-            for param in params
+            param._local_tensor.detach().requires_grad_(param.requires_grad) if is_plain else param
+            for param, is_plain in zip(params, are_plain, strict=True)
         ]
+        for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            if gradient is not None:
+                leaf.grad = gradient._local_tensor
         self.optimizer: Any = object.__new__(type(optimizer))
         vars(self.optimizer).update(vars(optimizer))
         vars(self.optimizer).pop("step", None)  # which a scheduler has bound to the user's optimizer
@@ -93,22 +98,6 @@ class LocalStep:
                 }
         self.optimizer.state, self._before = self._state, _all_of(self._state)
 
-    def give_gradients(self, gradients: list[Any]) -> bool:
-        """Gives the plain tensors their gradients. Returns False if the user's optimizer must step itself."""
-        cls = extensions().tensor_class
-        for param, leaf, gradient in zip(self._params, self._leaves, gradients, strict=True):
-            if gradient is None:
-                continue
-            if leaf is param or type(gradient) is not cls or type(gradient._local_tensor) is not Tensor:
-                return False
-            own, local = gradient._local_tensor, param._local_tensor
-            if gradient._spec.placements != param._spec.placements or own.shape != local.shape:
-                return False
-            if own.dtype != local.dtype:
-                return False
-            leaf.grad = own
-        return True
-
     def end(self, optimizer: Optimizer) -> None:
         """Has the state of `optimizer` show what the step has added."""
         now = _all_of(self._state)
@@ -119,8 +108,18 @@ class LocalStep:
                     optimizer.state[param] = {name: _shown(param, name, value) for name, value in own.items()}
 
 
-def _is_plain(param: Any) -> bool:
-    return type(param) is extensions().tensor_class and type(param._local_tensor) is Tensor
+def _are_laid_out_alike(params: list[Any], are_plain: list[bool], gradients: list[Any]) -> bool:
+    """Returns True if each gradient lies as its parameter does, in a plain local tensor each."""
+    cls = extensions().tensor_class
+    for param, is_plain, gradient in zip(params, are_plain, gradients, strict=True):
+        if gradient is None:
+            continue
+        if not is_plain or type(gradient) is not cls or type(gradient._local_tensor) is not Tensor:
+            return False
+        own, local = gradient._local_tensor, param._local_tensor
+        if gradient._spec.placements != param._spec.placements or own.shape != local.shape or own.dtype != local.dtype:
+            return False
+    return True
 
 
 def _all_of(state: Any) -> list[Any]:

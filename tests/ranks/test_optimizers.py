@@ -156,6 +156,28 @@ def failing_step(rank: int, world_size: int) -> None:
     assert [each() for each in moments] == [None, None], "it goes without a collection of garbage"
 
 
+def test_a_local_step_that_failed_leaves_nothing_to_the_next() -> None:
+    """Which the optimizer does itself, as it has hooks. The first one has added a state when it fails."""
+
+    def body(rank: int, _: int) -> None:
+        model = fully_shard(nn.Linear(3, 5))
+        optimizer = optim.AdamW(model.parameters(), foreach=False)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.param_groups[0]["eps"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["eps"] = 1e-8
+        model(torch.ones(2, 3)).sum().backward()  # adds to the gradients: they are others than in the failed step
+        optimizer.register_step_pre_hook(lambda *_: None)
+        optimizer.step()
+        for param in model.parameters():
+            entry = optimizer.state[param]
+            assert entry["step"] == 1
+            torch.testing.assert_close(entry["exp_avg"].to_local(), 0.1 * param.grad.to_local())
+
+    run_ranks(2, body)
+
+
 MIXED: dict[str, Make] = {
     **{name: OPTIMIZERS[name] for name in ("SGD", "Adagrad fused", "AdamW fused", "Rprop, foreach")},
     "Adam": partial(optim.Adam, foreach=True, amsgrad=True, weight_decay=0.1, maximize=True, **STEADY),

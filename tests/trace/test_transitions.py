@@ -369,3 +369,22 @@ def test_a_group_refuses_a_phase_that_may_not_follow() -> None:
         with pytest.raises(RuntimeError, match="SHARDED cannot become UNSHARDED"):
             group._become(UNSHARDED)
         assert group.phase is SHARDED
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_modules_have_sharded_parameters_when_a_second_gather_fails(at_once: bool) -> None:
+    with fake_world(4):
+        model = build()
+        step(model)
+        model[0].unshard()
+        group = groups_below(model[0])[0]
+        assert group.phase is UNSHARDED
+        comm = group.comms.gathers
+        group.use_comms(group.comms._replace(gathers=Failing(comm, at_once)))
+        with pytest.raises(RuntimeError, match=r"gone.*while gathering"):
+            group.unshard_again()
+        assert group.phase is (GATHERED if at_once else SHARDED), "one that has not begun leaves what was gathered"
+        for param in group.params:
+            assert all(slot.get() is param.sharded for slot in param.slots)
+        group.use_comms(group.comms._replace(gathers=comm))
+        step(model)
