@@ -24,14 +24,12 @@ def list_modules() -> str:
 
 
 def _table(name: str, folder: Path) -> Iterator[str]:
-    title = f"{name}/" if name else "fsdp2/"
-    described = "" if name == "" else f"{_first_sentence(folder / '__init__.py')}\n"
-    yield f"## {title}\n"
-    if described:
-        yield described
+    """Yields the part of one folder; that of the package itself, whose `name` is empty, has no folders in it."""
+    yield f"## {name or 'fsdp2'}/\n"
+    if name:
+        yield f"{_first_sentence(folder / '__init__.py')}\n"
     yield "| file | what it does |\n|---|---|"
-    paths = sorted(folder.glob("*.py") if not name else folder.rglob("*.py"))
-    for path in paths:
+    for path in sorted(folder.rglob("*.py") if name else folder.glob("*.py")):
         if path.name != "__init__.py" or not name:
             yield f"| `{path.relative_to(folder).as_posix()}` | {_first_sentence(path)} |"
     yield ""

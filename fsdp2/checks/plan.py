@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -127,27 +127,30 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def _check_fsdp1(plan: Plan) -> None:
     """Refuses parameters inside of FSDP1, torch's or fairscale's, which shards them by itself: ranks hold others."""
-    outers = [module for module in plan.managed if _is_fsdp1(type(module))]  # type: ignore[arg-type]
-    inside = {module for outer in outers for module in outer.modules()}
-    for name, each in plan.parameters.items() if inside else ():
-        if any(slot.module in inside for slot in each.slots):
-            raise NotImplementedError(
-                f"{name}: FullyShardedDataParallel wraps the module that has it, and shards it in its own way. "
-                "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, "
-                "put its parameters into ignored_params."
-            )
+    name = _first_inside(plan, [module for module in plan.managed if _is_fsdp1(type(module))])  # type: ignore[arg-type]
+    if name is not None:
+        raise NotImplementedError(
+            f"{name}: FullyShardedDataParallel wraps the module that has it, and shards it in its own way. "
+            "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, "
+            "put its parameters into ignored_params."
+        )
 
 
 def _check_replicate(plan: Plan) -> None:
     """Refuses parameters around which torch's replicate puts DDP, which broadcasts and averages them."""
-    outers = [module for module in plan.managed if is_replicated_by_ddp(module)]
+    name = _first_inside(plan, [module for module in plan.managed if is_replicated_by_ddp(module)])
+    if name is not None:
+        raise ValueError(
+            f"{name}: torch's replicate was applied to a module that has it, and puts DDP around it in the first "
+            "forward. Leave replicate out: fully_shard averages the gradients."
+        )
+
+
+def _first_inside(plan: Plan, outers: Iterable[nn.Module]) -> str | None:
+    """Returns the name of the first parameter of the call that a module in one of `outers` has, or None."""
     inside = {module for outer in outers for module in outer.modules()}
-    for name, each in plan.parameters.items() if inside else ():
-        if any(slot.module in inside for slot in each.slots):
-            raise ValueError(
-                f"{name}: torch's replicate was applied to a module that has it, and puts DDP around it in the first "
-                "forward. Leave replicate out: fully_shard averages the gradients."
-            )
+    names = (name for name, each in plan.parameters.items() if any(slot.module in inside for slot in each.slots))
+    return next(names, None) if inside else None
 
 
 @lru_cache

@@ -200,8 +200,8 @@ class ShardParam(Protocol):
 
     @property
     def registered(self) -> Tensor:
-        """What a user has registered in the place of `parameter` since `settle`; else `parameter`, also while modules
-        have an unsharded parameter or a copy.
+        """Returns what a user has registered in the place of `parameter` since `settle`; else `parameter`, also while
+        modules have an unsharded parameter or a copy.
         """
 
     @property
@@ -250,7 +250,7 @@ class ShardParam(Protocol):
 
     @property
     def place(self) -> Place | None:
-        """Where `local` lies among the shards of its group. None: it lies alone, as all of torch's FSDP2 do."""
+        """Says where `local` lies among the shards of its group. None: it lies alone, as all of torch's FSDP2 do."""
 
     @property
     def gathers_itself(self) -> bool:
@@ -318,8 +318,8 @@ class ShardGroup(Protocol):
 
     @property
     def in_use(self) -> str | None:
-        """What uses the parameters now: "forward", "backward", "copies"; or None. torch's FSDP2 tells of backward and
-        of copies only.
+        """Says what uses the parameters now: "forward", "backward", "copies"; or None. torch's FSDP2 tells of backward
+        and of copies only.
         """
 
     def settle(self, *, reshard: bool = True, may_be_meta: bool = True, may_be_untied: bool = False) -> None:
@@ -338,7 +338,7 @@ class ShardGroup(Protocol):
 
     @property
     def settings_text(self) -> str:
-        """What must have been chosen for the group alike on all ranks, as text; empty on torch's FSDP2."""
+        """Says what must have been chosen for the group alike on all ranks, as text; empty on torch's FSDP2."""
 
     def find_computed(self) -> tuple[torch.dtype, ...]:
         """Returns the dtypes of parameters in forwards. Every rank must call it: torch's FSDP2 gathers them to see."""

@@ -1,4 +1,4 @@
-"""What tools ask of tensors, sharded or not: local tensors, their bits, names for texts."""
+"""Answers what tools ask of tensors, sharded or not: local tensors, their bits, names for texts."""
 
 from __future__ import annotations
 

@@ -1348,6 +1348,26 @@ def test_hooks_that_a_forward_puts_on_its_parameters() -> None:
     run_ranks(2, body)
 
 
+def steps_in_backward(run: MatrixRun, model: Any, requires_grad: bool = False) -> None:
+    """Trains, with an optimizer for each parameter that steps as soon as its gradient is there. `requires_grad`: of the
+    input.
+    """
+    optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
+
+    def step_now(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step_now)
+    for step in range(3):
+        loss = loss_of(model(run.batch(seed=step).requires_grad_(requires_grad)))
+        loss.backward()
+        run.mean("loss", loss)
+        run.grads("cleared", model)
+        run.params(f"step {step}", model)
+
+
 @matrix.over(wrap=WRAPS)
 def optimizer_in_backward(run: MatrixRun, wrap: Wrap) -> None:
     """One optimizer per parameter steps and clears as soon as the gradient is there, while backward goes on."""
@@ -1362,20 +1382,7 @@ def optimizer_in_backward(run: MatrixRun, wrap: Wrap) -> None:
 
     model = run.build(Shares)
     wrap(run, model)
-    optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
-
-    def step_now(param: Tensor) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step_now)
-    for step in range(3):
-        loss = loss_of(model(run.batch(seed=step)))
-        loss.backward()
-        run.mean("loss", loss)
-        run.grads("cleared", model)
-        run.params(f"step {step}", model)
+    steps_in_backward(run, model)
 
 
 @matrix.over(use_reentrant=(False, True), wrap=WRAPS)
@@ -1396,20 +1403,7 @@ def optimizer_in_backward_with_checkpointing(run: MatrixRun, use_reentrant: bool
 
     model = run.build(Saves, use_reentrant)
     wrap(run, model)
-    optimizers = {param: torch.optim.SGD([param], lr=0.25, momentum=0.5) for param in model.parameters()}
-
-    def step_now(param: Tensor) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step_now)
-    for step in range(3):
-        loss = loss_of(model(run.batch(seed=step).requires_grad_()))
-        loss.backward()
-        run.mean("loss", loss)
-        run.grads("cleared", model)
-        run.params(f"step {step}", model)
+    steps_in_backward(run, model, requires_grad=True)
 
 
 @matrix.over(wrap=WRAPS, early=(False, True))
