@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from .events import Observer
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
-from .state import STATE, groups_below, groups_of, modules_below
+from .state import STATE, groups_below, groups_of, modules_below, require_state
 from .user_code import hides_modes
 
 if TYPE_CHECKING:
@@ -78,10 +77,6 @@ def _refuse_shared_memory(self: nn.Module) -> nn.Module:
 
 # ---- state dicts
 
-# Sharded module -> groups whose unsharded parameters a state dict that is being made has unregistered. Where that state
-# dict fails they stay here, and a group holds its modules.
-_unregistered: WeakKeyDictionary[nn.Module, list[ref[FSDPParamGroup]]] = WeakKeyDictionary()
-
 
 class StateDictHooks(Observer):
     """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
@@ -110,13 +105,12 @@ class StateDictHooks(Observer):
 @hides_modes
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
-    hidden = _unregister([group for group in groups_of(module) if not group.state.running])
-    _unregistered[module] = [*map(ref, hidden)]
+    idle = [group for group in groups_of(module) if not group.state.running]
+    require_state(module).unregistered[module] = _unregister(idle)
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
-    hidden = [each() for each in _unregistered.pop(module, [])]
-    _register_again([group for group in hidden if group is not None])
+    _register_again(require_state(module).unregistered.pop(module, []))
 
 
 def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:

@@ -21,7 +21,8 @@ class FSDPState:
     """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
 
     `parts`: states whose groups the methods of these modules reach as well; extensions add them. `running`: how many
-    forwards of the modules run now.
+    forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module
+    is making has unregistered; where it fails, they stay here.
     """
 
     root: Root  # another one when an outer module is sharded
@@ -30,6 +31,7 @@ class FSDPState:
         self.modules, self.groups, self.policy = modules, groups, policy
         self.parts: list[FSDPState] = []
         self.running = 0
+        self.unregistered: dict[nn.Module, list[FSDPParamGroup]] = {}
         # What floating-point inputs are cast to.
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         for group in groups:

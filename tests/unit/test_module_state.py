@@ -73,7 +73,6 @@ ALLOWED = {
     "engine._subgroups": "process groups are torch's, and made once",
     "engine._thread": THREADS,
     "engine._uncounted": "a number that is never given twice",
-    "engine._unregistered": OF_GROUP,
     "engine.hooks_of_all_modules": "torch's own table, under another name",
     "engine.notices": OF_CLASS,
     "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
