@@ -26,7 +26,6 @@ that follow forwards are there only while some group is due.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -293,10 +292,14 @@ class ForwardChecks(Observer):
         return [each for each in self._root.events.observers if isinstance(each, ForwardCheck)]
 
     def follow(self) -> None:
-        """Follows forwards from now on that begin and end, or follows them no more: as they are needed."""
-        for each in (self._beginnings, self.checked):
-            if each.is_there is not each.is_needed():
-                (self._root.remove if each.is_there else partial(self._root.add, behind=self))(each)
+        """Has what follows forwards among the observers while it is needed."""
+        checked = self.checked
+        needed = bool(self.due or self.always), bool(checked.running or checked.waiting)
+        for each, is_needed in zip((self._beginnings, checked), needed, strict=True):
+            if is_needed and not each.is_there:
+                self._root.add(each, behind=self)
+            elif each.is_there and not is_needed:
+                self._root.remove(each)
 
 
 class AtTimes(Observer):
@@ -317,9 +320,6 @@ class AtTimes(Observer):
 class _Beginnings(AtTimes):
     """Begins to check forwards of groups that are due."""
 
-    def is_needed(self) -> bool:
-        return bool(self._checks.due or self._checks.always)
-
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         is_due = state.groups[0] in self._checks.due
         for check in self._checks.checks():
@@ -335,7 +335,7 @@ class _Beginnings(AtTimes):
         checks = [check for check in self._checks.checks() if is_due or is_debug or check.always]
         for check in checks:
             check.before_forward(group, is_first, is_thorough=is_debug or check.always)
-        self._checks.checked.begin(group, checks)
+        self._checks.checked.running[group] = checks
         # Had a check raised, the group would still be due.
         due.pop(group, None)
         self._checks.follow()
@@ -349,13 +349,6 @@ class _CheckedForwards(AtTimes):
         # The checks of each group whose forward is being checked.
         self.running: dict[FSDPParamGroup, list[ForwardCheck]] = {}
         self.waiting: list[tuple[Tensor, Callable[[list[int]], None]]] = []
-
-    def is_needed(self) -> bool:
-        return bool(self.running or self.waiting)
-
-    def begin(self, group: FSDPParamGroup, checks: list[ForwardCheck]) -> None:
-        """Notes that `checks` check the forward of `group` that begins."""
-        self.running[group] = checks
 
     def end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
         """Returns the checks of the group's forward, which is over."""

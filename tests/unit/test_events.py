@@ -1,6 +1,8 @@
 """Tests that a root calls the observers that follow an event, in their order, and no others."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from fsdp2 import fully_shard
 from fsdp2.engine.events import EVENTS, Events, Observer
 from fsdp2.engine.state import require_state
 from helpers import fake_world
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Noting(Observer):
@@ -129,6 +133,13 @@ def test_each_event_has_a_follower_in_the_package() -> None:
 
     followed = {name for cls in below(Observer) if cls.__module__.startswith("fsdp2.") for name in vars(cls)}
     assert followed.issuperset(EVENTS)
+
+
+def test_the_readme_lists_the_events_in_their_order() -> None:
+    section = (ROOT / "fsdp2" / "README.md").read_text().partition("## The interface")[2].partition("\n## ")[0]
+    table = section.partition("| of | events |")[2].partition("\n\n")[0]
+    cells = [line.split(" | ")[1] for line in table.splitlines() if " | " in line]
+    assert tuple(re.findall(r"`(\w+)`", " ".join(cells))) == EVENTS
 
 
 def below(cls: type) -> list[type]:
