@@ -122,6 +122,50 @@ def test_an_event_in_which_an_observer_leaves_reaches_the_others() -> None:
     assert noted == ["once pass_began", "always pass_began", "always pass_began"]
 
 
+def test_a_pass_that_fails_says_which_it_was(root: Any) -> None:
+    found: list[bool] = []
+
+    class Failures(Observer):
+        def pass_failed(self, root: Any, in_backward: bool) -> None:
+            found.append(in_backward)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    root.add(Failures())
+    (model,) = root.state.modules
+    hook = model[0].register_forward_hook(fail)
+    with pytest.raises(ValueError, match="on purpose"):
+        model(torch.ones(1, 4))
+    hook.remove()
+    assert found == [False]
+    x = torch.ones(1, 4, requires_grad=True)
+    x.register_hook(fail)  # behind the backward of the module
+    with pytest.raises(ValueError, match="on purpose"):
+        model(x).sum().backward()
+    model(torch.ones(1, 4))  # which notices it: autograd does not say so
+    assert found == [False, True]
+
+
+def test_a_group_that_is_rebuilt_says_what_a_user_has_replaced(root: Any) -> None:
+    found: list[list[str]] = []
+
+    class Replaced(Observer):
+        def rebuilt(self, group: Any, replaced: Any) -> None:
+            assert all(parameter is not param.unsharded for param, parameter in replaced.items())
+            found.append([param.name for param in replaced])
+
+    root.add(Replaced())
+    (model,) = root.state.modules
+    model(torch.ones(1, 4))
+    assert not found
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    model(torch.ones(1, 4))
+    assert found == [["0.weight"]]
+    model.double()
+    assert sorted(found[-1]) == ["0.bias", "0.weight"]
+
+
 def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(AttributeError, match="pass_begun is no event of fsdp2; there are pass_began, pass_ended"):
         _ = Events().pass_begun
