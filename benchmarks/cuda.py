@@ -2,7 +2,7 @@
 
 `python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
 
-At steps number 1, 2, 4, 8, 16, ... fsdp2's checks read the device (fsdp2/checks/check_times.py), and the host waits.
+At steps number 1, 2, 4, 8, 16, ... fsdp2's checks read the device (fsdp2/checks/due.py), and the host waits.
 Counts and memory are those of steps between; of five timed steps at most one is such a step, which medians leave
 out.
 """

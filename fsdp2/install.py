@@ -1,17 +1,14 @@
-"""Adds the observers of all folders to the engine. Each is named here with the module that defines it."""
+"""Adds the features and observers of all folders to the engine. Each is named here with the module that defines it."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from .bridge.torch_interface import RegisteredStates
+from .bridge import torch_interface
 from .checks import comm_watcher, entry_points, named_comm, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes
 from .engine import parameter_methods, subclasses, transforms
-from .engine.events import Observer, extend
-from .engine.unsharded_versions import UnshardedVersions
-from .features import conditional, large_submodules, module_repr, optimizer_in_backward
+from .engine.events import extend
+from .features import conditional, large_submodules, module_repr, optimizer_in_backward, running_stats
 
 
 def install() -> None:
@@ -20,34 +17,23 @@ def install() -> None:
         comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(entry_points.class_attributes, module_repr.class_attributes),
+        features=(
+            torch_interface.register_states,
+            comm_watcher.follow_environment,
+            optimizer_in_backward.step_in_backward,
+            conditional.join_consensus,
+            large_submodules.gather_when_called,
+            parameter_methods.hook_state_dicts,
+            tools_when_needed.log_waste,
+            lambda root: transforms.withdraw_where_disabled(),
+        ),
+        in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(
             unnoticed_writes.make_unnoticed_writes,
-            _each(RegisteredStates),
-            _each(comm_watcher.DebugLevelFromEnvironment),
-            _each(named_comm.Goodbyes),
-            _each(UnshardedVersions),
-            optimizer_in_backward.make_observer,
-            conditional.make_consensus,
-            _each(large_submodules.LargeSubmodules),
-            _each(subclasses.MethodsSetLater),
-            _each(parameter_methods.StateDictHooks),
-            _each(tools_when_needed.AuditAtDebugLevel),
-            _each(tools_when_needed.WasteLog),
-            _each(tools_when_needed.ProfilerRanges),
-            _each(_TorchFunc),
+            lambda root: named_comm.Goodbyes(),
+            tools_when_needed.make_audit,
         ),
     )
     fixes.install()
     table.install()
-
-
-class _TorchFunc(Observer):
-    """Makes saved-tensor hooks withdraw where torch.func forbids them."""
-
-    def attached(self, root: Any) -> None:
-        transforms.withdraw_where_disabled()
-
-
-def _each(cls: type[Observer]) -> Any:
-    """Returns a function that makes an observer of class `cls` for each root."""
-    return lambda root: cls()
+    extend(observers=(running_stats.make_running_stats,))  # behind all checks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
-from .checks.tools_when_needed import AuditAtDebugLevel
+from .checks.tools_when_needed import ask_audit
 from .engine import collectives, streams
 from .engine.compat import EXPORT_PLAIN
 from .engine.events import extensions
@@ -592,7 +592,7 @@ class FSDPModule:
             raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
         for group in root.groups:
             collectives.choose(group, checked=level == 1)
-        root.events.of(AuditAtDebugLevel).ask(root, level == 1)
+        ask_audit(root, level == 1)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Has the next forward of the root wait for `event`, once, before it reads the parameters.

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.events import Observer
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.policy import Hold
+from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..engine.torch_names import ComposableState, is_traced, register_composable
 from .fsdp1_methods import StateRef
@@ -122,18 +122,15 @@ def _may_gather(group: FSDPParamGroup) -> bool:
     return bool(group.params) and group.mesh.size > 1 and not is_lent
 
 
-class RegisteredStates(Observer):
+def register_states(root: Root) -> None:
     """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
-
-    def attached(self, root: Any) -> None:
-        needs_all_ranks = ForwardsNeedAllRanks(root)
-        for module in names_below(root.state.modules):
-            module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
-        states: list[FSDPState] = root.states
-        for state in states:
-            for module in state.modules:
-                if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
-                    register_composable(module, StateRef(_torch_state(state)), "fully_shard")
+    needs_all_ranks = ForwardsNeedAllRanks(root)
+    for module in names_below(root.state.modules):
+        module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
+    for state in root.states:
+        for module in state.modules:
+            if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
+                register_composable(module, StateRef(_torch_state(state)), "fully_shard")
 
 
 def torch_state_of(module: nn.Module) -> TorchState | None:

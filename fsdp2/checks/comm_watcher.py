@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ..engine.collectives import choose, has_choice, make_unchecked
 from ..engine.comm import Comm, Purpose
-from ..engine.events import Observer
 from ..engine.root import Root
 from .levels import is_on
 from .named_comm import NamedPairwiseComm
@@ -37,11 +36,9 @@ class Watched:
         note_level(groups, purpose, checked)
 
 
-class DebugLevelFromEnvironment(Observer):
-    """Puts groups at the debug level that FSDP2_DEBUG asks for, when they are first attached."""
-
-    def attached(self, root: Root) -> None:
-        if level_from_environment():
-            for group in root.groups:
-                if not has_choice(group):
-                    choose(group, checked=True)
+def follow_environment(root: Root) -> None:
+    """Puts the groups of a new root at the debug level that FSDP2_DEBUG asks for, unless they have another one."""
+    if level_from_environment():
+        for group in root.groups:
+            if not has_choice(group):
+                choose(group, checked=True)

@@ -28,7 +28,7 @@ from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.state import names_below
 from ..features.running_stats import SETTING, find_running_stats
-from .check_times import RankCheck
+from .due import RankCheck
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
 _RANDOM_STATES = (torch.get_rng_state().numel(), 16)

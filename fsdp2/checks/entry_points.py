@@ -29,7 +29,7 @@ from ..engine.replacements import REPLACE_BEFORE
 from ..engine.state import FSDPState, names_below, state_of
 from ..engine.torch_names import watch_calls
 from .before_sharding import facts_of
-from .check_times import Check
+from .due import Check
 
 _KEY = "fsdp2"
 # Types whose objects hold no tensors, or are not searched.

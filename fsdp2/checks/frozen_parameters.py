@@ -19,7 +19,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import gather_by_rank
-from .check_times import RankCheck
+from .due import RankCheck
 
 
 class FrozenParameters(RankCheck):

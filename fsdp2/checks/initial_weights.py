@@ -6,7 +6,7 @@ Some values of each parameter are kept from before it is sharded, until ranks ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from ..engine.build import ParameterPlan
 from ..engine.checksum import bits_of, checksum
 from ..engine.compare_ranks import ComparedNumbers, Comparison, bounds_over, compare, groups_by_mesh
-from ..engine.compat import is_python_group, local_of, no_torch_function
+from ..engine.compat import is_python_group, no_torch_function
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
 from .before_sharding import Key, facts_of
-from .check_times import RankCheck
+from .due import RankCheck
 
 _NUM_SAMPLES = 16
 # Where the values of a parameter come from: nobody knows, or they are others by now; fully_shard was given them; they
@@ -133,9 +133,6 @@ def forget(param: FSDPParam) -> None:
 class InitialWeights(RankCheck):
     """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
-    def __init__(self) -> None:
-        self._loaded: dict[FSDPParam, _Sample] = {}
-
     def attached(self, root: Any) -> None:
         for group in root.new_groups:
             samples = facts_of(group).samples
@@ -145,34 +142,18 @@ class InitialWeights(RankCheck):
                 if sample is not None:
                     _known[param] = InitialValues(param, sample, BUILT)
 
-    def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
-        self._loaded.clear()
-        for param in _replaced(group):
+    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        for param, parameter in replaced.items():
             forget(param)
-        for param, parameter in found:
             if not isinstance(parameter, DTensor):
                 with torch.no_grad():
                     sample = _sample(param.gathered(parameter))
                 if sample is not None:
-                    self._loaded[param] = sample
-
-    def rebuilt(self, group: FSDPParamGroup) -> None:
-        for param in [param for param in group.params if param in self._loaded]:
-            _known[param] = InitialValues(param, self._loaded.pop(param), LOADED)
+                    _known[param] = InitialValues(param, sample, LOADED)
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         if comparison.is_anew:
             yield from _numbers_by_mesh(comparison.root.groups)
-
-
-def _replaced(group: FSDPParamGroup) -> list[FSDPParam]:
-    """Returns the parameters of `group` that a user has replaced."""
-    gone = {
-        id(sharded)
-        for slots, name, sharded, local in zip(*group.registration.watched, strict=True)
-        if slots.get(name) is not sharded or local_of(sharded) is not local
-    }
-    return [param for param in group.params if id(param.sharded) in gone]
 
 
 def compare_initial_weights(groups: Sequence[FSDPParamGroup]) -> None:

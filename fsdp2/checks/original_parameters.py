@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engine.owners import SHARDED_AS
 from ..engine.torch_names import replace_hooks
 from .before_sharding import facts_of
-from .check_times import Check
+from .due import Check
 
 
 class OriginalParameters(Check):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..engine.collectives import choice_of
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import some_of
-from .check_times import Check
+from .due import Check
 
 # By the method that sets it: a user's function, which a group without parameters never calls.
 _FUNCTIONS = {

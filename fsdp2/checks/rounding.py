@@ -14,8 +14,7 @@ from torch import Tensor
 from ..engine.compare_ranks import ComparedNumbers, Comparison, connects, greatest
 from ..engine.compat import local_if_any
 from ..engine.mesh import DataMesh
-from .check_times import ForwardCheck, RankCheck
-from .observers import judge_at_end
+from .due import ForwardCheck, RankCheck, judge_at_end
 
 _SAMPLE = 4096
 _TELLING = 3

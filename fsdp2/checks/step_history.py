@@ -25,7 +25,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import sharded_owner, some_of
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import stepped_on_accumulation
-from .check_times import RankCheck
+from .due import RankCheck
 
 # The classes of options whose numbers can't change. A scheduler puts another object in their place.
 _UNCHANGING = frozenset({bool, float, int, str, tuple, NoneType})

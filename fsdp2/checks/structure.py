@@ -17,7 +17,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
-from .check_times import RankCheck
+from .due import RankCheck
 from .headers import trainable_remark
 
 _SAME_CODE = "Build and set up the model by the same code on all ranks"
@@ -77,30 +77,25 @@ class Structure(RankCheck):
     It also has headers say which parameters are trainable, for the errors of ranks that are out of step.
     """
 
-    ignored = frozenset({"before_gather", "before_reduce"})
+    def __init__(self) -> None:
+        self._trainable: dict[FSDPParamGroup, list[bool]] = {}
 
     def attached(self, root: Any) -> None:
-        self._remark(root)
+        self._trainable = {group: group.parameters.trainable for group in root.groups}
+        self._remark()
 
     def detached(self, root: Any) -> None:
         for group in root.groups:
             group.purpose.remark = ""
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
-        # Many groups may change at once: headers are told before the next collective.
-        group.root.events.follow_if(True, self, "before_gather", "before_reduce")
+        if self._trainable[group] != group.parameters.trainable:  # other settings change in each accumulation
+            self._trainable[group] = group.parameters.trainable
+            self._remark()
 
-    def before_gather(self, group: FSDPParamGroup) -> None:
-        group.root.events.follow_if(False, self, "before_gather", "before_reduce")
-        self._remark(group.root)
-
-    def before_reduce(self, group: FSDPParamGroup) -> None:
-        self.before_gather(group)
-
-    def _remark(self, root: Any) -> None:
-        flags = [flag for group in root.groups for flag in group.parameters.trainable]
-        remark = trainable_remark(flags)
-        for group in root.groups:
+    def _remark(self) -> None:
+        remark = trainable_remark([flag for flags in self._trainable.values() for flag in flags])
+        for group in self._trainable:
             group.purpose.remark = remark
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:

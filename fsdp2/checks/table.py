@@ -2,7 +2,7 @@
 
 - "off": the check does nothing.
 - "default": the check costs very little, or does what takes time only when it is due: at the 1st, 2nd, 4th, 8th,
-  16th, 32nd, 64th, and each 128th time (see check_times.py).
+  16th, 32nd, 64th, and each 128th time (see due.py).
 - "debug": the check is due each time.
 
 A check that is never due acts alike at "default" and "debug".
@@ -21,18 +21,25 @@ from ..dtensor import optimizer_steps
 from ..engine.build import Plan
 from ..engine.events import Observer, extend
 from ..engine.owners import all_groups
-from ..engine.placeholders import UnsynchronizedGradients
-from ..features.running_stats import make_running_stats
 from .before_sharding import facts_of_call
-from .check_times import Check, ForwardCheck, RankCheck
 from .compared_buffers import Buffers
+from .due import (
+    AtTimes,
+    Check,
+    ForwardCheck,
+    ForwardChecks,
+    MovedData,
+    RankCheck,
+    RankComparisons,
+    WrittenParameters,
+    make_rank_comparisons,
+)
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
 from .frozen_parameters import FrozenParameters
 from .initial_weights import InitialWeights, keep_sample
 from .kept_memory import KeptMemory
 from .levels import LEVELS, NAMES, change_levels, is_on, level_of
-from .observers import ForwardChecks, MovedData, RankComparisons, WrittenParameters, make_rank_comparisons
 from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
@@ -78,7 +85,7 @@ TABLE = (
         "empty memory",
         "parameters and buffers that `to_empty` gave memory, and nobody has initialised",
         _AT_FIRST,
-        "`to_empty` fills them once",
+        "nothing but a look at them; `to_empty` fills them once, at each level",
         EmptyMemory,
     ),
     Row(
@@ -259,7 +266,7 @@ def _forward_checks(root: Any) -> Observer | None:
 
 def _follow_levels(root: Any) -> None:
     """Has a root that is there already observed as the levels say now. Checks that stay keep what they know."""
-    before, is_ours = root.events.observers, (Check, RankComparisons, ForwardChecks)
+    before, is_ours = root.events.observers, (Check, RankComparisons, ForwardChecks, AtTimes)
     present = {type(each): each for each in before}
     now: list[Observer] = []
     for made in filter(None, (make(root) for make in CHECKS)):
@@ -269,9 +276,6 @@ def _follow_levels(root: Any) -> None:
         now.append(kept)
     first = next((i for i, each in enumerate(before) if isinstance(each, is_ours)), len(before))
     root.observe([*before[:first], *now, *(each for each in before[first:] if not isinstance(each, is_ours))])
-    for check in before:
-        if isinstance(check, Check) and check not in now:
-            check.detached(root)
     for each in now:
         if isinstance(each, (RankComparisons, ForwardChecks)):
             each.refresh()
@@ -296,15 +300,14 @@ CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
     _rank_comparisons,
     _forward_checks,
 )
-OBSERVERS = (*CHECKS, make_running_stats, lambda root: UnsynchronizedGradients())
-"""All observers of this folder. They stand behind those of install.py and of dtensor/."""
+"""All checks that are observers. They stand behind the observers of install.py and of dtensor/."""
 
 
 def install() -> None:
-    """Puts the checks in force, with what is always there: running statistics, unsynchronized gradients in `.grad`.
+    """Puts the checks in force.
 
     `check_plan` of plan.py, which comes before other extensions get a plan, is not among them.
     """
-    extend(plan=(_remember,), observers=OBSERVERS)
+    extend(plan=(_remember,), observers=CHECKS)
     optimizer_steps.before_step += [check_settings, note_step]
     optimizer_steps.stepped_beside.append(note_plain)

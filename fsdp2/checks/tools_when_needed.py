@@ -10,6 +10,7 @@ import torch
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.rank_facts import is_first
+from ..engine.root import Root
 from .rollcall import level_from_environment
 
 # Padding of fewer bytes is never logged.
@@ -17,42 +18,45 @@ MIN_LOGGED_NBYTES = 16 * 1024 * 1024
 _WIDEST = torch.float64.itemsize
 
 
-class AuditAtDebugLevel(Observer):
-    """Has the first rank log what `check` finds, once before the next pass after the debug level was switched on.
+class Audit(Observer):
+    """Has the first rank log what `check` finds, once, before the next pass: the debug level was switched on.
 
-    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike. It follows
-    `pass_began` until that has happened.
+    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
     """
-
-    def __init__(self) -> None:
-        self.ignored = frozenset() if level_from_environment() > 0 else frozenset({"pass_began"})
-
-    def ask(self, root: Any, wanted: bool = True) -> None:
-        """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-        root.events.follow_if(wanted, self, "pass_began")
 
     def pass_began(self, root: Any) -> None:
         from ..tools.audit import log_findings
 
-        root.events.ignore(self, "pass_began")
+        root.remove(self)
         log_findings(root.state.modules, is_first(root.group.mesh))
 
 
-class WasteLog(Observer):
+def make_audit(root: Any) -> Audit | None:
+    """Returns an observer for roots that are sharded at the debug level."""
+    return Audit() if level_from_environment() > 0 else None
+
+
+def ask_audit(root: Any, wanted: bool) -> None:
+    """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
+    if wanted and root.events.of(Audit) is None:
+        root.add(Audit())
+    elif not wanted:
+        root.remove(root.events.of(Audit))
+
+
+def log_waste(root: Root) -> None:
     """Logs, on the first rank of each mesh, which gathers of a `fully_shard` call have much padding, and what to do.
 
     It is a log line, not a warning: a warning that is turned into an error would end one rank only, and every rank
     would print a warning.
     """
+    for state in (root.state, *root.state.parts):
+        for group in state.groups:
+            is_first_rank = not any(group.mesh.mesh.get_coordinate() or ())
+            if is_first_rank and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES:
+                from ..tools import padding_log
 
-    def attached(self, root: Any) -> None:
-        for state in (root.state, *root.state.parts):
-            for group in state.groups:
-                is_first_rank = not any(group.mesh.mesh.get_coordinate() or ())
-                if is_first_rank and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES:
-                    from ..tools.padding_log import log_waste
-
-                    log_waste(group, MIN_LOGGED_NBYTES)
+                padding_log.log_waste(group, MIN_LOGGED_NBYTES)
 
 
 def _padding_numel(group: FSDPParamGroup) -> int:
@@ -68,17 +72,22 @@ def _padding_numel(group: FSDPParamGroup) -> int:
 class ProfilerRanges(Observer):
     """Opens ranges in torch's profiler: "fsdp2.all_gather blocks.0 4096 bytes", and others.
 
-    The root compares one flag when a pass begins, so it notices a profiler with the next forward or backward. It
-    follows no other event, and watches no collective, until then. So a step without a profiler runs nothing of it.
+    A root compares one flag when a pass begins, and has this observer while a profiler runs. So a step without one runs
+    nothing of it.
     """
 
-    ignored = frozenset({"before_free"})
+    def __init__(self, root: Any) -> None:
+        """`root`: which it will follow."""
 
-    def profiler_switched(self, root: Any) -> None:
-        from ..tools.profiler_ranges import end, start
+    def attached(self, root: Any) -> None:
+        from ..tools.profiler_ranges import start
 
-        root.events.follow_if(root.is_profiled, self, "before_free")
-        (start if root.is_profiled else end)(root)
+        start(root)
+
+    def detached(self, root: Any) -> None:
+        from ..tools.profiler_ranges import end
+
+        end(root)
 
     def before_free(self, group: Any) -> None:
         from ..tools.profiler_ranges import show_reshard

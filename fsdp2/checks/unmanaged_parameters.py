@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from ..engine.checksum import checksum, joint_checksum, read
 from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.compat import graph_task
+from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import all_groups, names_of_unsharded, sharded_owner, some_of
 from ..engine.parameter import fqn
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import is_sharded_by_fsdp1
-from .check_times import RankCheck
+from .due import RankCheck
 
 _MOST_GRADIENTS = 16
 
@@ -33,14 +34,13 @@ _MOST_GRADIENTS = 16
 class UnmanagedParameters(RankCheck):
     """Compares checksums of unmanaged parameters between ranks."""
 
-    ignored = frozenset({"backward_ended"})
-
     def __init__(self) -> None:
         # Those that were there when ranks last compared them, and those of them that were the same on all ranks.
         self._known: set[str] = set()
         self._common: set[str] = set()
         # Plain parameters outside of the model that optimizers step on, by what errors call them.
         self._plain: dict[str, _PlainParameter] = {}
+        self._backwards = _Backwards(self._plain)
 
     def note_plain(self, root: Any, optimizer: Optimizer, params: Mapping[int, Tensor], is_beside: bool) -> None:
         """Notes plain parameters (number -> parameter) on which an optimizer is about to step first.
@@ -56,19 +56,14 @@ class UnmanagedParameters(RankCheck):
                     break
                 name = f"{usual} (optimizer {number})"
             self._plain[name] = _PlainParameter(optimizer, i, param, is_beside)
-        self._follow_backwards(root)
-
-    def backward_ended(self, root: Any) -> None:
-        for each in self._plain.values():
-            each.note_backward(root.backward.task)
-        self._follow_backwards(root)
+        root.remove(self._backwards)
+        if self._backwards.are_awaited():
+            root.add(self._backwards)
 
     def detached(self, root: Any) -> None:
+        root.remove(self._backwards)
         for each in self._plain.values():
             each.ignore_gradients()
-
-    def _follow_backwards(self, root: Any) -> None:
-        root.events.follow_if(any(each.is_open for each in self._plain.values()), self, "backward_ended")
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         mesh = comparison.mesh
@@ -181,6 +176,23 @@ class _PlainParameter:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+class _Backwards(Observer):
+    """Notes backward passes of a root while it is not known with which model some plain parameters train."""
+
+    def __init__(self, params: Mapping[str, _PlainParameter]) -> None:
+        self._params = params
+
+    def are_awaited(self) -> bool:
+        """Returns True while that is so."""
+        return any(each.is_open for each in self._params.values())
+
+    def backward_ended(self, root: Any) -> None:
+        for each in self._params.values():
+            each.note_backward(root.backward.task)
+        if not self.are_awaited():
+            root.remove(self)
 
 
 def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:

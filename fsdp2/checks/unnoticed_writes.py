@@ -25,7 +25,7 @@ class UnnoticedWrites(Observer):
     def backward_began(self, root: Any) -> None:
         self._compare()
 
-    def backward_failed(self, root: Any) -> None:
+    def pass_failed(self, root: Any, in_backward: bool) -> None:
         self._unsettled = []  # the other error comes first
 
     def _compare(self) -> None:

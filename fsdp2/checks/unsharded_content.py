@@ -22,9 +22,7 @@ from ..engine.memory import Memory
 from ..engine.parameter import FSDPParam
 from ..engine.state import FSDPState
 from ..engine.unsharded_versions import refuse_written
-from .check_times import ForwardCheck
-from .observers import judge_at_end
-from .reads import NO_NUMBERS
+from .due import NO_NUMBERS, ForwardCheck, judge_at_end
 
 _EVERY_AT_FIRST = 64
 

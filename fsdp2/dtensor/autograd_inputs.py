@@ -22,7 +22,6 @@ from ..engine.compat import compiled_autograd, no_torch_function, records_backwa
 from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.owners import Owned, all_groups, sharded_owner, some_of
-from ..engine.unsharded_versions import UnshardedVersions
 from .compat import finds_accumulator, wrap_engine
 from .crossings import owner_of
 from .differing_numbers import refuse_differing_numbers
@@ -179,8 +178,7 @@ def _why_freed(groups: Iterable[Any]) -> str:
 
 def _is_expired(group: Any) -> bool:
     """Returns True if autograd refuses what it has saved of the group's unsharded parameters, which were freed."""
-    versions = group.root.events.of(UnshardedVersions)
-    return versions is not None and versions.of(group).is_expired
+    return bool(group.parameters.unsharded_versions.is_expired)
 
 
 def _add_unsharded(inputs: Sequence[Any]) -> tuple[Any, ...]:

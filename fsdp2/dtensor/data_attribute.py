@@ -7,13 +7,13 @@ state dicts hold, are counted here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.compat import local_if_any, local_of, storage_id, untraced
@@ -56,7 +56,7 @@ _assigned: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictio
 class AssignedData(Observer):
     """Forgets which parameters were assigned when a group copies its shards to new memory."""
 
-    def rebuilt(self, group: FSDPParamGroup) -> None:
+    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         _assigned.pop(group, None)
 
 

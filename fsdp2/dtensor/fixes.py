@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,38 +14,45 @@ from torch.distributed.tensor import DTensor
 from ..engine.events import Observer, extend
 from ..engine.group import FSDPParamGroup
 from ..engine.once import once
+from ..engine.parameter import FSDPParam
+from ..engine.root import Root
 from ..engine.torch_names import keep_out_of_graphs
 from ..engine.write_notices import notices
 from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData
-from .optimizer_steps import ShardingCalls
+from .optimizer_steps import note_call
 from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
 from .table import FIXES, NAMES, Fix
 
 
-class Fixes(Observer):
-    """Puts the fixes in force once the first module is sharded, and notes the meshes of sharded parameters."""
+class Meshes(Observer):
+    """Notes the meshes of sharded parameters, which torch before 2.13 knows our operations by."""
 
     def attached(self, root: Any) -> None:
-        correct_torch()
         for group in root.new_groups:
-            self.rebuilt(group)
-            if any(param.leaf_class is not nn.Parameter for param in group.params):
-                look_up_in_user_classes()
+            self.rebuilt(group, {})
 
-    def rebuilt(self, group: FSDPParamGroup) -> None:
+    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         for param in group.params:
             meshes_in_use.add(param.dtensor_spec.mesh)
 
 
+def join_fixes(root: Root) -> None:
+    """Puts the fixes in force once the first module is sharded, and those for users' classes once one has such."""
+    correct_torch()
+    if any(param.leaf_class is not nn.Parameter for group in root.new_groups for param in group.params):
+        look_up_in_user_classes()
+
+
 def install() -> None:
-    """Makes the engine use ShardedDTensor for sharded parameters, and adds the observers of this folder. It is called
+    """Makes the engine use ShardedDTensor for sharded parameters, and adds what joins each new root. It is called
     once, before any module is sharded.
     """
     extend(
         tensor_class=ShardedDTensor,
-        observers=(lambda root: Fixes(), lambda root: AssignedData(), lambda root: ShardingCalls()),
+        features=(join_fixes, note_call),
+        observers=(lambda root: Meshes(), lambda root: AssignedData()),
     )
 
 

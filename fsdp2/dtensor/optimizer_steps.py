@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..engine.events import Observer
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
 from ..engine.rank_facts import all_reduce_over, moves_data
+from ..engine.root import Root
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
@@ -72,11 +72,9 @@ class _Calls:
     number = 0
 
 
-class ShardingCalls(Observer):
-    """Counts fully_shard calls: after each, optimizers are inspected again."""
-
-    def attached(self, root: Any) -> None:
-        _Calls.number = next(_Calls.counter)
+def note_call(_: Root) -> None:
+    """Counts a fully_shard call: after each, optimizers are inspected again."""
+    _Calls.number = next(_Calls.counter)
 
 
 def follow_optimizer_steps() -> None:

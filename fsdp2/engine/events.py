@@ -1,17 +1,20 @@
-"""Tells observers of events: how the rest of the package, and users, follow what the engine does.
+"""Says how the rest of the package, and users, join the engine.
 
-An *observer* follows the groups under one root: it overrides methods of `Observer`, and a root calls only those that
-are overridden. `extend` adds observers for the whole process, before modules are sharded. fsdp2/README.md shows one.
+An *observer* follows the groups under one root: it overrides methods of `Observer`, the events, and a root calls only
+those that are overridden. It may raise, and changes nothing. A *feature* changes numbers, memory or communication: the
+engine calls it by its name (RankConsensus, BackwardSteps). `extend` adds both for the whole process, before modules are
+sharded. fsdp2/README.md shows an observer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from .comm import CommWatcher, Unwatched
 
 if TYPE_CHECKING:
+    from .gradients import GroupGradients
     from .group import FSDPParamGroup
+    from .inputs import HandedInputs
     from .parameter import FSDPParam
     from .root import Root
     from .state import FSDPState
@@ -29,132 +34,61 @@ if TYPE_CHECKING:
 class Observer:
     """Follows all groups under one root. Override what is needed; the methods do nothing here.
 
-    `root` is a Root, `state` the FSDPState of one sharded module, `group` an FSDPParamGroup, `param` an FSDPParam. What
-    a method raises propagates to the caller of the event. A method must do the same on all ranks if it communicates.
-    Observers are called in the order in which `extend` got them. Forwards that checkpointing runs again send
-    `forward_failed` and `pass_failed`, and no other event of forwards.
-
-    `ignored`: names of events that the observer overrides and is not told of now; `root.events.follow` and
-    `root.events.ignore` change it. A class names there those events that it needs at times only.
+    An observer watches: it may raise, tell and measure, and changes nothing of the engine. `root` is a Root, `state`
+    the FSDPState of one sharded module, `group` an FSDPParamGroup. What a method raises propagates to the caller of
+    the event. A method must do the same on all ranks if it communicates. Observers are called in the order in which
+    `extend` got them. One that is needed at times only follows at those times only: `root.add(observer)`,
+    `root.remove(observer)`.
     """
 
-    ignored: frozenset[str] = frozenset()
+    # ---- the observer itself
 
     def attached(self, root: Root) -> None:
-        """A new root knows its groups and their names. An outer module's root makes other observers."""
+        """It follows `root` from now on, which knows its groups and their names. An outer module's root makes other
+        observers.
+        """
+
+    def detached(self, root: Root) -> None:
+        """It follows `root` no more, because somebody has removed it. It must undo what it did to modules."""
+
+    # ---- passes
 
     def pass_began(self, root: Root) -> None:
         """A forward pass begins: a sharded module is called outside of others, or the root itself is."""
 
-    def profiler_switched(self, root: Root) -> None:
-        """A profiler of torch has started or stopped since the last pass: `root.is_profiled` says which."""
-
-    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """A forward is about to cast floating-point tensors among `inputs` to `dtype`."""
-
-    def inputs_returned(self, state: FSDPState, inputs: Any) -> None:
-        """A forward that got cast or moved inputs has returned. `inputs`: the HandedInputs, taken back already."""
-
-    def forward_began(self, group: FSDPParamGroup) -> None:
-        """A module's forward begins; its unsharded parameters are registered."""
-
-    def forward_ended(self, group: FSDPParamGroup) -> None:
-        """The module's call, hooks included, has returned; the unsharded parameters are still there."""
-
-    def forward_returns(self, state: FSDPState, inputs: Any, output: Any) -> Any:
-        """The module's call has returned `output`. `inputs`: (args, kwargs). Returns it for the next observer."""
-        return output
-
-    def forward_finished(self, state: FSDPState, backward_follows: bool, failed: bool) -> None:
-        """After a forward, the groups of `state` were resharded, or left unsharded."""
-
-    def forward_failed(self, group: FSDPParamGroup) -> None:
-        """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
-
     def pass_ended(self, root: Root) -> None:
         """The outermost module's own forward has returned."""
-
-    def pass_failed(self, root: Root) -> None:
-        """The outermost forward has raised."""
-
-    def before_gather(self, group: FSDPParamGroup) -> None:
-        """The group's all-gather is about to begin. One rank, or a group without parameters, communicates nothing."""
-
-    def gathered(self, group: FSDPParamGroup) -> None:
-        """The group's all-gather has been waited for: by the host, or by the current stream of a device."""
-
-    def unsharded(self, group: FSDPParamGroup) -> None:
-        """The unsharded parameters hold data, gathered now or before. Perhaps only other ranks use them."""
-
-    def before_reshard(self, group: FSDPParamGroup) -> None:
-        """A user calls `reshard`. An exception skips the groups that follow; it propagates when all are resharded."""
-
-    def before_free(self, group: FSDPParamGroup) -> None:
-        """`reshard` is about to free the unsharded parameters. Perhaps there are none, or `keep_storage` keeps them."""
-
-    def memory_kept(self, group: FSDPParamGroup) -> None:
-        """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
-        one of them, or a view of one, since a forward.
-        """
-
-    def shards_needed(self, group: FSDPParamGroup) -> None:
-        """The group's shards are about to be read."""
 
     def backward_began(self, root: Root) -> None:
         """A backward pass begins, or `reduce_unsynchronized` does: then `root.backward` is None."""
 
-    def saved_unseen(self, root: Root) -> None:
-        """Autograd may save unsharded parameters from now on where no hook of the engine sees them."""
-
-    def graph_built(self, root: Root) -> None:
-        """A backward pass runs with grad enabled (create_graph=True): it may save weights where no hook sees them."""
-
-    def before_reduce(self, group: FSDPParamGroup) -> None:
-        """Gradients of the group, perhaps not all of them, are about to be reduced."""
-
-    def gradients_due(self, group: FSDPParamGroup) -> None:
-        """All gradients of a group that reduces them together (ReduceWhen) are about to be reduced."""
-
-    def gradients_delivered(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
-        """`.grad` includes what the pass `of_pass` has computed. Another thread may call it (offloaded parameters
-        that an optimizer steps on in backward)."""
-
-    def gradients_computed(self, root: Root) -> None:
-        """Backward, or `reduce_unsynchronized`, has begun its reductions; all-reduces between replicas may follow."""
-
-    def finalized(self, root: Root) -> None:
-        """All reductions have finished; `.grad` holds every gradient except unsynchronized ones."""
-
     def backward_ended(self, root: Root) -> None:
         """All work of a backward pass is done; `root.backward` is still set."""
 
-    def backward_failed(self, root: Root) -> None:
-        """A backward or a finalize has failed, or `reset` was called. Gradients in flight are dropped, and
-        unsynchronized ones that the pass had included; what `.grad` has received stays. Groups are resharded next.
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
+        """The outermost forward has raised. `in_backward`: a backward or a finalize has failed, or `reset` was called.
+        Then gradients in flight are dropped, and unsynchronized ones that the pass had included; what `.grad` has
+        received stays. Groups are resharded next.
         """
-
-    def reset(self, root: Root) -> None:
-        """A user has dropped everything that was under way, unsynchronized gradients, too."""
 
     def out_of_step(self, root: Root) -> None:
         """Ranks have run different sequences; from the next pass on, no observer may rely on what it recorded."""
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
+    # ---- forwards of modules; those that checkpointing runs again send `forward_failed` only
 
-    def rebuilt(self, group: FSDPParamGroup) -> None:
-        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it."""
+    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """A forward is about to cast floating-point tensors among `inputs` to `dtype`, before it gathers anything."""
 
-    def loaded(self, group: FSDPParamGroup) -> None:
-        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
+    def forward_began(self, group: FSDPParamGroup) -> None:
+        """A module's forward begins; its unsharded parameters are registered."""
 
-    def given_memory(
-        self, group: FSDPParamGroup, params: Sequence[FSDPParam], buffers: Sequence[Tensor], are_empty: bool
-    ) -> None:
-        """Parameters of the group, and buffers below its modules, that were on the meta device have memory now.
-
-        `are_empty`: `to_empty` gave it to them, without values.
+    def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
+        """The module's call, hooks included, has returned; the unsharded parameters are still there. `inputs`: those
+        that were cast or moved for it, taken back already.
         """
+
+    def forward_failed(self, group: FSDPParamGroup) -> None:
+        """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
 
     def call_failed(
         self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
@@ -164,10 +98,56 @@ class Observer:
         `name`: the method; None: it is not known. `inputs`: (args, kwargs), as the caller has given them, or None.
         """
 
-    def before_replace(self, group: FSDPParamGroup, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
-        """A user has replaced parameters of the group, or their local tensors, and the group is about to take `found`:
-        (param, what is registered in its place).
+    # ---- unsharded parameters
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        """The group's all-gather is about to begin. One rank, or a group without parameters, communicates nothing."""
+
+    def unsharded(self, group: FSDPParamGroup) -> None:
+        """The unsharded parameters hold data, gathered now or before. Perhaps only other ranks use them."""
+
+    def before_reshard(self, group: FSDPParamGroup) -> None:
+        """A user calls `reshard`. An exception skips the groups that follow; it propagates when all are resharded."""
+
+    def before_free(self, group: FSDPParamGroup) -> None:
+        """The group reshards, and is about to free the unsharded parameters. Perhaps there are none, or `keep_storage`
+        keeps them.
         """
+
+    def memory_kept(self, group: FSDPParamGroup) -> None:
+        """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
+        one of them, or a view of one, since a forward.
+        """
+
+    # ---- gradients
+
+    def before_reduce(self, group: FSDPParamGroup) -> None:
+        """Gradients of the group, perhaps not all of them, are about to be reduced."""
+
+    def gradients_delivered(self, group: FSDPParamGroup) -> None:
+        """`.grad` of some parameters of the group includes what the pass has computed. Another thread may call it
+        (offloaded parameters that an optimizer steps on in backward).
+        """
+
+    # ---- what users change
+
+    def settings_changed(self, group: FSDPParamGroup) -> None:
+        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
+
+    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it. `replaced`:
+        param -> what a user had registered in its place, or given another local tensor.
+        """
+
+    def loaded(self, group: FSDPParamGroup) -> None:
+        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
+
+
+EVENTS = tuple(
+    name
+    for name, method in vars(Observer).items()
+    if callable(method) and not name.startswith("_") and name not in ("attached", "detached")
+)
 
 
 @cache
@@ -176,46 +156,80 @@ def _events_of(cls: type) -> list[str]:
     return [name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name)]
 
 
-EVENTS = tuple(name for name, method in vars(Observer).items() if callable(method) and not name.startswith("_"))
-
-
 class Events:
     """Holds one attribute for each event: the list of observers' methods to call."""
 
+    observers: tuple[Observer, ...]
+
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self.observers = (*observers,)
-        self._of_class = {type(each): each for each in self.observers}
-        follow: dict[str, list[Any]] = {name: [] for name in EVENTS}
-        for each in self.observers:
-            for name in _events_of(type(each)):  # type: ignore[arg-type]
-                if name not in each.ignored:
-                    follow[name].append(getattr(each, name))
-        vars(self).update(follow)
+        self._call((*observers,))
 
     def __getattr__(self, name: str) -> list[Any]:
         raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
 
-    def follow(self, observer: Observer, *names: str) -> None:
-        """Tells `observer` of the events `names`, too, from the next time on that they happen."""
-        observer.ignored = observer.ignored.difference(names)
-        vars(self).update(vars(Events(self.observers)))  # new lists: an event that happens now walks along an old one
+    def _call(self, observers: tuple[Observer, ...]) -> None:
+        """Calls these observers from the next time on that something happens."""
+        lists: dict[str, list[Any]] = {name: [] for name in EVENTS}  # new ones: what happens now walks along an old one
+        for each in observers:
+            for name in _events_of(type(each)):  # type: ignore[arg-type]
+                lists[name].append(getattr(each, name))
+        vars(self).update(lists, observers=observers, _of_class={type(each): each for each in observers})
 
-    def ignore(self, observer: Observer, *names: str) -> None:
-        """Does not tell `observer` of the events `names`, from the next time on that they happen."""
-        observer.ignored = observer.ignored.union(names)
-        vars(self).update(vars(Events(self.observers)))
+    def add(self, observer: Observer, behind: Observer | None = None) -> None:
+        """Calls `observer`, too, behind another one or behind all. `Root.add` tells it that it follows."""
+        place = len(self.observers) if behind is None else self.observers.index(behind) + 1
+        self._call((*self.observers[:place], observer, *self.observers[place:]))
 
-    def follow_if(self, wanted: bool, observer: Observer, *names: str) -> None:
-        """Tells `observer` of the events `names` from now on if `wanted`, else no more."""
-        if wanted is (names[0] in observer.ignored):
-            (self.follow if wanted else self.ignore)(observer, *names)
+    def remove(self, observer: Observer) -> None:
+        """Calls `observer` no more. `Root.remove` tells it."""
+        self._call(tuple(each for each in self.observers if each is not observer))
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
-        return self._of_class.get(cls)
+        return vars(self)["_of_class"].get(cls)
 
 
 NO_EVENTS = Events()
+
+
+# ---- features, which change what the engine does, and are called by name
+
+
+class RankConsensus(Protocol):
+    """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py)."""
+
+    def before_pass(self) -> None:
+        """Is called when a forward pass begins. It may refuse the root."""
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        """Is called before each all-gather. It may communicate for other groups first."""
+
+    def before_reduce(self, group: FSDPParamGroup) -> None:
+        """Is called before all gradients of a group are reduced, together (ReduceWhen). It may reduce them itself."""
+
+    def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
+        """Returns what the forward is to return in place of `output`. `inputs`: (args, kwargs)."""
+
+    def after_backward(self) -> None:
+        """Is called when a backward, or `reduce_unsynchronized`, has begun its reductions, before the all-reduces
+        between replicas that may follow.
+        """
+
+
+class BackwardSteps(Protocol):
+    """Steps on parameters as soon as their gradients are delivered (features/optimizer_in_backward.py)."""
+
+    def before_backward(self) -> None:
+        """Is called when a backward pass begins."""
+
+    def deliver(self, gradients: GroupGradients, pending: Any, of_pass: object) -> Future[None] | None:
+        """Delivers offloaded gradients on another thread. None: the caller delivers them."""
+
+    def step(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
+        """Is called when `.grad` of `params` includes what the pass `of_pass` has computed."""
+
+    def after_delivery(self) -> None:
+        """Is called when all reductions have finished."""
 
 
 _UNWATCHED = Unwatched()
@@ -226,14 +240,19 @@ class Extensions:
     """Holds what other folders, and users, add to the engine for the whole process.
 
     Args:
+        features: called with each new root, before observers are made; each joins the root, if it needs it.
         observers: called with each new root; each returns an observer, or None.
+        in_profiler: called with a root when a profiler of torch has started; each returns an observer that follows
+            until a pass finds that the profiler has stopped.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         class_attributes: called with a module's class; what they return is added to its sharded class.
         tensor_class: class of sharded parameters and of their gradients.
         comm_watcher: watches what ranks are about to communicate.
     """
 
+    features: tuple[Callable[[Any], None], ...] = ()
     observers: tuple[Callable[[Any], Observer | None], ...] = ()
+    in_profiler: tuple[Callable[[Any], Observer], ...] = ()
     plan: tuple[Callable[[Any], None], ...] = ()
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
     tensor_class: type[DTensor] = DTensor

@@ -251,9 +251,9 @@ class GroupGradients:
 
     def _flush(self, left: set[int]) -> None:
         settings = self.group.settings
-        if settings.reduce_when is not ReduceWhen.BUCKET and settings.reduce_gradients and left:
-            for notify in self.group.events.gradients_due:
-                notify(self.group)
+        consensus = self.group.root.consensus
+        if consensus is not None and settings.reduce_gradients and left:
+            consensus.before_reduce(self.group)
         for bucket in self.buckets:
             self._process(self._take([i for i in bucket.indices if i in left]))
             left.difference_update(bucket.indices)
@@ -449,8 +449,10 @@ class GroupGradients:
                     self._accumulate(shards, False)
             if is_hooked:  # users' hooks may need torch functions, and their modes
                 run_shown(self._accumulate, shards, True)
+        if self.group.root.steps is not None:
+            run_shown(self.group.root.steps.step, self.group, [self._params[i] for i in shards], of_pass)
         for notify in self.group.events.gradients_delivered:
-            run_shown(notify, self.group, [self._params[i] for i in shards], of_pass)
+            run_shown(notify, self.group)
 
     def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
         """Adds this rank's gradient shards to `.grad`. They have the storage dtype.

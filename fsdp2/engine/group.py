@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +14,7 @@ from . import compat
 from .collectives import make_comm
 from .comm import Comm, Purpose
 from .compat import num_dispatch_modes, num_function_modes, runs_transform
+from .empty_memory import EmptyTensors
 from .events import NO_EVENTS, Events
 from .gradients import GroupGradients
 from .group_parameters import GroupParameters
@@ -21,6 +22,7 @@ from .home_streams import GroupStreams
 from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
+from .placeholders import forget_cleared, leaves_gradients
 from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .reduce import Reduction
 from .replacements import find_replacements
@@ -66,6 +68,7 @@ class FSDPParamGroup:
     `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
     `parameters`: their memory, and what is built over it; `registration`: which of them modules have.
     `gradients`: those that have arrived, and how they are reduced; `transfers`: copies of offloaded shards.
+    `empty`: those of its tensors that were given memory without values. `writers`: those of the root.
     `events`: whom to tell; `purpose`: its name in errors.
     """
 
@@ -95,6 +98,8 @@ class FSDPParamGroup:
         # How many blocks of full_params have used it outside of forwards.
         self.num_blocks = 0
         self.events: Events = NO_EVENTS
+        self.empty = EmptyTensors()
+        self.writers: list[Callable[[FSDPParamGroup], None]] = []
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
@@ -174,6 +179,7 @@ class FSDPParamGroup:
         """Notes that settings or trainable parameters may have changed."""
         if self.root is not None:
             self.root.changed.add(self)
+            self.root.leaves_gradients = self.root.leaves_gradients or leaves_gradients(self)
 
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""
@@ -220,8 +226,10 @@ class FSDPParamGroup:
                 return self.start_unshard(for_backward, again=again)
         if self.parameters.buffers is None:
             self._notice_changes()
-        for notify in self.events.shards_needed:
-            notify(self)
+        for wait in self.writers:
+            wait(self)
+        if self.root.consensus is not None:
+            self.root.consensus.before_gather(self)
         for notify in self.events.before_gather:
             notify(self)
         buffers, extension = self.parameters.buffers, self.parameters.extension
@@ -250,6 +258,8 @@ class FSDPParamGroup:
             self.start_unshard(for_backward, ahead=False)
         if self.phase is GATHERING:
             self._finish_gather()
+        if self.parameters.unsharded_versions.guards:
+            self.parameters.unsharded_versions.renew(self.shard_versions())
         for notify in self.events.unsharded:
             notify(self)
         if registers:
@@ -272,10 +282,10 @@ class FSDPParamGroup:
             raise
         self._become(GATHERED)
         self.parameters.readability.allow(True)
-        if self.parameters.extension is not None and self.parameters.extension.finish():
-            self.parameters.follow()
-        for notify in self.events.gathered:
-            notify(self)
+        if self.parameters.extension is not None:
+            if self.parameters.extension.finish():
+                self.parameters.follow()
+            self.parameters.unsharded_versions.accept()  # it may have refilled them by operations that count
 
     def unshard_again(self) -> None:
         """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
@@ -336,6 +346,8 @@ class FSDPParamGroup:
             buffers.secondary.drop()
         if not free:
             return
+        if self.parameters.unsharded_versions.guards and not buffers.keeps_storage:
+            self.parameters.unsharded_versions.expire()
         for notify in self.events.before_free:
             notify(self)
         if self.parameters.readability.are_readable:
@@ -381,8 +393,8 @@ class FSDPParamGroup:
 
     def shard_versions(self) -> tuple[int, ...]:
         """Returns the versions of the sharded parameters, see Registration."""
-        for notify in self.events.shards_needed:
-            notify(self)
+        for wait in self.writers:
+            wait(self)
         return self.registration.versions()
 
     def adopt_replacements(
@@ -416,8 +428,7 @@ class FSDPParamGroup:
         if are_replaced:
             self.reshard()
             found = find_replacements(self, accept_whole, may_be_untied)
-            for notify in self.events.before_replace:
-                notify(self, found)
+            forget_cleared(self)
             parameters.take(found)
         elif parameters.trainable != self.registration.trainable():
             parameters.follow_requires_grad()
@@ -469,8 +480,8 @@ class FSDPParamGroup:
         if self.reached_by is None:
             self.reached_by = root.backward
             if root.settings.saved_tensor_hooks:
-                for notify in self.events.shards_needed:
-                    notify(self)
+                for wait in self.writers:
+                    wait(self)
                 now = self.registration.versions()
                 if now != self.versions:
                     self.versions = now

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress, count
 from operator import add, gt, is_, sub
 from sys import getrefcount
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,13 @@ from .owners import note_shards
 from .parameter import FSDPParam
 from .policy import GroupSettings
 from .subclasses import SubclassGather
+from .unsharded_versions import UnshardedVersions
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
 
 _SHARDED, _UNSHARDED = 0, 1
+_NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
 _uncounted = count()
 
 
@@ -104,6 +107,14 @@ class Registration:
         are_registered = all(map(is_, map(dict.get, slots, names), sharded))
         return not (are_registered and all(map(is_, map(local_of, sharded), locals_)))
 
+    def find_replaced(self) -> set[int]:
+        """Returns the identities of the sharded parameters for which `is_replaced` is True."""
+        return {
+            id(sharded)
+            for slots, name, sharded, local in zip(*self.watched, strict=True)
+            if slots.get(name) is not sharded or local_of(sharded) is not local
+        }
+
     def note_replacement(self) -> None:
         """Counts that parameters, or their local tensors, were replaced."""
         increment_version(self._replacements)
@@ -134,7 +145,8 @@ class GroupParameters:
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
-    unsharded parameters; `storage_ids`: the identities of their storages; `nbytes`: their bytes, padding included.
+    unsharded parameters, and `unsharded_versions` their version counters; `storage_ids`: the identities of their
+    storages; `nbytes`: their bytes, padding included.
     `trainable`: which of them required a gradient when buckets were last planned.
     """
 
@@ -148,6 +160,7 @@ class GroupParameters:
         self.extension: SubclassGather | None = None
         self.specs: tuple[ParamSpec, ...] = ()
         self.unsharded: list[nn.Parameter] = []
+        self.unsharded_versions = UnshardedVersions((), ())
         self.trainable: list[bool] = []
         self.storage_ids: frozenset[int] = frozenset()
         # True if their memory is freed at times: it is not that of the shards, and the user does not keep it.
@@ -194,25 +207,27 @@ class GroupParameters:
     def take(self, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         """Takes what users have registered in place of parameters, and rebuilds."""
         self.readability.allow(True)
+        gone = self.registration.find_replaced()
+        replaced = {param: parameter for param, parameter in found if id(param.sharded) in gone}
         with torch.no_grad():
             for param, parameter in found:
                 param.take(parameter)
         self.registration.note_replacement()
-        self._rebuild()
+        self._rebuild(replaced)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
         self.readability.allow(True)
         self.registration.prepare(())
         if any(param.local.device != self.storage_device for param in self.params):
-            self.drop_memory()
+            self.drop_memory(replaced)
             return
         self.specs = self._find_specs()
         plain = tuple(spec for spec in self.specs if not spec.extended)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             self._place_shards(plain)
-        self.follow()
+        self.follow(replaced)
 
     def _find_specs(self) -> tuple[ParamSpec, ...]:
         """Orders the parameters, and returns their specs."""
@@ -258,7 +273,7 @@ class GroupParameters:
             for i, param in enumerate(self.plain):
                 param.move_unsharded(self.buffers.unsharded_parameter(i))
 
-    def drop_memory(self) -> None:
+    def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `build` allocates some."""
         self.readability.allow(True)
         self.registration.prepare(())
@@ -266,13 +281,13 @@ class GroupParameters:
             for param in self.plain:
                 param.move_unsharded(None)
         self.buffers, self.nbytes, self.bases = None, 0, []
-        self._watch()
+        self._watch(replaced)
 
-    def follow(self) -> None:
+    def follow(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
         """Updates everything that depends on which sharded and unsharded parameters there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
         self.readability.allow(True)
-        self._watch()
+        self._watch(replaced)
         self.follow_requires_grad()
         self.unsharded = [param.unsharded for param in self.params]
         self.storage_ids, self.nbytes = frozenset([self.buffers.storage_id]), self.buffers.layout.unsharded_nbytes
@@ -321,11 +336,16 @@ class GroupParameters:
         """Returns the name of an unsharded parameter, or of the group."""
         return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
-    def _watch(self) -> None:
+    def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         self.registration.watch(self.params)
         note_shards(self.params)
-        for notify in self._gradients.group.events.rebuilt:
-            notify(self._gradients.group)
+        guards = self.unsharded_versions.guards
+        self.unsharded_versions = UnshardedVersions(self.params, self.registration.versions(), guards)
+        group = self._gradients.group
+        if group.root is not None:
+            group.root.has_rebuilt = True
+        for notify in group.events.rebuilt:
+            notify(group, replaced)
 
     # ---- requires_grad
 

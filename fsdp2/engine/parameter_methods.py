@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .events import Observer
+from .empty_memory import mark
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
 from .state import STATE, groups_below, groups_of, modules_below, require_state
@@ -31,8 +31,7 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
         cls._apply(self, fn, recurse)
         for group, params in zip(groups, empty, strict=True):
             group.adopt_replacements(may_be_untied=True)
-            for notify in group.events.given_memory if params else ():
-                notify(group, params, (), False)
+            group.empty.note_parameters(params)
         return self
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -41,9 +40,9 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
         buffers = buffers_on_meta(modules_below(self) if recurse else [self])
         cls.to_empty(self, device=device, recurse=recurse)
         given: list[Any] = [module._buffers[name] for module, name in buffers]
-        group = groups_of(self)[0]
-        for notify in group.events.given_memory if params or given else ():
-            notify(group, params, given, True)
+        for param in params:
+            mark(param.local)
+        groups_of(self)[0].empty.note_buffers(given)
         return self
 
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
@@ -78,28 +77,24 @@ def _refuse_shared_memory(self: nn.Module) -> nn.Module:
 # ---- state dicts
 
 
-class StateDictHooks(Observer):
+def hook_state_dicts(root: Root) -> None:
     """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
-
-    def attached(self, root: Root) -> None:
-        for module in dict.fromkeys(
-            module for state in root.states for module in state.modules if STATE in vars(module)
-        ):
-            if _before_state_dict not in module._state_dict_pre_hooks.values():
-                module.register_state_dict_pre_hook(_before_state_dict)
-                module.register_state_dict_post_hook(_after_state_dict)
-                module.register_load_state_dict_pre_hook(_before_load)
-                module.register_load_state_dict_post_hook(_after_load)
-        for slot in [
-            slot
-            for group in root.new_groups
-            for param in group.params
-            if param.leaf_class is not nn.Parameter
-            for slot in param.slots
-        ]:
-            hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
-            if _drop_attributes not in hooks:
-                slot.module.register_load_state_dict_pre_hook(_drop_attributes)
+    for module in dict.fromkeys(module for state in root.states for module in state.modules if STATE in vars(module)):
+        if _before_state_dict not in module._state_dict_pre_hooks.values():
+            module.register_state_dict_pre_hook(_before_state_dict)
+            module.register_state_dict_post_hook(_after_state_dict)
+            module.register_load_state_dict_pre_hook(_before_load)
+            module.register_load_state_dict_post_hook(_after_load)
+    for slot in [
+        slot
+        for group in root.new_groups
+        for param in group.params
+        if param.leaf_class is not nn.Parameter
+        for slot in param.slots
+    ]:
+        hooks = [getattr(each, "hook", each) for each in slot.module._load_state_dict_pre_hooks.values()]
+        if _drop_attributes not in hooks:
+            slot.module.register_load_state_dict_pre_hook(_drop_attributes)
 
 
 @hides_modes

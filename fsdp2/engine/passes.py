@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .events import Observer
 from .group import FSDPParamGroup, Hold
+from .placeholders import drop_placeholders
 
 if TYPE_CHECKING:
     from .root import Root
@@ -28,6 +28,7 @@ def reduce_unsynchronized(root: Root, groups: Iterable[FSDPParamGroup] | None = 
         if any(group.gradients.left_gradients for group in chosen):
             root.follow_changes()
             root.notify(root.events.backward_began)
+            root.take_placeholders()
         for group in chosen:
             if group.gradients.left_gradients:
                 # As one more backward that computes nothing. Gradients that a user has assigned are included.
@@ -66,7 +67,7 @@ def reset(root: Root) -> None:
         group.gradients.unsynchronized.clear()
         group.gradients.partial.clear()
         group.hold = min(group.hold, Hold.NEXT_PASS)
-    root.notify(root.events.reset)
+    drop_placeholders(root)
     for state in root.running:
         state.running = 0
     root.running.clear()
@@ -88,13 +89,13 @@ def share_reductions(root: Root, other: Root) -> None:
         group.queue = root.queue
 
 
-class OptimizerEvent(Observer):
+class _OptimizerEvent:
     """Has the next gather wait for an event of the optimizer's stream, once."""
 
-    def __init__(self) -> None:
-        self.event: Any = None
+    def __init__(self, event: Any) -> None:
+        self.event = event
 
-    def shards_needed(self, group: FSDPParamGroup) -> None:
+    def __call__(self, group: FSDPParamGroup) -> None:
         event, self.event = self.event, None
         if event is not None:
             event.wait()
@@ -102,8 +103,6 @@ class OptimizerEvent(Observer):
 
 def wait_for(root: Root, event: Any) -> None:
     """Has the next gather under `root` wait for `event`. None: it waits for none."""
-    observer = root.events.of(OptimizerEvent)
-    if observer is None:
-        observer = OptimizerEvent()
-        root.observe([*root.events.observers, observer])
-    observer.event = event
+    root.writers[:] = [each for each in root.writers if not isinstance(each, _OptimizerEvent)]
+    if event is not None:
+        root.writers.append(_OptimizerEvent(event))

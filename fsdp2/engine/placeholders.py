@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from .callers import optimizer_that_calls
 from .compat import local_of, new_dtensor, no_torch_function, set_local
-from .events import Observer, extensions
-from .group import FSDPParamGroup
+from .events import extensions
 from .parameter import FSDPParam
 from .torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 
 if TYPE_CHECKING:
+    from .group import FSDPParamGroup
     from .root import Root
 
 
@@ -123,88 +123,81 @@ def take_placeholder(param: FSDPParam) -> bool:
     return True
 
 
-class UnsynchronizedGradients(Observer):
-    """Keeps the placeholders of one root's groups in step with their unsynchronized gradients.
-
-    It follows backward passes from when a group is set to leave gradients unsynchronized until no group does, and none
-    of its gradients is.
-    """
-
-    ignored = frozenset({"backward_began", "finalized"})
-
-    def attached(self, root: Root) -> None:
-        self._follow_if_needed(root)
-
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        if _leaves_gradients(group):
-            group.root.events.follow_if(True, self, "backward_began", "finalized")
-
-    def _follow_if_needed(self, root: Root) -> None:
-        root.events.follow_if(any(map(_leaves_gradients, root.groups)), self, "backward_began", "finalized")
-
-    def backward_began(self, root: Root) -> None:
-        """Drops what the user has cleared or replaced since the last backward.
-
-        Raises:
-            RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
-        """
-        marked = [group for group in root.groups if group.placeholders]
-        for group in marked:
-            for param in (group.params[i] for i in group.placeholders):
-                if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
-                    raise RuntimeError(
-                        f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
-                        "zero_grad, and repeat the accumulation."
-                    )
-        for group in marked:
-            for i in group.placeholders:
-                if not take_placeholder(group.params[i]):
-                    group.gradients.forget(i)
-            group.placeholders.clear()
-
-    def before_replace(self, group: FSDPParamGroup, found: Any) -> None:
-        """Drops what the user has cleared: what is left is known by the places of its parameters, which must stay."""
-        for i in group.placeholders:
-            if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
-                group.gradients.forget(i)
-
-    def finalized(self, root: Root) -> None:
-        """Puts a placeholder into `.grad` of each parameter whose gradient is unsynchronized."""
-        for group in root.groups:
-            gradients = group.gradients
-            if gradients.unsynchronized or gradients.partial:
-                self._mark(group)
-        self._follow_if_needed(root)
-
-    def _mark(self, group: FSDPParamGroup) -> None:
-        gradients, marked = group.gradients, group.placeholders
-        for i in {*gradients.unsynchronized, *gradients.partial}:
-            if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
-                gradients.forget(i)  # the user has cleared it since
-            else:
-                marked.add(i)
-                put_placeholder(group.params[i], UnsynchronizedGrad)
-
-    def backward_failed(self, root: Root) -> None:
-        """Marks as lost what the pass had included of earlier passes."""
-        for group in root.groups:
-            for i in group.gradients.taken:
-                group.placeholders.add(i)
-                put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
-        self.finalized(root)
-
-    def reset(self, root: Root) -> None:
-        for group in root.groups:
-            for i in group.placeholders:
-                take_placeholder(group.params[i])
-            group.placeholders.clear()
-        self._follow_if_needed(root)
+# ---- those of a root, in step with unsynchronized gradients
 
 
-def _leaves_gradients(group: FSDPParamGroup) -> bool:
+def leaves_gradients(group: FSDPParamGroup) -> bool:
     """Returns True if gradients of the group are unsynchronized, or will be after the next backward pass, or if there
     are placeholders.
     """
     settings, gradients = group.settings, group.gradients
     leaves = not (settings.reduce_gradients and settings.all_reduce)
     return leaves or bool(gradients.unsynchronized or gradients.partial or group.placeholders)
+
+
+def take_placeholders(root: Root) -> None:
+    """Takes all placeholders out of `.grad` before a backward pass, and drops what the user has cleared or replaced
+    since the last one.
+
+    Raises:
+        RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
+    """
+    marked = [group for group in root.groups if group.placeholders]
+    for group in marked:
+        for param in (group.params[i] for i in group.placeholders):
+            if isinstance(param.sharded.grad, UnsynchronizedGrad) and param.sharded.grad.is_lost:
+                raise RuntimeError(
+                    f"{param.name}: unsynchronized gradients were lost in a backward pass that failed. Call "
+                    "zero_grad, and repeat the accumulation."
+                )
+    for group in marked:
+        for i in group.placeholders:
+            if not take_placeholder(group.params[i]):
+                group.gradients.forget(i)
+        group.placeholders.clear()
+
+
+def put_placeholders(root: Root) -> None:
+    """Puts a placeholder into `.grad` of each parameter whose gradient is unsynchronized."""
+    for group in root.groups:
+        gradients = group.gradients
+        if gradients.unsynchronized or gradients.partial:
+            _mark(group)
+    root.leaves_gradients = any(map(leaves_gradients, root.groups))
+
+
+def _mark(group: FSDPParamGroup) -> None:
+    gradients, marked = group.gradients, group.placeholders
+    for i in {*gradients.unsynchronized, *gradients.partial}:
+        if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+            gradients.forget(i)  # the user has cleared it since
+        else:
+            marked.add(i)
+            put_placeholder(group.params[i], UnsynchronizedGrad)
+
+
+def mark_lost(root: Root) -> None:
+    """Marks as lost what a backward pass that has failed had included of earlier passes."""
+    for group in root.groups:
+        for i in group.gradients.taken:
+            group.placeholders.add(i)
+            put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
+    put_placeholders(root)
+
+
+def drop_placeholders(root: Root) -> None:
+    """Takes all placeholders out of `.grad`: the user has dropped what they stand for."""
+    for group in root.groups:
+        for i in group.placeholders:
+            take_placeholder(group.params[i])
+        group.placeholders.clear()
+    root.leaves_gradients = any(map(leaves_gradients, root.groups))
+
+
+def forget_cleared(group: FSDPParamGroup) -> None:
+    """Drops what the user has cleared, before parameters are replaced: what is left is known by the places of its
+    parameters, which must stay.
+    """
+    for i in group.placeholders:
+        if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+            group.gradients.forget(i)

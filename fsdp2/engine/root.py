@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -18,10 +17,12 @@ from .autograd import SavedTensors
 from .collectives import separate_where_usual
 from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
 from .compiled_backward import refuse_compiled_backward
-from .events import NO_EVENTS, Events, Observer, extensions
+from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
+from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
 from .policy import SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
+from .subclasses import take_methods_set_later
 from .user_code import are_in_force, outside, run_hidden
 from .write_notices import notices
 
@@ -81,8 +82,14 @@ class Root:
         self.backward_pass: object = object()
         self.num_backwards = self.num_resets = 0
         self.frees_memory = True
-        # A profiler of torch ran when the last pass began.
+        # The backward pass that has built a graph last; a later one has read that graph.
+        self._graph_of: BackwardPass | None = None
+        self._graph_was_read = False
+        # Parameters of some group are others than when a pass began last.
+        self.has_rebuilt = True
+        # A profiler of torch ran when the last pass began; the observers that follow meanwhile.
         self.is_profiled = False
+        self._shown: list[Observer] = []
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
         # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.
@@ -103,30 +110,55 @@ class Root:
         self.queue = ReductionQueue()
         self.events = NO_EVENTS
         self.prefetcher = Prefetcher(self.groups)
-        # Delivers offloaded gradients on another thread, if an optimizer steps in backward.
-        self.deliver_beside: Callable[[Any, Any, object], Future[None] | None] | None = None
+        # What features have joined: see their classes.
+        self.consensus: RankConsensus | None = None
+        self.steps: BackwardSteps | None = None
+        # What may write to shards beside the host. Each is called before shards of a group are read, and waits.
+        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+        # Groups of parts, of which an outer module has read parameters in this pass without calling the part: they
+        # stay for backward as its own do.
+        self.read_outside: set[FSDPParamGroup] = set()
         for each in self.states:
             each.root = self
         for group in self.groups:
             group.root, group.queue, group.backward_hooks = self, self.queue, []
+            group.writers = self.writers
             group.rename(names)
             group.purpose.root = weakref.ref(self)
         note_root(self)
         for group in self.new_groups:
             separate_where_usual(group)
+        # Gradients of some group are unsynchronized, or will be after the next backward pass.
+        self.leaves_gradients = any(map(leaves_gradients, self.groups))
+        for join in extensions().features:
+            join(self)
         observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:
-        """Has these observers, and no others, follow events from now on. New ones get the event `attached`."""
-        before = self.events.observers
-        self.events = Events(observers)
+        """Has these observers, and no others, follow events from now on."""
+        before, now = self.events.observers, (*observers,)
+        self.events = Events(now)
         for group in self.groups:
             group.events = self.events
             group.parameters.references = None  # observers may have some
-        for notify in self.events.attached:
-            if notify.__self__ not in before:
-                notify(self)
+        for each in now:
+            if each not in before:
+                each.attached(self)
+        for each in before:
+            if each not in now:
+                each.detached(self)
+
+    def add(self, observer: Observer, behind: Observer | None = None) -> None:
+        """Has `observer` follow events from now on, behind another one or behind all. It keeps no parameters."""
+        self.events.add(observer, behind)
+        observer.attached(self)
+
+    def remove(self, observer: Observer) -> None:
+        """Has `observer` follow events no more, if it does."""
+        if observer in self.events.observers:
+            self.events.remove(observer)
+            observer.detached(self)
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank, and how many backward passes have ended."""
@@ -137,19 +169,29 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, **changes)
 
     def note_unseen(self) -> None:
-        """Tells observers that autograd may save weights from now on where no hook sees them."""
+        """Has autograd refuse weights that are freed: it may save some from now on where no hook sees them."""
         self.saves_unseen = True
-        self.notify(self.events.saved_unseen)
+        for group in self.groups:
+            versions = group.parameters.unsharded_versions
+            if not versions.guards:
+                gathered_at = group.gathered_at if group.is_unsharded else None
+                versions.guard(gathered_at or group.shard_versions())
 
     def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
-        """Tells observers of an event of the whole root: `notify(self.events.finalized)`."""
+        """Tells observers of an event of the whole root: `notify(self.events.pass_began)`."""
         for notify in follow:
             notify(self)
 
     def switch_profiled(self) -> None:
-        """Tells observers that a profiler of torch has started or stopped since the last pass."""
+        """Adds the observers that follow while a profiler of torch runs, or removes them: one has started or stopped
+        since the last pass.
+        """
         self.is_profiled = not self.is_profiled
-        self.notify(self.events.profiler_switched)
+        shown, self._shown = self._shown, [make(self) for make in extensions().in_profiler if self.is_profiled]
+        for each in shown:
+            self.remove(each)
+        for each in self._shown:
+            self.add(each)
 
     # ---- forward
 
@@ -168,6 +210,13 @@ class Root:
             self._forget()
         if compat.profiler_runs() is not self.is_profiled:
             self.switch_profiled()
+        if self._graph_was_read:
+            self._free_for_graph()
+        if self.consensus is not None:
+            self.consensus.before_pass()
+        if self.has_rebuilt:
+            take_methods_set_later(self)
+            self.has_rebuilt = False
         self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         if self.kept:
@@ -178,6 +227,13 @@ class Root:
         for group in self.groups:
             if group.hold is not Hold.NOTHING:
                 group.reshard_stale()
+
+    def _free_for_graph(self) -> None:
+        """Frees what was left for a graph that a backward pass has built: a later one has read it."""
+        self.frees_memory, self._graph_was_read = True, False
+        for group in self.groups:
+            if group.hold < Hold.NEXT_PASS:
+                group.reshard_if_idle()
 
     def note_out_of_step(self) -> None:
         """Notes that ranks were out of step: each may have left other work unfinished."""
@@ -275,8 +331,9 @@ class Root:
                 return  # a user reads saved tensors outside backward
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
-            self.backward.builds_graph = self.saves_unseen = True
-            self.notify(self.events.graph_built)
+            self.backward.builds_graph = True
+            self.frees_memory, self._graph_of, self._graph_was_read = False, self.backward, False
+            self.note_unseen()
 
     def _begin_backward(self) -> None:
         compiled = compat.compiled_autograd()
@@ -294,8 +351,16 @@ class Root:
         if self.changed:
             self.follow_changes()
         self.notify(self.events.backward_began)
+        if self.steps is not None or self.leaves_gradients:
+            self.take_placeholders()
         for group in self.groups:
             group.gradients.begin_backward(self.backward_pass)
+
+    def take_placeholders(self) -> None:
+        """Takes all placeholders out of `.grad`: gradients are to come."""
+        if self.steps is not None:
+            self.steps.before_backward()
+        take_placeholders(self)
 
     def end_backward(self) -> None:
         """Reduces and reshards what is left, and delivers all gradients: autograd has computed them.
@@ -325,6 +390,8 @@ class Root:
             assert self.backward is not None, "it ends"
             if self.settings.is_last_backward and not self.backward.builds_graph:
                 self.prefetcher.ran.clear()
+            if not self.frees_memory and self._graph_of is not self.backward:
+                self._graph_was_read = True
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
@@ -336,7 +403,8 @@ class Root:
 
     def resume_reductions(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Sums between replicas the gradients of `groups` that earlier passes have left; others are being reduced."""
-        self.notify(self.events.gradients_computed)
+        if self.consensus is not None:
+            self.consensus.after_backward()
         for group in groups:
             if group.gradients.partial:
                 group.gradients.resume()
@@ -344,7 +412,10 @@ class Root:
     def deliver(self) -> None:
         """Finishes the reductions in flight."""
         self.queue.finish_all()
-        self.notify(self.events.finalized)
+        if self.steps is not None:
+            self.steps.after_delivery()
+        if self.leaves_gradients:
+            put_placeholders(self)
 
     def recover(self) -> None:
         """Drops what a backward pass that has raised left half done."""
@@ -353,7 +424,10 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
         for group in self.groups:
             group.gradients.discard()
-        self.notify(self.events.backward_failed)
+        self.frees_memory, self._graph_was_read = True, False
+        for notify in self.events.pass_failed:
+            notify(self, True)
+        mark_lost(self)
         for group in self.groups:
             with suppress(RuntimeError):  # a peer is gone: then nothing writes to the parameters any more
                 group.reshard_if_idle()

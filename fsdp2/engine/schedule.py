@@ -282,8 +282,8 @@ class ReductionQueue:
         if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
-        deliver = gradients.group.root.deliver_beside
-        delivery = None if deliver is None else deliver(gradients, pending, of_pass)
+        steps = gradients.group.root.steps
+        delivery = None if steps is None else steps.deliver(gradients, pending, of_pass)
         self.returning.append(entry._replace(delivery=delivery))
         self._finish_returning(MAX_RETURNING)
 

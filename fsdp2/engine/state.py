@@ -20,7 +20,7 @@ STATE = "_fsdp2_state"
 class FSDPState:
     """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
 
-    `parts`: states whose groups the methods of these modules reach as well; extensions add them. `running`: how many
+    `parts`: states whose groups the methods of these modules reach as well (large submodules). `running`: how many
     forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module
     is making has unregistered; where it fails, they stay here.
     """
@@ -56,8 +56,10 @@ class FSDPState:
             return
         for group in self.groups:
             group.post_forward(backward_follows, failed, has_run=has_run)
-        for notify in self.root.events.forward_finished:
-            notify(self, backward_follows, failed)
+        if self.root.read_outside:
+            for group in [group for part in self.parts for group in part.groups if group in self.root.read_outside]:
+                self.root.read_outside.discard(group)
+                group.post_forward(backward_follows, failed, keeps=True)
 
     def _waits(self, module: nn.Module, backward_follows: bool) -> bool:
         """Returns True if other modules of the list are still to run in this pass."""

@@ -80,19 +80,16 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         output = forward(*args, **kwargs)
         for inputs in reversed(handed):
             output = inputs.take_back(module, output)
-            if not in_backward:
-                for notify in root.events.inputs_returned:
-                    notify(state, inputs)
         if not in_backward:
             for group in state.groups:
                 group.parameters.take_requires_grad()
             for notify in root.events.forward_ended:
                 for group in state.groups:
-                    notify(group)
+                    notify(group, handed)
             if root.depth == 1:
                 root.notify(root.events.pass_ended)
-            for change in root.events.forward_returns:
-                output = change(state, (args, kwargs), output)
+            if root.consensus is not None:
+                output = root.consensus.after_forward(state, (args, kwargs), output)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
         for inputs in reversed(handed):
@@ -115,7 +112,9 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
         for group in state.groups:
             notify(group)
     if root.depth == 1:
-        root.notify(root.events.pass_failed)
+        root.read_outside.clear()
+        for notify in root.events.pass_failed:
+            notify(root, False)
     if not in_backward:
         state.post_forward(backward_follows=False, failed=True, module=module)
 

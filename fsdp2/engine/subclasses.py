@@ -30,14 +30,12 @@ from torch import Tensor, nn
 from . import compat
 from .comm import Comm, all_gather_now
 from .compat import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
-from .events import Observer
 from .gather import leaf_over
 from .mesh import DataMesh
 from .policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from .build import Plan
-    from .group import FSDPParamGroup
     from .group_parameters import GroupParameters
     from .parameter import FSDPParam
     from .root import Root
@@ -274,27 +272,21 @@ class SubclassGather:
             member.free()
 
 
-class MethodsSetLater(Observer):
-    """Notices methods that a user sets after `fully_shard`, on a class or a local tensor, and refuses wrappers without.
+def take_methods_set_later(root: Root) -> None:
+    """Takes methods that a user has set after `fully_shard`, on a class or a local tensor; refuses wrappers without.
 
-    It examines all groups once, when the first pass begins, and again when a pass begins after one was rebuilt.
+    A root calls it when the first pass begins, and again when a pass begins after a group was rebuilt.
     """
-
-    def rebuilt(self, group: FSDPParamGroup) -> None:
-        group.root.events.follow(self, "pass_began")
-
-    def pass_began(self, root: Root) -> None:
-        for group in root.groups:
-            specs = group.parameters.specs
-            for param in group.params:
-                if param.leaf_class is not nn.Parameter:
-                    _take_methods_of_class(param)
-            if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
-                group.parameters.take([])
-            if group.parameters.extension is not None:
-                for param in group.parameters.extension.params:
-                    refuse_without_methods(param)
-        root.events.ignore(self, "pass_began")
+    for group in root.groups:
+        specs = group.parameters.specs
+        for param in group.params:
+            if param.leaf_class is not nn.Parameter:
+                _take_methods_of_class(param)
+        if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
+            group.parameters.take([])
+        if group.parameters.extension is not None:
+            for param in group.parameters.extension.params:
+                refuse_without_methods(param)
 
 
 def _take_methods_of_class(param: FSDPParam) -> None:

@@ -13,32 +13,31 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .compat import local_of, no_torch_function, version_of
-from .events import Observer
-from .group import FSDPParamGroup, Hold
 from .torch_names import set_versions
 
 if TYPE_CHECKING:
-    from .root import Root
+    from .parameter import FSDPParam
 
 
-class _Versions:
-    """Holds the counters of the unsharded parameters of one group.
+class UnshardedVersions:
+    """Holds the counters of the unsharded parameters of one group, until these are other objects.
 
-    `guards`: autograd refuses weights that it saved and that were freed since, until they are gathered again. It needs
-    no hooks: the counters are moved on while the memory is freed, and back if the sharded parameters have not changed.
-    `is_expired`: they are moved on.
+    `guards`: autograd refuses weights that it saved and that were freed since, until they are gathered again: those of
+    graphs that a backward builds (create_graph=True), or all of them if saved-tensor hooks are off. It needs no hooks:
+    the counters are moved on while the memory is freed, and back if the sharded parameters have not changed.
+    `is_expired`: they are moved on. `made_of`: the counters of the sharded parameters.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
-        self._params = group.params
-        self.guards = self.is_expired = False
-        tensors = [(each, i) for i, param in enumerate(group.params) for each in _with_local(param.unsharded)]
+    def __init__(self, params: Sequence[FSDPParam], made_of: tuple[int, ...], guards: bool = False) -> None:
+        self._params = params
+        self.guards, self.is_expired = guards, False
+        tensors = [(each, i) for i, param in enumerate(params) for each in _with_local(param.unsharded)]
         self.tensors, self._indices = tuple(each for each, _ in tensors), [i for _, i in tensors]
         # The counters while the data is there, and while it isn't, where that is guarded.
         self.valid: tuple[int, ...] = ()
         self.expired: tuple[int, ...] = ()
         # The counters of the sharded parameters when the unsharded ones were last made of them.
-        self._made_of: tuple[int, ...] = group.registration.versions()
+        self._made_of = made_of
         self.accept()
 
     def guard(self, made_of: tuple[int, ...]) -> None:
@@ -93,80 +92,6 @@ class _Versions:
 
 def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:
     return (unsharded, local_of(unsharded)) if isinstance(unsharded, DTensor) else (unsharded,)
-
-
-class UnshardedVersions(Observer):
-    """Keeps the version counters of unsharded parameters, and guards weights that no hook of the engine sees: those of
-    graphs that a backward builds (create_graph=True), or all of them if saved-tensor hooks are off.
-
-    It follows `gathered` once a group has an extension, `unsharded` and `before_free` once it guards weights,
-    `backward_ended` once a graph was built, and `pass_began` once a later backward pass has read that graph: its memory
-    is freed then.
-    """
-
-    ignored = frozenset({"gathered", "unsharded", "before_free", "backward_ended", "pass_began"})
-
-    def __init__(self) -> None:
-        self._of: dict[FSDPParamGroup, _Versions] = {}
-        # The backward pass that built a graph last, while the memory that it reads is kept.
-        self._building: object = None
-
-    def of(self, group: FSDPParamGroup) -> _Versions:
-        """Returns the counters of a group."""
-        return self._of[group]
-
-    def attached(self, root: Root) -> None:
-        for group in root.groups:
-            self.rebuilt(group)
-
-    def rebuilt(self, group: FSDPParamGroup) -> None:
-        guards = group in self._of and self._of[group].guards
-        self._of[group] = _Versions(group)
-        self._of[group].guards = guards
-        if group.parameters.extension is not None:
-            group.root.events.follow(self, "gathered")
-
-    def gathered(self, group: FSDPParamGroup) -> None:
-        if group.parameters.extension is not None:  # which may have refilled them by operations that count
-            self._of[group].accept()
-
-    # ---- guarded weights
-
-    def saved_unseen(self, root: Root) -> None:
-        root.events.follow(self, "unsharded", "before_free")
-        for group in root.groups:
-            versions = self._of[group]
-            if not versions.guards:
-                gathered_at = group.gathered_at if group.is_unsharded else None
-                versions.guard(gathered_at or group.shard_versions())
-
-    def unsharded(self, group: FSDPParamGroup) -> None:
-        self._of[group].renew(group.shard_versions())
-
-    def before_free(self, group: FSDPParamGroup) -> None:
-        if not group.settings.keep_storage:
-            self._of[group].expire()
-
-    def graph_built(self, root: Root) -> None:
-        root.frees_memory, self._building = False, root.backward
-        root.events.follow(self, "backward_ended")
-        root.events.ignore(self, "pass_began")
-        self.saved_unseen(root)
-
-    def backward_ended(self, root: Root) -> None:
-        if self._building is not root.backward:
-            root.events.follow(self, "pass_began")
-
-    def backward_failed(self, root: Root) -> None:
-        root.frees_memory = True
-        root.events.ignore(self, "backward_ended", "pass_began")
-
-    def pass_began(self, root: Root) -> None:
-        root.frees_memory = True
-        root.events.ignore(self, "backward_ended", "pass_began")
-        for group in root.groups:
-            if group.hold < Hold.NEXT_PASS:
-                group.reshard_if_idle()
 
 
 def refuse_written(names: Sequence[str]) -> None:

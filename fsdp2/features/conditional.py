@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ..engine.compat import backend_name
-from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
+from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
+from ..engine.state import FSDPState
 from ..engine.torch_names import alias, has_backend
 from .user_collectives import watch_collectives
 
@@ -63,13 +64,13 @@ def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
     return found
 
 
-class Consensus(Observer):
-    """Keeps the ranks of one root in one order, if some of them may leave modules out.
+class Consensus:
+    """Keeps the ranks of one root in one order, if some of them may leave modules out: a RankConsensus.
 
     `conditional`: group -> the innermost conditional state that it lies in.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Root) -> None:
         self._root, mesh = root, root.group.mesh
         self.ranks = ranks_of(mesh)
         self.conditional = find_conditional(root.states)
@@ -82,31 +83,25 @@ class Consensus(Observer):
         # True until a warning has said what a consensus costs here.
         self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
 
-    # ---- events
+    # ---- what the engine calls
 
-    def attached(self, root: Any) -> None:
-        for group in root.groups:
-            when = ReduceWhen.ASKED if group in self.conditional else ReduceWhen.GROUP
-            group.set(reduce_when=when)
-        watch_collectives(self, root)
-
-    def pass_began(self, root: Any) -> None:
-        if is_conditional(root.state):
+    def before_pass(self) -> None:
+        if is_conditional(self._root.state):
             raise RuntimeError(
-                f"{root.group}: conditional=True needs a module around it that all ranks run, at which they agree. "
-                "Apply fully_shard to that, too."
+                f"{self._root.group}: conditional=True needs a module around it that all ranks run, at which they "
+                "agree. Apply fully_shard to that, too."
             )
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
             self._reach(GATHER + _KINDS * self._indices[group], group in self.conditional)
 
-    def gradients_due(self, group: FSDPParamGroup) -> None:
+    def before_reduce(self, group: FSDPParamGroup) -> None:
         self._reach(REDUCE + _KINDS * self._indices[group], group in self.conditional)
         if group in self.conditional:
             group.gradients.reduce_with_zeros()
 
-    def forward_returns(self, state: Any, inputs: Any, output: Any) -> Any:
+    def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         """Returns `output` with views in place of tensors that are inputs, or outputs of another module, as they are
         where a conditional module was left out. The gradient of a view tells when backward begins with this module.
         """
@@ -125,7 +120,7 @@ class Consensus(Observer):
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
         return output
 
-    def gradients_computed(self, root: Any) -> None:
+    def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
 
     def before_collective(self) -> None:
@@ -199,16 +194,19 @@ class Consensus(Observer):
         )
 
 
-def make_consensus(root: Any) -> Consensus | None:
-    """Returns an observer for roots with conditional modules on more than one rank. Their groups are gathered ahead as
-    ConditionalCursor says.
+def join_consensus(root: Root) -> None:
+    """Has the ranks of a root with conditional modules reach consensus, if there are several. Its groups are gathered
+    ahead as ConditionalCursor says.
     """
     if not any(map(is_conditional, root.states)):
-        return None
+        return
     root.prefetcher = Prefetcher(root.groups, ConditionalCursor)
     if not root.group.mesh.axis_groups:
-        return None
-    return Consensus(root)
+        return
+    root.consensus = consensus = Consensus(root)
+    for group in root.groups:
+        group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
+    watch_collectives(consensus, root)
 
 
 # ---- prefetching

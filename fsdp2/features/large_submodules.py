@@ -16,9 +16,9 @@ from torch import nn
 
 from ..engine.build import Plan
 from ..engine.compat import untraced
-from ..engine.events import Observer
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.once import once
+from ..engine.root import Root
 from ..engine.step import run_forward
 from ..engine.user_code import hides_modes
 
@@ -66,50 +66,26 @@ def _nbytes(params: Iterable[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params)
 
 
-class LargeSubmodules(Observer):
+def gather_when_called(root: Root) -> None:
     """Has each large submodule of a root gather its own parameters when it is called.
 
     An outer module may read the parameters of a submodule without calling it (a head's weight, for a fused loss). It
-    gets the unsharded ones then, which stay for backward, as its own do. `read`: the groups of which parameters were
-    read so in the pass that runs. The observer follows `forward_finished` while there are any.
+    gets the unsharded ones then, which stay for backward, as its own do (`root.read_outside`).
     """
-
-    ignored = frozenset({"forward_finished"})
-
-    def __init__(self) -> None:
-        self.read: set[FSDPParamGroup] = set()
-
-    def attached(self, root: Any) -> None:
-        for state in root.states:
-            for part in state.parts:
-                (module,) = part.modules
-                if _STATE not in module.__dict__:
-                    module.__dict__[_STATE] = part
-                    module.__class__ = _own_class(type(module))
-                    if isinstance(module, nn.Embedding):  # its backward reads no weight
-                        for group in part.groups:
-                            group.set(unshard_in_backward=False)
-
-    def forward_finished(self, state: Any, backward_follows: bool, failed: bool) -> None:
-        for group in [group for part in state.parts for group in part.groups if group in self.read]:
-            self.read.discard(group)
-            group.post_forward(backward_follows, failed, keeps=True)
-        if not self.read:
-            state.root.events.ignore(self, "forward_finished")
-
-    def pass_failed(self, root: Any) -> None:
-        self.read.clear()
-
-    def note_read(self, group: FSDPParamGroup) -> None:
-        """Notes that an outer module has read parameters of `group` without calling its module."""
-        self.read.add(group)
-        group.root.events.follow(self, "forward_finished")
+    for state in root.states:
+        for part in state.parts:
+            (module,) = part.modules
+            if _STATE not in module.__dict__:
+                module.__dict__[_STATE] = part
+                module.__class__ = _own_class(type(module))
+                if isinstance(module, nn.Embedding):  # its backward reads no weight
+                    for group in part.groups:
+                        group.set(unshard_in_backward=False)
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
     """Returns True if the outer module has read parameters of a large submodule without calling it, in this pass."""
-    observer = group.root.events.of(LargeSubmodules)
-    return observer is not None and group in observer.read
+    return group in group.root.read_outside
 
 
 @hides_modes
@@ -122,7 +98,7 @@ def _read_parameters(state: Any) -> None:
         if group.phase is not UNSHARDED and is_used:
             group.pre_forward(in_backward)
             if not in_backward:
-                root.events.of(LargeSubmodules).note_read(group)
+                root.read_outside.add(group)
 
 
 @once

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..engine import streams
-from ..engine.events import Observer
 from ..engine.gradients import GroupGradients
 from ..engine.group import FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize
 from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
 from ..engine.reduce import Pending
+from ..engine.root import Root
 from ..engine.write_notices import notices
 
 _EXTRA = "optimizer_in_backward"
@@ -97,7 +97,7 @@ def steps_of(group: FSDPParamGroup) -> StepsInBackward | None:
     return group.settings.extras.get(_EXTRA)
 
 
-def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
+def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
     """Has backward passes of a root step `optimizer` from now on. None: they step no more."""
     for group in root.groups:
         group.adopt_replacements()
@@ -106,18 +106,21 @@ def use_in_backward(root: Any, optimizer: Optimizer | None) -> None:
     finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
         group.set(extras={**group.settings.extras, _EXTRA: steps})
-    root.deliver_beside = None
-    others = [each for each in root.events.observers if not isinstance(each, OptimizerInBackward)]
-    root.observe([*others, *([] if steps is None else [OptimizerInBackward()])])
+    if isinstance(root.steps, OptimizerInBackward):
+        root.writers.remove(root.steps.wait_for_steps)
+    root.steps = None
+    step_in_backward(root)
 
 
-def make_observer(root: Any) -> OptimizerInBackward | None:
-    """Returns an observer for roots some of whose groups are stepped on in backward."""
-    return OptimizerInBackward() if any(map(steps_of, root.groups)) else None
+def step_in_backward(root: Root) -> None:
+    """Has a root step in backward on those of its groups that have an optimizer for that."""
+    if any(map(steps_of, root.groups)):
+        root.steps = steps = OptimizerInBackward()
+        root.writers.append(steps.wait_for_steps)
 
 
-class OptimizerInBackward(Observer):
-    """Steps on the parameters of groups as soon as their gradients are delivered."""
+class OptimizerInBackward:
+    """Steps on the parameters of groups as soon as their gradients are delivered: the BackwardSteps of a root."""
 
     def __init__(self) -> None:
         # Steps that may not have ended, on their own thread.
@@ -127,10 +130,8 @@ class OptimizerInBackward(Observer):
         # Parameters that were stepped on, and whose `.grad` does not say so yet.
         self._stepped: dict[FSDPParam, FSDPParamGroup] = {}
 
-    def attached(self, root: Any) -> None:
-        root.deliver_beside = self.deliver
-
-    def shards_needed(self, group: FSDPParamGroup) -> None:
+    def wait_for_steps(self, group: FSDPParamGroup) -> None:
+        """Waits until no step that was begun on another thread writes to shards of `group`."""
         running = self._running.get(group)
         if running:
             wait(running)  # errors are raised where the reductions are finished
@@ -146,8 +147,9 @@ class OptimizerInBackward(Observer):
         self._running.setdefault(group, []).append(step)
         return step
 
-    def gradients_delivered(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
-        """
+    def step(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
+        """Steps on those of `params` that the optimizer of the group has.
+
         Raises:
             RuntimeError: one was stepped on before in this backward pass.
         """
@@ -165,13 +167,13 @@ class OptimizerInBackward(Observer):
         self._last.update(dict.fromkeys(stepped, of_pass))
         self._stepped.update(dict.fromkeys(stepped, group))
 
-    def finalized(self, root: Any) -> None:
+    def after_delivery(self) -> None:
         stepped, self._stepped = self._stepped, {}
         for param, group in stepped.items():
             if self._last[param] is group.gradients.backward_pass:
                 put_placeholder(param, SteppedGrad)
 
-    def backward_began(self, root: Any) -> None:
+    def before_backward(self) -> None:
         for param in self._last:
             if isinstance(param.sharded.grad, SteppedGrad):
                 take_placeholder(param)

@@ -93,14 +93,14 @@ class StepMeter(Observer):
         self.step_peak: float | None = None
         self.num_steps = 0
         self.problem = ""
-        root.observe([*root.events.observers, self])
+        root.add(self)
 
     # ---- events
 
     def pass_began(self, root: Any) -> None:
         self._end()
         if root.num_backwards - self._first > 1:
-            root.events.ignore(self, "pass_began", "pass_ended", "pass_failed", "backward_failed")
+            root.remove(self)
         if root.num_backwards - self._first != 1:
             return
         self.moved.clear()
@@ -122,10 +122,8 @@ class StepMeter(Observer):
             elif self._allocations is not None:
                 self._allocations.mark(_FORWARD)
 
-    def pass_failed(self, root: Any) -> None:
+    def pass_failed(self, root: Any, in_backward: bool) -> None:
         self._end()
-
-    backward_failed = pass_failed
 
     def backward_ended(self, root: Any) -> None:
         self.num_steps = root.num_backwards + 1 - self._first

@@ -25,7 +25,7 @@ from ..engine.mesh import DataMesh
 from ..engine.simulation import SimulatedGroup, simulated
 from ..engine.streams import AllWork, Transfers, Work
 from ..engine.user_code import hidden
-from ..features.large_submodules import LargeSubmodules, plan_large_submodules
+from ..features.large_submodules import gather_when_called, plan_large_submodules
 from .clocks import Clocks, Machine
 from .compat import mesh_of_numbers, no_dispatch
 from .meter import StorageMeter
@@ -295,7 +295,9 @@ class DeviceOfSizes:
 def _without_watchers() -> AbstractContextManager[None]:
     return events.chosen(
         plan=(plan_large_submodules,),
-        observers=(lambda root: LargeSubmodules(),),
+        features=(gather_when_called,),
+        observers=(),
+        in_profiler=(),
         class_attributes=(),
         comm_watcher=Unwatched(),
     )

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks.empty_memory import find_unwritten, mark
 from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
 from ..engine.buckets import codecs_of, find_buckets
 from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
+from ..engine.empty_memory import find_unwritten, mark
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, bucket_layout, gather_layout
 from ..engine.memory import Memory
@@ -323,8 +323,8 @@ class OurGroup:
         return GroupBytes(gather, reduce, uneven)
 
     def before_read(self) -> None:
-        for notify in self.engine_group.events.shards_needed:
-            notify(self.engine_group)
+        for wait in self.engine_group.writers:
+            wait(self.engine_group)
 
     def versions(self) -> tuple[int, ...]:
         return self.engine_group.shard_versions()
@@ -404,9 +404,7 @@ class OurShards:
     def note_emptied(self, buffers: Sequence[Tensor]) -> None:
         sharded = next((module for module in self._below if state_of(module) is not None), None)
         if sharded is not None:
-            group = groups_of(sharded)[0]
-            for notify in group.events.given_memory:
-                notify(group, (), buffers, True)
+            groups_of(sharded)[0].empty.note_buffers(buffers)
 
     def frozen_writes(self) -> dict[str, bool]:
         return find_written(self._engine_groups)

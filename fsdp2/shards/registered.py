@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks.check_times import is_check_time
-from ..checks.observers import take_moved
-from ..checks.reads import NO_NUMBERS, read_all
+from ..checks.due import NO_NUMBERS, is_check_time, read_all, take_moved
 from ..checks.unsharded_content import UnshardedContent
 from ..engine.collectives import choice_of
 from ..engine.compat import graph_task
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.state import FSDPState
-from ..engine.unsharded_versions import UnshardedVersions
 from ..engine.user_code import hidden
 from ..features.large_submodules import is_read_outside
 
@@ -127,8 +124,7 @@ class _WriteCheck:
 
     def written(self, changes: Sequence[int]) -> list[str]:
         """Returns the names of parameters that were written to. `changes`: the numbers of `changes()`, on the host."""
-        versions = self._group.root.events.of(UnshardedVersions)
-        written = [] if versions is None else versions.of(self._group).take_written()
+        written = self._group.parameters.unsharded_versions.take_written()
         return self._moved or written or ([] if self._content is None else self._content.named(changes))
 
 

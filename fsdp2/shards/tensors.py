@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..checks.empty_memory import is_marked, mark
 from ..checks.frozen_parameters import written_by_some
 from ..dtensor.compat import dtensor, spec_of
 from ..engine.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
@@ -18,6 +17,7 @@ from ..engine.compat import (
     on_backward_end,
     untraced,
 )
+from ..engine.empty_memory import is_marked, mark
 from ..engine.gather import group_copies, own_storage_view, view_bytes
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
 from ..engine.nested import map_tensors, tensors_in

@@ -27,12 +27,12 @@ def record_events(model: nn.Module, rank: int, path: Path) -> Iterator[None]:
     ends.append(register_optimizer_step_pre_hook(timeline.before_step).remove)
     ends.append(register_optimizer_step_post_hook(timeline.after_step).remove)
     for root in roots:
-        root.observe([*root.events.observers, timeline])
+        root.add(timeline)
     try:
         yield
     finally:
         for root in roots:
-            root.observe([each for each in root.events.observers if each is not timeline])
+            root.remove(timeline)
         for end in ends:
             end()
         timeline.write(path)
@@ -98,7 +98,8 @@ class _Timeline(Observer, Picture):
     def pass_ended(self, root: Any) -> None:
         self.end_pass("forward")
 
-    pass_failed = pass_ended
+    def pass_failed(self, root: Any, in_backward: bool) -> None:
+        self.end_pass("backward" if in_backward else "forward")
 
     def backward_began(self, root: Any) -> None:
         self.begin_pass("backward")
@@ -106,12 +107,10 @@ class _Timeline(Observer, Picture):
     def backward_ended(self, root: Any) -> None:
         self.end_pass("backward")
 
-    backward_failed = backward_ended
-
     def forward_began(self, group: Any) -> None:
         self._open.append((group, self.now()))
 
-    def forward_ended(self, group: Any) -> None:
+    def forward_ended(self, group: Any, inputs: Any = ()) -> None:
         if any(each is group for each, _ in self._open):
             while self._open:  # those inside that have raised, too
                 each, began = self._open.pop()
@@ -121,7 +120,7 @@ class _Timeline(Observer, Picture):
 
     forward_failed = forward_ended
 
-    def gathered(self, group: Any) -> None:
+    def unsharded(self, group: Any) -> None:
         self._sample()
 
     def before_free(self, group: Any) -> None:
@@ -129,9 +128,9 @@ class _Timeline(Observer, Picture):
             self.note("i", f"reshard {group.name}", RESHARDS, s="t", args={"group": group.name, "bytes": group.nbytes})
             self._sample(freed=group)
 
-    before_reduce = gathered
+    before_reduce = unsharded
 
-    def gradients_delivered(self, group: Any, params: Any, of_pass: object) -> None:
+    def gradients_delivered(self, group: Any) -> None:
         if group in self._chosen:
             self._gradients[group] = _gradient_nbytes(group)
         self._sample()

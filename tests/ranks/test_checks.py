@@ -264,7 +264,7 @@ def test_checks_that_are_off_run_nothing_and_a_steady_step_runs_little() -> None
 
     for off, default, again_off, debug in run_ranks(2, body):
         assert off == again_off == []
-        assert {name.partition(".")[0] for name in default} == {"observers"}
+        assert {name.partition(".")[0] for name in default} == {"due"}
         assert len(default) <= 4, default
         assert len(debug) > 20
 

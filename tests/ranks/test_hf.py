@@ -661,9 +661,8 @@ def new_values_are_seen(folder: Path) -> None:
     fully_shard(model, reshard_after_forward=False)
     tokens = plain.example(rows=2, seed=0)
     params = [*model.parameters()]
-    events = require_state(model).root.events
     counted_loads = Loads()
-    events.loaded.append(counted_loads.loaded)
+    require_state(model).root.add(counted_loads)
     hf.load_model(model, source)
     assert counted_loads.count == 3
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))

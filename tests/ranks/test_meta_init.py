@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.checks.empty_memory import is_marked, unwritten_buffers
+from fsdp2.engine.empty_memory import is_marked
 from fsdp2.engine.state import require_state
 from helpers import (
     assert_same,
@@ -220,12 +220,13 @@ def what_nobody_has_written_to_is_known() -> None:
     inner, group = model[0].inner, require_state(model).groups[0]
     assert is_marked(inner.index)
     names = {id(buffer): name for name, buffer in inner.named_buffers()}
-    assert [names[id(each)] for each in unwritten_buffers(group)] == ["real_", "short_", "complex_", "long_", "byte_"]
+    found = [names[id(each)] for each in group.empty.unwritten_buffers()]
+    assert found == ["real_", "short_", "complex_", "long_", "byte_"]
     inner.real_.fill_(float("nan"))
     inner.short_.data.zero_()
     inner.complex_ = torch.ones(3)
     dist.broadcast(inner.long_ if dist.get_rank() else inner.long_.data.zero_(), 0)
-    assert [each.dtype for each in unwritten_buffers(group)] == [torch.uint8]
+    assert [each.dtype for each in group.empty.unwritten_buffers()] == [torch.uint8]
 
 
 def metadata_is_right_on_meta_and_after() -> None:

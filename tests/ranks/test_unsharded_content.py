@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.checks.observers import ForwardChecks
+from fsdp2.checks.due import ForwardChecks
 from fsdp2.engine.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
@@ -344,7 +344,7 @@ def test_a_pass_that_fails_for_another_reason_leaves_nothing_to_be_read() -> Non
             model(x)
         handle.remove()
         model.blocks[0].write = None
-        assert not require_state(model).root.events.of(ForwardChecks)._reads.waiting
+        assert not require_state(model).root.events.of(ForwardChecks).checked.waiting
         for _ in range(3):
             assert_same(model(x), plain(x), 0, 1e-6, "the next forwards")
 

@@ -72,7 +72,7 @@ def test_the_cost_of_a_consensus_on_a_device_is_logged_once(device: str, warning
         with pytest.warns(UserWarning, match="conditional=True") if warnings else nullcontext([]) as seen:
             for _ in range(2):
                 for each in found:
-                    each.gradients_computed(root)
+                    each.after_backward()
     assert len(seen) == warnings
     assert all('init_process_group("cpu:gloo,cuda:nccl")' in str(each.message) for each in seen)
 

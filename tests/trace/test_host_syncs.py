@@ -1,4 +1,4 @@
-"""Tests how often the host waits for the device in a step: only when checks are due (check_times.py).
+"""Tests how often the host waits for the device in a step: only when checks are due (due.py).
 
 The fault in question: a check, or some bookkeeping, reads a number from the device where it is computed. On a GPU the
 host then waits until all kernels that were launched before have run, once for each such read: for each group, each
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vector_clocks import Stream
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.checks.check_times import is_check_time
+from fsdp2.checks.due import is_check_time
 from fsdp2.engine import buckets, compare_ranks
 from models import NormedBlock
 

@@ -640,6 +640,6 @@ def test_order_is_that_of_the_step(model: str) -> None:
     with fake_world(RANKS):
         sharded_model, order = sharded(plain, "default"), Order()
         root = require_state(sharded_model).root
-        root.observe([*root.events.observers, order])
+        root.add(order)
         sharded_model(plain.example())
     assert tuple(order.names) == planned

@@ -40,7 +40,6 @@ from fsdp2.codecs import Cast
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
 from fsdp2.engine.group import Comms
 from fsdp2.engine.state import groups_below, require_state
-from fsdp2.features import conditional
 from helpers import fake_world, public_methods
 
 BF16 = torch.bfloat16
@@ -456,8 +455,7 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
         seen["versions"] = [parameter._version for parameter in model.parameters()]
         seen["bytes"] = resting_bytes(model)
         seen["calls"] = Calls.count
-        observers = require_state(model).root.events.observers
-        seen["meet"] = [type(each).__name__ for each in observers if type(each).__module__ == conditional.__name__]
+        seen["meet"] = type(require_state(model).root.consensus).__name__
     return seen
 
 

@@ -172,7 +172,7 @@ def test_of_the_checks_a_step_runs_what_notices_at_once_and_what_counts(steady_s
     found = {qualified(code) for code in steady_step.functions if code.co_filename.startswith(PACKAGE + "checks/")}
     assert {name.rpartition(".")[2] for name in found} == {"pass_began", "before_gather", "unsharded", "forward_ended"}
     assert len(found) == 4
-    assert [name for name in steady_step.files() if name.startswith("checks/")] == ["checks/observers.py"]
+    assert [name for name in steady_step.files() if name.startswith("checks/")] == ["checks/due.py"]
 
 
 def test_no_function_is_missed(steady_step: Watch) -> None:

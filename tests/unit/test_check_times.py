@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.checks.check_times import ForwardCheck
-from fsdp2.checks.observers import ForwardChecks
+from fsdp2.checks.due import AtTimes, ForwardCheck, ForwardChecks, judge_at_end
 from fsdp2.engine.collectives import choose
 from fsdp2.engine.events import Events
 from fsdp2.engine.state import groups_of, require_state
@@ -87,7 +86,9 @@ def run(model: Any, noted: Noting, numbers: range, rare: tuple[int, ...] = ()) -
 def follows(events: Events) -> set[str]:
     """Returns the events of forwards that the ForwardChecks follow."""
     names = ("inputs_cast", "forward_began", "forward_ended", "pass_ended")
-    return {name for name in names for each in getattr(events, name) if isinstance(each.__self__, ForwardChecks)}
+    return {
+        name for name in names for each in getattr(events, name) if isinstance(each.__self__, (ForwardChecks, AtTimes))
+    }
 
 
 def test_a_group_is_checked_in_its_first_forward_and_in_the_next_one_after_each_mark(net: Any) -> None:
@@ -122,7 +123,7 @@ def test_numbers_are_judged_when_the_pass_ends(net: Any) -> None:
 
     class Reads(ForwardCheck):
         def after_forward(self, group: Any) -> None:
-            group.root.events.of(ForwardChecks).judge_at_end(torch.tensor([1, 2]), judged.append)
+            judge_at_end(group.root, torch.tensor([1, 2]), judged.append)
             assert "pass_ended" in follows(group.root.events)
 
     noted, _ = noting(net, Reads())
@@ -148,7 +149,7 @@ def test_a_forward_that_fails_leaves_nothing_under_way(net: Any) -> None:
     net.fails = False
     run(net, noted, range(2, 4))
     assert noted.noted["after root"] == [2]
-    assert not checks._running
+    assert not checks.checked.running
 
 
 def test_a_check_that_raises_is_told_of_the_next_forward_too(net: Any) -> None:
@@ -214,4 +215,4 @@ def test_a_module_that_is_called_by_itself_begins_a_pass(net: Any) -> None:
     # The passes 1, 2, 4, 8 and 16: of the first module the odd ones, of the second the even ones.
     assert noted.noted["before often"] == [1, 2, 3, 5]
     assert noted.noted["before rare"] == [1, 2, 4, 8]
-    assert groups_of(net)[0] in require_state(net).root.events.of(ForwardChecks)._due, "the root has not run"
+    assert groups_of(net)[0] in require_state(net).root.events.of(ForwardChecks).due, "the root has not run"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.checks import levels, table
-from fsdp2.checks.check_times import Check, RankObserver, is_check_time, next_check_time
+from fsdp2.checks.due import Check, RankObserver, is_check_time, next_check_time
 from fsdp2.engine.events import EVENTS, Observer
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -40,10 +40,10 @@ def _below(cls: type) -> list[type]:
 
 
 def test_observers_follow_events_that_there_are() -> None:
-    for make in table.OBSERVERS:
+    for make in table.CHECKS:
         assert callable(make)
     for cls in _below(Observer):
-        followed = [name for name in vars(cls) if name in EVENTS]
+        followed = [name for name in vars(cls) if name in (*EVENTS, "attached")]
         assert cls.__module__.startswith("fsdp2.checks") is False or followed or issubclass(cls, (Check, RankObserver))
 
 

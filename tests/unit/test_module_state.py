@@ -40,7 +40,6 @@ ALLOWED = {
     "checks._calls": OF_GROUP,
     "checks._checked": CACHE,
     "checks._conversations": OF_COMM,
-    "checks._empty": OF_GROUP,
     "checks._headers": OF_COMM,
     "checks._known": OF_GROUP,
     "checks._levels": OF_COMM,

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import extensions_restored, fake_world
 
-HEADING = "## Add a feature"
+HEADING = "## Add an observer"
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "fsdp2" / "README.md"
 

@@ -201,7 +201,7 @@ def test_no_module_imports_itself_through_others() -> None:
         (only_comms_call_collectives, "engine/hooks.py", "import torch.distributed; torch.distributed.barrier()"),
         (only_comms_call_collectives, "engine/hooks.py", "mesh.get_group().allreduce([a])"),
         (only_comms_call_collectives, "engine/hooks.py", "replicate_group.broadcast(a)"),
-        (only_comms_call_collectives, "checks/check_times.py", "from torch.distributed import all_reduce"),
+        (only_comms_call_collectives, "checks/due.py", "from torch.distributed import all_reduce"),
         (private_names_of_torch_stand_in_compat, "engine/hooks.py", "import torch._dynamo"),
         (private_names_of_torch_stand_in_compat, "engine/hooks.py", "import torch; torch._foreach_copy_(a, b)"),
         (private_names_of_torch_stand_in_compat, "dtensor/views.py", "from torch.distributed._tensor import DTensor"),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.engine.placeholders import UnsynchronizedGrad, UnsynchronizedGradients
+from fsdp2.engine.placeholders import UnsynchronizedGrad
 from fsdp2.engine.state import require_state
 from helpers import fake_world
 
@@ -29,14 +29,9 @@ def net() -> Iterator[Any]:
 
 
 def is_followed(model: Any) -> bool:
-    """Returns True if both events are followed; False if neither is."""
-    events = require_state(model).root.events
-    follow = [
-        any(isinstance(each.__self__, UnsynchronizedGradients) for each in getattr(events, name))
-        for name in ("backward_began", "finalized")
-    ]
-    assert follow[0] == follow[1]
-    return follow[0]
+    """Returns True if backward passes look for placeholders."""
+    leaves: bool = require_state(model).root.leaves_gradients
+    return leaves
 
 
 def backward(model: Any) -> None:

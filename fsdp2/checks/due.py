@@ -1,6 +1,26 @@
-"""Decides in each step which checks are due, and runs those; the checks themselves are in other files.
+"""Decides when checks are due, has them check, and compares ranks for all of them in one all-reduce.
 
-A steady step runs four methods of the classes here, and nothing else of this folder.
+**Times.** A check that takes time is due at the times 1, 2, 4, ..., 64, and each 128th: often at first, when a program
+is written, and then now and again; at the level "debug" each time (`always`). What is counted as a time is:
+
+- for a `RankCheck`, which compares ranks, a gather of one group that all ranks use (`RankComparisons`): they gather it
+  equally often, whereas a rank need not begin a pass if parameters are unsharded already. Some are also due when the
+  model is evaluated for the 1st, 2nd, 4th, ... time after training.
+- for a `ForwardCheck`, which checks forwards of groups, a forward pass of the root (`ForwardChecks`). All groups become
+  due then, and each stays due until its next forward. So its first forward is checked, and if it runs rarely, the first
+  one after each such pass.
+
+**One all-reduce.** When rank checks are due, each declares what to compare (`numbers`). All integers of all checks
+travel in one all-reduce, by which all ranks know the least and the greatest of each, and each check judges its own, in
+the order of table.py. All ranks raise alike. Groups on other meshes have all-reduces of their own before it.
+
+**One read.** What forward checks have computed on a device, the host reads when the pass ends, all at once
+(`judge_at_end`). Each read makes the host wait until the device has done all that it was given before.
+
+A check is a class of another file, which says what it compares or computes; nothing there decides when. A steady step
+runs four methods of the classes here, and nothing else of this folder: it counts a pass, and the gathers of one group,
+and two checks that are due each time, WrittenParameters and MovedData, notice at once what is lost otherwise. Observers
+that follow forwards are there only while some group is due.
 """
 
 from __future__ import annotations
@@ -9,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engine.collectives import choice_of
 from ..engine.compare_ranks import (
@@ -27,22 +47,75 @@ from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.inputs import HandedInputs
 from ..engine.mesh import DataMesh
+from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import gather_by_rank
-from ..engine.unsharded_versions import UnshardedVersions, refuse_written
-from .check_times import Check, ForwardCheck, is_capturing, is_check_time, next_check_time
+from ..engine.unsharded_versions import refuse_written
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
-from .reads import PassReads
 
+_PERIOD = 128
 _UNKNOWN = object()
+
+
+def is_check_time(number: int, always: bool = False) -> bool:
+    """Returns True if a check is due at time `number`, or if `always`; never while a CUDA graph is recorded: the host
+    would wait for the device.
+    """
+    return (always or not (number % _PERIOD and number & (number - 1))) and not is_capturing()
+
+
+def is_capturing() -> bool:
+    """Returns True while a CUDA graph is recorded."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def next_check_time(number: int) -> int:
+    """Returns the first time after `number` at which `is_check_time` may be True."""
+    return 1 << number.bit_length() if number < _PERIOD else (number // _PERIOD + 1) * _PERIOD
+
+
+# ---- what a check declares
+
+
+class Check(Observer):
+    """Is the base class of checks that have a switch, see table.py. `always`: due each time (the level "debug")."""
+
+    always = False
+
+
+class RankCheck(Check, RankObserver):
+    """Is the base class of checks that compare something between ranks."""
+
+
+class ForwardCheck(Check):
+    """Checks some forwards of each group. What it computes on a device, the host reads when the pass ends."""
+
+    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Is called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
+
+    def after_cast(self, state: Any, inputs: HandedInputs) -> None:
+        """Is called when a forward of `state` has returned that got such inputs, if its first group was due."""
+
+    def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
+        """Is called when a forward of `group` begins, if the group is due.
+
+        `is_first`: it is the group's first. `is_thorough`: each forward is checked, at the debug level.
+        """
+
+    def after_forward(self, group: Any) -> None:
+        """Is called when that forward has returned."""
+
+    def after_failure(self, group: Any) -> None:
+        """Is called when a forward of `group` has raised, also if the group was not due."""
+
+
+# ---- ranks
 
 
 class RankComparisons(Observer):
     """Has the rank checks of a root compare ranks when they are due.
 
-    Times are gathers of one group that all ranks use: all ranks gather it equally often, whereas a rank need not begin
-    a pass if parameters are unsharded already. The first time, and the first after loading, comes before the first
-    gather of any group that all ranks use: nothing may be gathered from ranks that differ. Some checks are also due
-    when the model is evaluated for the 1st, 2nd, 4th, ... time after training.
+    The first time, and the first after loading, comes before the first gather of any group that all ranks use: nothing
+    may be gathered from ranks that differ.
     """
 
     def __init__(self, root: Any) -> None:
@@ -159,149 +232,200 @@ def make_rank_comparisons(root: Any) -> RankComparisons:
     return (ReplicaComparisons if widest_mesh(root.groups).size == 1 else RankComparisons)(root)
 
 
+# ---- forwards
+
+
 class ForwardChecks(Observer):
-    """Has the forward checks of a root check forwards of its groups.
+    """Counts the forward passes of a root, and knows which of its groups are due.
 
-    Times are forward passes of the root, at which all groups become due. A group stays due until its next forward,
-    which is checked. So its first forward is, and if it runs rarely, the first one after each such pass. At the debug
-    level of a check, or of a group, each forward is checked. While no group is due, no event of a forward is followed.
+    `due`: the groups whose next forward is checked; True: it is their first. `always`: those of which some check checks
+    each forward: it has the debug level, or the group has.
     """
-
-    ignored = frozenset({"inputs_returned", "forward_ended", "pass_ended"})
 
     def __init__(self, root: Any) -> None:
         self._root = root
         # How many passes have begun, and the next one at which all groups are due.
         self._passes, self._next = 0, 1
-        # The groups whose next forward is checked. True: it is their first.
-        self._due: dict[FSDPParamGroup, bool] = {}
-        # True if some check checks each forward of all groups; the groups of which some check checks each forward.
+        self.due: dict[FSDPParamGroup, bool] = {}
+        self.always: set[FSDPParamGroup] = set()
+        # True if some check checks each forward of all groups.
         self._is_debug = False
-        self._always: set[FSDPParamGroup] = set()
-        # The checks of the groups whose forward is being checked.
-        self._running: dict[FSDPParamGroup, list[ForwardCheck]] = {}
-        # What the host judges when the pass ends.
-        self._reads = PassReads()
+        self._beginnings, self.checked = _Beginnings(self), _CheckedForwards(self)
 
     def attached(self, root: Any) -> None:
-        self._due = dict.fromkeys(root.groups, True)
+        self.due = dict.fromkeys(root.groups, True)
         self.refresh()
+
+    def detached(self, root: Any) -> None:
+        root.remove(self._beginnings)
+        root.remove(self.checked)
 
     def pass_began(self, root: Any) -> None:
         number = self._passes = self._passes + 1
         if number >= self._next:
             self._next = next_check_time(number)
             for group in root.groups:
-                self._due.setdefault(group, False)
-            self._follow_forwards()
+                self.due.setdefault(group, False)
+            self.follow()
+
+    def settings_changed(self, group: FSDPParamGroup) -> None:
+        (self.always.add if self._is_debug or choice_of(group).checked else self.always.discard)(group)
+        self.follow()
+
+    def forward_failed(self, group: FSDPParamGroup) -> None:
+        self.checked.end(group)
+        for check in self.checks():
+            check.after_failure(group)
+
+    def pass_failed(self, root: Any, in_backward: bool) -> None:
+        if not in_backward:
+            self.checked.drop_numbers()
+
+    def refresh(self) -> None:
+        """Follows the levels of the checks, which have changed."""
+        self._is_debug = any(check.always for check in self.checks())
+        for group in self._root.groups:
+            self.settings_changed(group)
+
+    def checks(self) -> list[ForwardCheck]:
+        """Returns the checks that are on."""
+        return [each for each in self._root.events.observers if isinstance(each, ForwardCheck)]
+
+    def follow(self) -> None:
+        """Has what follows forwards among the observers while it is needed."""
+        checked = self.checked
+        needed = bool(self.due or self.always), bool(checked.running or checked.waiting)
+        for each, is_needed in zip((self._beginnings, checked), needed, strict=True):
+            if is_needed and not each.is_there:
+                self._root.add(each, behind=self)
+            elif each.is_there and not is_needed:
+                self._root.remove(each)
+
+
+class AtTimes(Observer):
+    """Is the base class of what ForwardChecks have among the observers of a root while it is needed."""
+
+    is_there = False
+
+    def __init__(self, checks: ForwardChecks) -> None:
+        self._checks = checks
+
+    def attached(self, root: Any) -> None:
+        self.is_there = True
+
+    def detached(self, root: Any) -> None:
+        self.is_there = False
+
+
+class _Beginnings(AtTimes):
+    """Begins to check forwards of groups that are due."""
 
     def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        is_due = state.groups[0] in self._due
-        for check in self._checks():
+        is_due = state.groups[0] in self._checks.due
+        for check in self._checks.checks():
             if (is_due or check.always) and not is_capturing():
                 check.before_cast(state, inputs, dtype)
 
     def forward_began(self, group: FSDPParamGroup) -> None:
-        is_due = group in self._due
-        if not (is_due or group in self._always) or group.state.running > 1 or is_capturing():
+        due = self._checks.due
+        is_due = group in due
+        if not (is_due or group in self._checks.always) or group.state.running > 1 or is_capturing():
             return
-        is_first, is_debug = self._due.get(group, False), choice_of(group).checked
-        checks = [check for check in self._checks() if is_due or is_debug or check.always]
+        is_first, is_debug = due.get(group, False), choice_of(group).checked
+        checks = [check for check in self._checks.checks() if is_due or is_debug or check.always]
         for check in checks:
             check.before_forward(group, is_first, is_thorough=is_debug or check.always)
-        self._running[group] = checks
-        self._root.events.follow_if(True, self, "inputs_returned", "forward_ended")
+        self._checks.checked.running[group] = checks
         # Had a check raised, the group would still be due.
-        self._due.pop(group, None)
-        self._follow_forwards()
+        due.pop(group, None)
+        self._checks.follow()
 
-    def inputs_returned(self, state: Any, inputs: HandedInputs) -> None:
-        for check in self._running.get(state.groups[0], ()):
-            check.after_cast(state, inputs)
 
-    def forward_ended(self, group: FSDPParamGroup) -> None:
-        if group.state.running == 1:
-            for check in self._end(group):
-                check.after_forward(group)
+class _CheckedForwards(AtTimes):
+    """Holds the forwards that are being checked, and what the host is to judge when the pass ends."""
 
-    def forward_failed(self, group: FSDPParamGroup) -> None:
-        self._end(group)
-        for check in self._checks():
-            check.after_failure(group)
+    def __init__(self, checks: ForwardChecks) -> None:
+        super().__init__(checks)
+        # The checks of each group whose forward is being checked.
+        self.running: dict[FSDPParamGroup, list[ForwardCheck]] = {}
+        self.waiting: list[tuple[Tensor, Callable[[list[int]], None]]] = []
 
-    def _end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
+    def end(self, group: FSDPParamGroup) -> list[ForwardCheck]:
         """Returns the checks of the group's forward, which is over."""
-        checks = self._running.pop(group, [])
-        self._root.events.follow_if(bool(self._running), self, "inputs_returned", "forward_ended")
+        checks = self.running.pop(group, [])
+        self._checks.follow()
         return checks
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        (self._always.add if self._is_debug or choice_of(group).checked else self._always.discard)(group)
-        self._follow_forwards()
-
-    def refresh(self) -> None:
-        """Follows the levels of the checks, which have changed."""
-        self._is_debug = any(check.always for check in self._checks())
-        for group in self._root.groups:
-            self.settings_changed(group)
-
-    def _checks(self) -> list[ForwardCheck]:
-        return [each for each in self._root.events.observers if isinstance(each, ForwardCheck)]
-
-    def _follow_forwards(self) -> None:
-        self._root.events.follow_if(bool(self._due or self._always), self, "inputs_cast", "forward_began")
-
-    # ---- what the host reads
+    def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
+        if group is group.state.groups[0]:
+            for each in reversed(inputs):
+                for check in self.running.get(group, ()):
+                    check.after_cast(group.state, each)
+        if group.state.running == 1:
+            for check in self.end(group):
+                check.after_forward(group)
 
     def judge_at_end(self, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
-        """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends. It may raise."""
-        self._reads.add(numbers, judge)
-        self._root.events.follow_if(True, self, "pass_ended")
+        """Does what the function `judge_at_end` does."""
+        self.waiting.append((numbers, judge))
+        self._checks.follow()
 
     def pass_ended(self, root: Any) -> None:
-        root.events.follow_if(False, self, "pass_ended")
-        self._reads.judge()
+        """Has the host judge all numbers; then raises what the first judge has raised, if any has."""
+        waiting = self.drop_numbers()
+        errors = []
+        for (_, judge), numbers in zip(waiting, read_all([numbers for numbers, _ in waiting]), strict=True):
+            try:
+                judge(numbers)
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
-    def pass_failed(self, root: Any) -> None:
-        root.events.follow_if(False, self, "pass_ended")
-        self._reads.drop()
+    def drop_numbers(self) -> list[tuple[Tensor, Callable[[list[int]], None]]]:
+        """Returns the numbers that were to be judged, with their judges, and holds none from now on."""
+        waiting, self.waiting = self.waiting, []
+        self._checks.follow()
+        return waiting
+
+
+NO_NUMBERS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def judge_at_end(root: Any, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
     """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends that runs under `root`. It may raise."""
-    root.events.of(ForwardChecks).judge_at_end(numbers, judge)
+    root.events.of(ForwardChecks).checked.judge_at_end(numbers, judge)
+
+
+def read_all(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Returns what flat int64 tensors hold. The host waits once for each device on which some of them lie."""
+    values = {}
+    for device in dict.fromkeys(tensor.device for tensor in tensors if tensor.numel()):
+        values[device] = iter(torch.cat([tensor for tensor in tensors if tensor.device == device]).tolist())
+    return [[next(values[tensor.device]) for _ in range(tensor.numel())] for tensor in tensors]
+
+
+# ---- checks that are due each time
 
 
 class WrittenParameters(Check):
     """Refuses in-place writes to unsharded parameters that a version counter shows: resharding would undo them."""
 
-    def __init__(self) -> None:
-        # The counters of each group that has run, until its unsharded parameters are other objects.
-        self._counters: dict[FSDPParamGroup, Any] = {}
-
-    def attached(self, root: Any) -> None:
-        self._versions: UnshardedVersions = root.events.of(UnshardedVersions)
-
-    def rebuilt(self, group: FSDPParamGroup) -> None:
-        self._counters.pop(group, None)
-
-    def forward_ended(self, group: FSDPParamGroup) -> None:
-        counters = self._counters.get(group)
-        if counters is None:
-            counters = self._counters[group] = self._versions.of(group)
+    def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
         # Each forward comes here, so this calls no function.
+        counters = group.parameters.unsharded_versions
         expected = counters.expired if counters.is_expired else counters.valid
         if tuple(map(version_of, counters.tensors)) != expected:
             refuse_written(counters.take_written())
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         groups = _resharded_with(group)
-        written = [name for each in groups for name in self._versions.of(each).take_written()]
+        written = [name for each in groups for name in each.parameters.unsharded_versions.take_written()]
         refuse_lost([*written, *(name for each in groups for name in take_moved(each))])
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
         if group.root.backward is None:
-            self._versions.of(group).take_written()  # which is lost, as all that the forward did
+            group.parameters.unsharded_versions.take_written()  # which is lost, as all that the forward did
 
 
 class MovedData(ForwardCheck):
@@ -327,14 +451,14 @@ class MovedData(ForwardCheck):
                 return
         refuse_moved(put_back(group, places))
 
-    def rebuilt(self, group: FSDPParamGroup) -> None:
+    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         self._places.pop(group, None)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         refuse_lost([name for each in _resharded_with(group) for name in self.take_moved(each)])
 
-    def backward_failed(self, root: Any) -> None:
-        for group in root.groups:
+    def pass_failed(self, root: Any, in_backward: bool) -> None:
+        for group in root.groups if in_backward else ():
             self.take_moved(group)
 
     def after_forward(self, group: FSDPParamGroup) -> None:
