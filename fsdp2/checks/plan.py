@@ -236,7 +236,8 @@ def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
             _check_can_cut(each, data)
         else:
             count_pre_arguments(each.name, data)
-        if choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size):
+        is_int = choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size)
+        if is_int or each.mesh.shards_at_rest:
             refuse_secondary_shards(each.name)
 
 
@@ -348,6 +349,11 @@ def _check_ranks_stay(mesh: DataMesh) -> None:
 def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
     if choice is None or isinstance(choice, bool):
         return
+    if mesh.shards_at_rest:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a bool or None on {mesh.topology}: each rank keeps its shard "
+            "along the axes that shard. Leave shard_at_rest out to keep another part."
+        )
     if choice >= 1 and mesh.num_ranks == 1:
         return  # nothing is gathered: the program is one for more ranks
     if choice > 1 and mesh.size == 1:
@@ -386,6 +392,14 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     if not conditional and not inside:
         return
     names = names_below(plan.roots)
+    meshes = [plan.mesh, *(each.mesh for each in plan.parameters.values())]
+    meshes += [group.mesh for state in plan.inside for group in state.groups]
+    at_rest = next((mesh for mesh in meshes if mesh.shards_at_rest), None)
+    if at_rest is not None:
+        raise NotImplementedError(
+            f"conditional modules with shard_at_rest ({at_rest.topology}) are not supported: ranks that leave a module "
+            "out have no part to keep. Name its axes in `replicate` instead."
+        )
     keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]
     if not isinstance(plan.given.reshard_after_forward, (bool, type(None))):
         keeping.append("this module")

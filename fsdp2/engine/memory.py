@@ -1,7 +1,8 @@
 """Owns the memory of one group: its shards at rest, its unsharded parameters while they are needed, secondary shards.
 
-Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that backward gathers
-among k neighbours only: `reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ.
+Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
+among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
+until a write, where replicas share what rests (`Use.SHARD_AT_REST`).
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class Memory:
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
         plan = self._plan
+        if self.secondary is not None:
+            self.secondary.drop()
         if not self.is_allocated and plan.arrives_in_place:
             self.storage.resize_(self._nbytes)
             self.is_allocated = True
@@ -162,10 +165,14 @@ class Memory:
             return PendingGather(self, plan, self._stage, more_inputs)
         return PendingGather(self, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
 
-    def keep_secondary(self) -> None:
-        """Keeps this rank's part of the unsharded parameters, from which `restore` gathers; they may be freed then."""
+    def keep_secondary(self, refill: bool = True) -> None:
+        """Keeps this rank's part of the unsharded parameters, from which `restore` gathers; they may be freed then.
+
+        `refill=False`: the part that is kept already, if one is, stays as it is.
+        """
         assert self.secondary is not None, "neighbours restore them"
-        self.secondary.fill()
+        if refill or not self.secondary.is_filled:
+            self.secondary.fill()
 
     def restore(self) -> PendingGather:
         """Begins to fill the unsharded parameters from secondary shards. Every neighbour must call it, in order."""

@@ -20,7 +20,7 @@ from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_tra
 from .compiled_backward import refuse_compiled_backward
 from .events import NO_EVENTS, Events, Observer, extensions
 from .owners import note_root
-from .policy import SHARDED, Hold, RootSettings
+from .policy import SECONDARY, SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .user_code import are_in_force, outside, run_hidden
 from .write_notices import notices
@@ -176,7 +176,7 @@ class Root:
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([group.settings.max_reductions for group in self.groups]), sent)
         for group in self.groups:
-            if group.hold is not Hold.NOTHING:
+            if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
                 group.reshard_stale()
 
     def note_out_of_step(self) -> None:

@@ -314,7 +314,8 @@ class OurGroup:
         if size > 1:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
             gather = sum(spec.nbytes for spec in plain), size * payload
-            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
+            least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
+            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, group.mesh.device)
         uneven = [
             UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
             for param, spec in zip(params, specs, strict=True)
@@ -447,6 +448,7 @@ def _reduce_padding(
     trainable: Iterable[int],
     policy: MixedPrecisionPolicy,
     comm: Comm,
+    direct_min_bytes: int,
     device: torch.device,
 ) -> tuple[int, int]:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
@@ -456,7 +458,7 @@ def _reduce_padding(
     for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, summed, comm.direct_min_bytes, wire_dtype)
+        layout = bucket_layout(specs, indices, summed, direct_min_bytes, wire_dtype)
         nbytes += codec.sent_nbytes(sum(specs[i].numel for i in indices), summed)
         padded_nbytes += codec.sent_nbytes(layout.shard_numel, summed) * first.world_size
     return nbytes, padded_nbytes
@@ -475,6 +477,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     ):
         if getattr(now, name) != getattr(usual, name):
             yield f"{name}={getattr(now, name)}"
+    if group.mesh.shards_at_rest:
+        yield str(group.mesh.topology)
     if group.transfers is not None or (group.params and group.params[0].storage_device != group.mesh.device):
         yield "CPU offload"
     dims = {param.dim for param in group.params} - {0}
