@@ -314,7 +314,7 @@ class WritesBetween(nn.Module):
         return first(last(x))
 
 
-def written_between_two_uses_in_a_pass(run: Run, k: int) -> None:
+def written_between_two_uses_in_a_pass(run: Run, k: int | None) -> None:
     """What is kept of a group until backward, or is gathered ahead of the second use, is as old as the first use."""
     model: Any = run.build(WritesBetween)
     for layer in model.layers:
@@ -326,7 +326,7 @@ def written_between_two_uses_in_a_pass(run: Run, k: int) -> None:
 
 
 def test_secondary_shards_are_not_those_of_another_weight() -> None:
-    check(written_between_two_uses_in_a_pass, world_size=4, k=2)
+    check(written_between_two_uses_in_a_pass, world_size=4, k=(2, None))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
