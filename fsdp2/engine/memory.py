@@ -38,7 +38,7 @@ class PendingGather:
             self._memory.allocate()
         self._plan.finish()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart and not self._memory.keeps_storage:
+        if self._plan.has_memory and not self._memory.keeps_storage:
             self._plan.free()
 
     def abandon(self) -> None:
@@ -49,7 +49,7 @@ class PendingGather:
         if work is not None:
             work.wait()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart and not self._memory.keeps_storage:
+        if self._plan.has_memory and not self._memory.keeps_storage:
             self._plan.free()
 
 
@@ -159,7 +159,7 @@ class Memory:
             self.storage.resize_(self._nbytes)
             self.is_allocated = True
         if self._stage is not None:
-            if plan.packs_apart:
+            if plan.has_memory:
                 plan.allocate()  # on the stream that computes, which will free it
             self._stage.start(partial(plan.start, comm, more_outputs, more_inputs))
             return PendingGather(self, plan, self._stage, more_inputs)
@@ -285,6 +285,7 @@ def _layout_among(layout: GatherLayout, comm: Comm) -> GatherLayout:
 
     Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
     """
-    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
+    among = comm.size
+    specs = tuple(replace(s, storage_dtype=s.compute_dtype, world_size=among, gather_codec=None) for s in layout.specs)
     own = gather_layout(specs, comm.size, comm.direct_min_bytes)
     return replace(own, unsharded_offsets=layout.unsharded_offsets, packed_start=layout.packed_start)

@@ -313,7 +313,7 @@ class OurGroup:
         gather = reduce = (0, 0)
         if size > 1:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
-            gather = sum(spec.nbytes for spec in plain), size * payload
+            gather = sum(map(_needed_nbytes, plain)), size * payload
             least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
             reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, group.mesh.device)
         uneven = [
@@ -336,7 +336,7 @@ class OurGroup:
         specs = []
         for spec in (param.spec(group.settings.policy) for param in chosen):
             wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
-            specs.append(replace(spec, compute_dtype=wanted))
+            specs.append(replace(spec, compute_dtype=wanted, gather_codec=None))
         comm, mesh = group.comms.gathers, group.mesh
         with torch.inference_mode(False), torch.no_grad():
             layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
@@ -440,7 +440,13 @@ def gathered_nbytes(layout: GatherLayout) -> int:
     """
     if layout.world_size == 1:
         return 0
-    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes
+    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes + layout.encoded_nbytes
+
+
+def _needed_nbytes(spec: ParamSpec) -> int:
+    """Returns the bytes of an unsharded parameter as it travels, without padding."""
+    codec = spec.gather_codec
+    return spec.nbytes if codec is None else codec.sent_nbytes(spec.numel, spec.storage_dtype)
 
 
 def _reduce_padding(
@@ -488,6 +494,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"wire_dtype={dtype_text(now.policy.wire_dtype)}"
     if now.policy.gradient_codec is not None:
         yield f"gradient_codec={now.policy.gradient_codec!r}"
+    if now.policy.gather_codec is not None:
+        yield f"gather_codec={now.policy.gather_codec!r}"
     if is_conditional(group.state):
         yield "conditional"
 
