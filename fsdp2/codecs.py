@@ -1,4 +1,4 @@
-"""Codecs: how gradients travel between ranks, for `MixedPrecisionPolicy(gradient_codec=...)`.
+"""Codecs: how gradients and weights travel between ranks, for `MixedPrecisionPolicy(gradient_codec=, gather_codec=)`.
 
 `Codec` says what a codec of your own has; the guide "Compressed gradients" in examples/README.md writes one.
 """
@@ -8,6 +8,7 @@ from .engine.codec import Cast as Cast
 from .engine.codec import Codec as Codec
 from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
+from .engine.float8 import Float8 as Float8
 from .engine.int8 import Int8 as Int8
 
-__all__ = ["AsIs", "Cast", "Codec", "Int8", "Rows", "sum_decoded"]
+__all__ = ["AsIs", "Cast", "Codec", "Float8", "Int8", "Rows", "sum_decoded"]

@@ -337,9 +337,9 @@ class FSDPModule:
         The object has two methods. `allocate(size, *, dtype, device)` returns the output, a flat tensor; the input is
         this rank's part of it. `__call__(output_tensor, input_tensor, group, async_op)` fills the output, and returns a
         Work to wait for, or None when it is done. Both tensors are bytes (uint8), whatever the dtypes of the
-        parameters. `reshard_after_forward=k` gathers in backward without it. On one rank it is never called. If only
-        modules without parameters were given one, the next optimizer step raises a RuntimeError. Every rank must call
-        it.
+        parameters. Secondary shards (`reshard_after_forward=k`, `shard_at_rest`) are gathered without it. On one rank
+        it is never called. If only modules without parameters were given one, the next optimizer step raises a
+        RuntimeError. Every rank must call it.
 
         Args:
             all_gather: such an object. None: the usual all-gather.
@@ -365,7 +365,14 @@ class FSDPModule:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
                 parameters, and scatter nothing.
+            NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
         """
+        for group in groups_of(self) if reduce_scatter is not None else ():
+            if group.mesh.shards_at_rest:
+                raise NotImplementedError(
+                    f"reduce_scatter: expected None on {group.mesh.topology}, where gradients are scattered in two "
+                    f"steps, got {reduce_scatter!r}"
+                )
         for state in states_of(self):
             chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
             for argument, value in chosen.items() if reduce_scatter is not None else ():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2 import FSDPModule, fully_shard, replicate
+from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
 from fsdp2.engine import buckets
 from helpers import NIGHTLY, alone, assert_same, own_rows, run_ranks, shard_batch
 from models import TinyModel
@@ -29,13 +29,17 @@ NAMES = ("replicas", "shards")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`make`: the mesh, whose last axis shards, unless `function` is `replicate`. It is called on each rank."""
+    """`make`: the mesh, whose last axis shards, unless `function` is `replicate`. It is called on each rank.
+
+    `dims`: what the axes of the mesh are used for instead; then parameters rest on the mesh that joins all axes.
+    """
 
     ranks: int
     make: Callable[[], DeviceMesh]
     function: Any = fully_shard
     placements: tuple[Placement, ...] | None = None
     has_replicas: bool = True
+    dims: DataParallelMeshDims | None = None
 
 
 TOPOLOGIES = {
@@ -43,6 +47,12 @@ TOPOLOGIES = {
     "2x1": Topology(2, lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)),
     # Rank 1 is another replica of what rank 0 holds: an axis taken for the other shows.
     "2x2 across": Topology(4, lambda: DeviceMesh("cpu", [[0, 2], [1, 3]])),
+    # Both axes cut what rests; ranks compute, and wait for other replicas, as with HSDP.
+    "2x2 at rest": Topology(
+        4,
+        lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),
+        dims=DataParallelMeshDims(shard="shards", shard_at_rest="replicas"),
+    ),
     "2 replicas": Topology(2, lambda: init_device_mesh("cpu", (2,)), replicate, (Replicate(),)),
 }
 if NIGHTLY:
@@ -96,6 +106,8 @@ class MatrixRun(Run):
             return module
         if self.topology.function is replicate:
             options.pop("reshard_after_forward", None)
+        if self.topology.dims is not None:
+            options["dp_mesh_dims"] = self.topology.dims
         sharded = self.topology.function(module, mesh=self.mesh, **options)
         for each in module if isinstance(module, list) else [module]:
             SETTINGS[self.setting](each)  # and again when a module around it is sharded, which is the root then
@@ -116,8 +128,9 @@ class MatrixRun(Run):
         if kind == "shard" and expected[:2] == (kind, name):
             assert self.mesh is not None
             assert self.topology is not None
-            placements = self.topology.placements
-            assert_lies_on(self.mesh, value, expected[2], **self.tolerance, name=name, placements=placements)
+            placements, dims = self.topology.placements, self.topology.dims
+            mesh = self.mesh if dims is None else self.mesh[NAMES]._flatten()
+            assert_lies_on(mesh, value, expected[2], **self.tolerance, name=name, placements=placements)
         else:
             super()._compare(kind, name, value, expected)
 

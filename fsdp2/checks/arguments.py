@@ -119,12 +119,13 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
-    wire, codec = (getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec"))  # ours
+    ours: dict[str, Any] = {
+        name: getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec", "gather_codec")
+    }
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=override,
-        wire_dtype=wire,
-        gradient_codec=codec,
+        **ours,
     )
 
 

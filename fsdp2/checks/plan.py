@@ -70,7 +70,7 @@ def check_plan(plan: Plan) -> None:
         if with_options:
             _check_frequencies(each)
         if type(parameters[name]) is not nn.Parameter:
-            _check_extension(each, reshard)
+            _check_extension(each, reshard, given.mp_policy)
     for mesh in meshes.values():
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
@@ -228,7 +228,7 @@ def _check_frequencies(each: ParameterPlan) -> None:
         )
 
 
-def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
+def _check_extension(each: ParameterPlan, choice: bool | int | None, policy: MixedPrecisionPolicy) -> None:
     """Checks a parameter that says itself how it is gathered: it is resharded as a whole, and gathered among all."""
     data = local_if_any(each.slots[0].get())
     if gathers_itself(data):
@@ -236,7 +236,13 @@ def _check_extension(each: ParameterPlan, choice: bool | int | None) -> None:
             _check_can_cut(each, data)
         else:
             count_pre_arguments(each.name, data)
-        if choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size):
+        if policy.gather_codec is not None:
+            raise NotImplementedError(
+                f"{each.name} has fsdp_pre_all_gather, which says itself how it travels: expected no gather_codec in "
+                f"mp_policy, got {policy.gather_codec!r}. Call fully_shard on its module with another policy."
+            )
+        is_int = choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size)
+        if is_int or each.mesh.shards_at_rest:
             refuse_secondary_shards(each.name)
 
 
@@ -250,7 +256,7 @@ def _check_can_cut(each: ParameterPlan, data: Tensor) -> None:
 
 
 def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored: torch.dtype) -> None:
-    """Refuses a choice of how gradients travel where none travel so, or can't."""
+    """Refuses a choice of how gradients or weights travel where none travel so, or can't."""
     given = {"wire_dtype": policy.wire_dtype, "gradient_codec": policy.gradient_codec}
     for argument, value in given.items():
         if value is not None and not mesh.shard_axes:
@@ -258,6 +264,16 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
                 "Gradients are summed between replicas in the reduce dtype."
             )
+    if policy.gather_codec is not None and not mesh.shard_axes:
+        raise ValueError(
+            f"{name}: expected no gather_codec in mp_policy on a mesh that only replicates, where nothing is gathered, "
+            f"got {policy.gather_codec!r}"
+        )
+    if policy.gather_codec is not None and stored.is_floating_point:
+        try:
+            policy.gather_codec.packed_dtype(stored)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{name}: {error}") from None
     if policy.gradient_codec is not None and stored.is_floating_point:
         try:
             sent, summed = policy.sent_dtype(stored), policy.gradient_dtype(stored)
@@ -348,6 +364,11 @@ def _check_ranks_stay(mesh: DataMesh) -> None:
 def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
     if choice is None or isinstance(choice, bool):
         return
+    if mesh.shards_at_rest:
+        raise ValueError(
+            f"reshard_after_forward={choice}: expected a bool or None on {mesh.topology}: each rank keeps its shard "
+            "along the axes that shard. Leave shard_at_rest out to keep another part."
+        )
     if choice >= 1 and mesh.num_ranks == 1:
         return  # nothing is gathered: the program is one for more ranks
     if choice > 1 and mesh.size == 1:
@@ -386,6 +407,14 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     if not conditional and not inside:
         return
     names = names_below(plan.roots)
+    meshes = [plan.mesh, *(each.mesh for each in plan.parameters.values())]
+    meshes += [group.mesh for state in plan.inside for group in state.groups]
+    at_rest = next((mesh for mesh in meshes if mesh.shards_at_rest), None)
+    if at_rest is not None:
+        raise NotImplementedError(
+            f"conditional modules with shard_at_rest ({at_rest.topology}) are not supported: ranks that leave a module "
+            "out have no part to keep. Name its axes in `replicate` instead."
+        )
     keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]
     if not isinstance(plan.given.reshard_after_forward, (bool, type(None))):
         keeping.append("this module")

@@ -1,4 +1,5 @@
-"""Says how gradients travel between the ranks of a shard group: as they are, cast, or encoded by a codec of your own.
+"""Says how gradients, and weights, travel between the ranks of a shard group: as they are, cast, or encoded by a codec
+of your own.
 
 Shape legend:  W ranks,  P elements of one rank's segment of a bucket,  n elements of that segment as it travels.
 
@@ -10,6 +11,10 @@ process group sums the segments (reduce-scatter), or
     sum       [W, n]          -> [P] in the summed dtype  on the rank that owns the shard, in the order of ranks
 
 and the sum is divided there. Each rank's gradient is so rounded once; sums between replica groups (HSDP) are not.
+
+A gather of a parameter needs two of these methods. Each rank encodes its shard, [1, P] numbers in the dtype in which
+it rests; the process group gathers bytes; and each rank decodes [W, n] of them into the unsharded parameter, [W, P]
+numbers in the dtype in which it computes.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
 
 class Codec(Protocol):
-    """Says how gradients travel. `MixedPrecisionPolicy(gradient_codec=...)` takes one; a class of yours may be one.
+    """Says how gradients travel, or weights. `MixedPrecisionPolicy(gradient_codec=..., gather_codec=...)` takes them; a
+    class of yours may be one.
 
     A codec is a value: it is immutable, two equal ones have one hash and one `repr`, and what it returns depends on its
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
@@ -38,6 +44,9 @@ class Codec(Protocol):
     to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
     large as the unsharded gradient in the packed dtype, until buckets are planned anew or a backward pass fails. It is
     not part of a checkpoint.
+
+    Of weights, `summed` is the dtype in which the parameter rests. `sum` is not called, and `seed` is the same each
+    time, so that backward has the weights of the forward. There is no feedback: what rests is exact.
     """
 
     @property
@@ -63,7 +72,9 @@ class Codec(Protocol):
         """
 
     def decode(self, wire: Tensor, numbers: Tensor) -> None:
-        """Fills `numbers`, [R, P] in any dtype, with what R encoded rows, [R, n], stand for."""
+        """Fills `numbers`, [R, P] in any dtype, with what R encoded rows, [R, n], stand for. The rows of either may lie
+        apart.
+        """
 
     def sum(self, rows: Rows, total: Tensor) -> None:
         """Fills `total`, [P], in the summed dtype (float32 if that is float16), with the sum of what the encoded rows
@@ -187,6 +198,27 @@ def check_codec(codec: object, where: str) -> None:
         )
 
 
+def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:
+    """Returns what a codec makes of numbers, [W, P].
+
+    Raises:
+        ValueError: that can't travel.
+        RuntimeError: the codec has written to the numbers.
+    """
+    before = None if numbers.is_inference() else numbers._version
+    wire = codec.encode(numbers, seed)
+    if wire is numbers:
+        return wire
+    if wire.dim() != 2 or len(wire) != len(numbers) or not wire.is_contiguous():
+        raise ValueError(
+            f"{codec!r}.encode: expected a contiguous tensor [{len(numbers)}, n], a row for each rank, got "
+            f"one of shape {tuple(wire.shape)} and strides {wire.stride()}"
+        )
+    if before is not None and numbers._version != before:
+        raise RuntimeError(f"{codec!r}.encode has written to the numbers that it was given: return a copy")
+    return wire
+
+
 class Member(NamedTuple):
     """Says where elements `first` to `last` of parameter i's shards lie in packed segments: from `offset` on."""
 
@@ -226,38 +258,18 @@ class Encoder:
         codec, self._calls = self.codec, self._calls + 1
         seed = self._first_seed + self._calls
         if not codec.feedback:
-            return self._encoded(numbers, seed)
+            return encode(codec, numbers, seed)
         parts = [numbers[:, each.offset : each.offset + each.last - each.first] for each in members]
         residuals = [self._residual(each, numbers)[:, each.first : each.last] for each in members]
         for part, residual in zip(parts, residuals, strict=True):
             part.add_(residual)
-        wire = self._encoded(numbers, seed)
+        wire = encode(codec, numbers, seed)
         decoded = torch.empty_like(numbers)
         codec.decode(wire, decoded)
         # What travels may share memory with the numbers. What is not finite would stay in all later gradients.
         lost = torch.sub(numbers, decoded, out=decoded).nan_to_num_(0, 0, 0)
         for each, residual in zip(members, residuals, strict=True):
             residual.copy_(lost[:, each.offset : each.offset + each.last - each.first])
-        return wire
-
-    def _encoded(self, numbers: Tensor, seed: int) -> Tensor:
-        """Returns what the codec makes of numbers, [W, P].
-
-        Raises:
-            ValueError: that can't travel.
-            RuntimeError: the codec has written to the numbers.
-        """
-        before = None if numbers.is_inference() else numbers._version
-        wire = self.codec.encode(numbers, seed)
-        if wire is numbers:
-            return wire
-        if wire.dim() != 2 or len(wire) != len(numbers) or not wire.is_contiguous():
-            raise ValueError(
-                f"{self.codec!r}.encode: expected a contiguous tensor [{len(numbers)}, n], a row for each rank, got "
-                f"one of shape {tuple(wire.shape)} and strides {wire.stride()}"
-            )
-        if before is not None and numbers._version != before:
-            raise RuntimeError(f"{self.codec!r}.encode has written to the gradients that it was given: return a copy")
         return wire
 
     def _residual(self, member: Member, numbers: Tensor) -> Tensor:

@@ -155,18 +155,14 @@ def choose(group: FSDPParamGroup, **changes: Any) -> None:
 
 def follow(group: FSDPParamGroup) -> None:
     """Has a group communicate as chosen. Every rank must call it."""
-    choice, device, usual = (
-        choice_of(group),
-        group.mesh.device,
-        extensions().comm_watcher.unchecked(group.usual_comms.gathers),
-    )
-    gathers: Comm = usual
-    reduces: Comm = usual
-    separates = _separates(group, usual) if choice.separate is None else choice.separate
-    if separates and usual.group is not None and usual.size > 1:
-        reduces = make_unchecked(subgroup(usual.group, usual.size), device, group.purpose)
+    choice, device, watcher = choice_of(group), group.mesh.device, extensions().comm_watcher
+    gathers: Comm = watcher.unchecked(group.usual_comms.gathers)
+    reduces: Comm = watcher.unchecked(group.usual_comms.reduces)
+    separates = _separates(group, reduces) if choice.separate is None else choice.separate
+    if separates and reduces.group is not None and reduces.size > 1:
+        reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.purpose)
     if choice.all_gather is not None:
-        gathers = CustomComm(usual, choice.all_gather, None)
+        gathers = CustomComm(gathers, choice.all_gather, None)
     if choice.reduce_scatter is not None:
         reduces = CustomComm(reduces, None, choice.reduce_scatter)
     now = group.comms
@@ -200,7 +196,7 @@ def separate_where_usual(group: FSDPParamGroup) -> None:
     """Has a group reduce on a process group of its own, where that is the default, when it is first attached. Every
     rank must call it.
     """
-    usual = extensions().comm_watcher.unchecked(group.usual_comms.gathers)
+    usual = extensions().comm_watcher.unchecked(group.usual_comms.reduces)
     is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
     if is_untouched and _separates(group, usual):
         follow(group)

@@ -2,7 +2,8 @@
 
 It takes byte buffers and a layout, and knows no parameter. Everything that does not change from one gather to the next
 (views, lists, which casts are needed) is prepared once, in `GatherPlan`; a gather then is one cast per pair of dtypes,
-one collective and, for the packed parameters, one copy.
+one collective and, for the packed parameters, one copy. Parameters with a codec are encoded before it, and decoded
+behind it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .codec import Codec, encode
 from .comm import Comm
 from .compat import copy_all
-from .layout import GatherLayout, contiguous_stride, split_chunks
+from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
 from .streams import Work, costs_launches
 
 # ---- views and copies
@@ -68,12 +70,69 @@ def group_copies(copies: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[list[Ten
     return [*groups.values()]
 
 
+def _places_of_chunks(whole: Tensor, chunks: Tensor, spec: ParamSpec) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns where the chunks of a parameter lie that is not cut along dim 0, and the chunks, [W, shard_numel]."""
+    targets = split_chunks(whole.view(spec.shape), spec)
+    sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
+    if len(targets) > 1:
+        sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
+    return targets, sources
+
+
+class _Encoded:
+    """Encodes and decodes one parameter in the gathers of its group.
+
+    Args:
+        shard: this rank's padded shard, [1, P], in the dtype in which it rests.
+        rows: bytes of all ranks' shards as they travel, [W, n].
+        rank: which of them are those of `shard`.
+        place: where the unsharded parameter is, flat.
+        seed: given to the codec.
+    """
+
+    def __init__(
+        self, spec: ParamSpec, codec: Codec, shard: Tensor, rows: Tensor, rank: int, place: Tensor, seed: int
+    ) -> None:
+        self._spec, self._codec, self._shard, self._seed = spec, codec, shard, seed
+        self._rows, self._own, self._place = rows, rows[rank], place
+        self._packed_dtype = codec.packed_dtype(spec.storage_dtype)
+        # That of what the codec makes.
+        self._wire_dtype = torch.uint8
+
+    def encode(self) -> None:
+        """Writes this rank's bytes.
+
+        Raises:
+            ValueError: the codec makes other bytes than it has said.
+        """
+        wire = encode(self._codec, self._shard.to(self._packed_dtype), self._seed)
+        if wire.nbytes != self._own.numel():
+            raise ValueError(
+                f"{self._codec!r}.encode: expected {self._own.numel()} bytes, as its sent_nbytes says of "
+                f"{self._shard.numel()} elements of {self._spec.storage_dtype}, got {wire.nbytes}"
+            )
+        self._wire_dtype = wire.dtype
+        self._own.copy_(wire.view(-1).view(torch.uint8))
+
+    def decode(self) -> None:
+        """Fills the unsharded parameter with what all ranks' bytes stand for."""
+        rows, spec = self._rows.view(self._wire_dtype), self._spec
+        if spec.dim == 0:
+            self._codec.decode(rows, self._place.view(spec.world_size, spec.shard_numel))
+            return
+        chunks = self._place.new_empty(spec.world_size, spec.shard_numel)
+        self._codec.decode(rows, chunks)
+        for target, source in zip(*_places_of_chunks(self._place, chunks, spec), strict=True):
+            target.copy_(source)
+
+
 class GatherPlan:
     """Prepares how one group's shards (`shards`, uint8, at rest) become its unsharded parameters (`unsharded`, uint8).
 
     The plan keeps views into both buffers. The storage of `unsharded` may be freed between gathers and must be
-    allocated again before `start`, or before `finish` if nothing `arrives_in_place`. Packed segments that lie apart are
-    the plan's own memory: `start` allocates it, unless `allocate` has, and `free` frees it.
+    allocated again before `start`, or before `finish` if nothing `arrives_in_place`. Packed segments that lie apart,
+    and encoded ones, are the plan's own memory (`has_memory`): `start` allocates it, unless `allocate` has, and `free`
+    frees it.
 
     Where operations cost launches, one copy moves all packed parameters to their places, if they allow that: on CUDA it
     is one kernel, and a foreach copy to other strides is one for each tensor. On CPU it takes half as long again, and
@@ -85,10 +144,10 @@ class GatherPlan:
         self._world_size = layout.world_size
         # Where the packed segments land, and at which byte.
         self._segments, self._segments_start = unsharded, layout.packed_start
-        self.packs_apart = layout.packs_apart
-        if self.packs_apart:
-            self._segments = torch.empty(layout.segments_nbytes, dtype=torch.uint8, device=unsharded.device)
-            self._segments_start = 0
+        # The plan's own storages, and their sizes.
+        self._own: list[tuple[torch.UntypedStorage, int]] = []
+        if layout.packs_apart:
+            self._segments, self._segments_start = self._make_own(layout.segments_nbytes), 0
         # Casts write this rank's own slot of an output, which then is the collective's input too.
         self._casts: Copies = []
         self._copies_out: Copies = []
@@ -103,43 +162,70 @@ class GatherPlan:
                 self._plan_direct(i)
             if layout.packed_nbytes:
                 self._plan_packed(costs_launches(unsharded.device))
+        self._encoded = self._plan_encoded() if layout.encoded_nbytes else ()
         self.casts, self.copies_out = group_copies(self._casts), group_copies(self._copies_out)
+        self.has_memory = bool(self._own)
         # False: all that is gathered is copied, so that the unsharded parameters are first written to by `finish`.
-        self.arrives_in_place = bool(layout.direct) or not self.packs_apart
-        if self.packs_apart:
-            self.free()
+        self.arrives_in_place = bool(layout.direct) or not (layout.packs_apart if layout.packed else self.has_memory)
+        self.free()
+
+    def _make_own(self, nbytes: int) -> Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._unsharded.device)
+        self._own.append((memory.untyped_storage(), nbytes))
+        return memory
 
     def allocate(self) -> None:
-        """Allocates memory for packed segments that lie apart, unless it is there."""
-        storage = self._segments.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(self._layout.segments_nbytes)
+        """Allocates the plan's own memory, unless it is there."""
+        for storage, nbytes in self._own:
+            if not storage.nbytes():
+                storage.resize_(nbytes)
 
     def free(self) -> None:
-        """Frees the packed segments, which lie apart: they are copied out, or nobody sends any more."""
-        self._segments.untyped_storage().resize_(0)
+        """Frees the plan's own memory: it is copied out, or nobody sends any more."""
+        for storage, _ in self._own:
+            storage.resize_(0)
 
     def start(self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()) -> Work | None:
         """Begins to gather; `more` beside the plan's parameters. Every rank of `comm` must call it, in the same order.
 
         Returns None if there is nothing to wait for. `finish` follows when the work has been waited for.
         """
-        if self.packs_apart:
+        if self.has_memory:
             self.allocate()
         for casts in self.casts:
             copy_all(*casts)
+        for each in self._encoded:
+            each.encode()
         outputs, inputs = self.outputs, self.inputs
         if more_outputs:
             outputs, inputs = [*outputs, *more_outputs], [*inputs, *more_inputs]
         return comm.all_gather(outputs, inputs) if outputs else None
 
     def finish(self) -> None:
-        """Copies what arrived packed to its place."""
+        """Copies what arrived packed to its place, and decodes what arrived encoded."""
         if self.split is not None:
             rows, sizes, targets = self.split
             torch.split_with_sizes_copy(rows, sizes, 1, out=targets)
         for copies in self.copies_out:
             copy_all(*copies)
+        for each in self._encoded:
+            each.decode()
+
+    def _plan_encoded(self) -> Sequence[_Encoded]:
+        layout, nbytes = self._layout, self._layout.encoded_nbytes
+        wire, found = self._make_own(nbytes * self._world_size), []
+        for i, offset in layout.encoded_offsets.items():
+            spec = layout.specs[i]
+            assert spec.gather_codec is not None, "it is encoded"
+            shard = view_bytes(self._shards, layout.shard_offsets[i], spec.shard_numel, spec.storage_dtype)
+            start, numel = layout.unsharded_offsets[i], spec.unsharded_nbytes // spec.compute_dtype.itemsize
+            place = view_bytes(self._unsharded, start, numel, spec.compute_dtype)
+            rows = wire.view(self._world_size, nbytes)[:, offset : offset + spec.gathered_nbytes]
+            found.append(_Encoded(spec, spec.gather_codec, shard.view(1, -1), rows, self._rank, place, seed=i))
+        if self._world_size > 1:
+            self.outputs.append(wire)
+            self.inputs.append(self._slot(wire, nbytes))
+        return found
 
     def _plan_direct(self, i: int) -> None:
         spec, start = self._layout.specs[i], self._layout.unsharded_offsets[i]
@@ -206,10 +292,7 @@ class GatherPlan:
             targets, sources = [place], [chunks]
         else:
             whole = view_bytes(self._unsharded, layout.unsharded_offsets[i], spec.numel, spec.compute_dtype)
-            targets = split_chunks(whole.view(spec.shape), spec)
-            sources = [chunks[: spec.whole_chunks].unflatten(1, spec.local_shape(0))]
-            if len(targets) > 1:
-                sources.append(chunks[spec.whole_chunks, : targets[1].numel()].view(targets[1].shape))
+            targets, sources = _places_of_chunks(whole, chunks, spec)
         self._copies_out += zip(targets, sources, strict=True)
 
     def _rows_at(

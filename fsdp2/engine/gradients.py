@@ -97,7 +97,8 @@ class GroupGradients:
     """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
 
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
-    `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas.
+    `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas;
+        one for each replica, [M, shard_numel], if these share what rests.
     `taken`: indices of those that the backward pass that runs has included.
 
     Args:
@@ -164,7 +165,7 @@ class GroupGradients:
         self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
         sizes = [self._codecs[i].sent_nbytes(specs[i].shard_numel, self._reduce_dtypes[i]) for i in expected]
-        self.sent_nbytes = sum(sizes) * self.reduction.shards.size
+        self.sent_nbytes = sum(sizes) * self.reduction.num_shards
         self._hooked = [self._params[i].unsharded for i in expected]
         for bucket in self.buckets:
             arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
@@ -182,10 +183,10 @@ class GroupGradients:
         indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
         codec, reduce_dtype = (self._codecs_of_sums if may_be_sums else self._codecs)[first], self._reduce_dtypes[first]
         # Feedback is added to what is sent, hence to a copy.
-        direct_min_bytes = sys.maxsize if codec.feedback else shards.direct_min_bytes
+        direct_min_bytes = sys.maxsize if codec.feedback else shards.direct_min_bytes * self.reduction.num_blocks
         layout = bucket_layout(self._specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
         device = self._params[0].unsharded.device
-        return ReducePlan(layout, self._specs, shards.size, device, self._encoders[codec])
+        return ReducePlan(layout, self._specs, self.reduction.num_shards, device, self._encoders[codec])
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor = self.reduction.divisor  # which checks compare between ranks
@@ -434,8 +435,11 @@ class GroupGradients:
                 return self.receive(pending, of_pass)
         shards = pending.finish()
         if pending.is_partial:
+            count = self.reduction.num_blocks
             for i, (flat, offset) in shards.items():
-                shard = flat.as_strided((self._specs[i].shard_numel,), (1,), offset)
+                numel = self._specs[i].shard_numel
+                size, strides = ((numel,), (1,)) if count == 1 else ((count, numel), (flat.numel() // count, 1))
+                shard = flat.as_strided(size, strides, offset)
                 self.partial[i] = self.partial[i] + shard if i in self.partial else shard
             return
         if self._streams is not None:

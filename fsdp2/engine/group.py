@@ -40,7 +40,7 @@ __all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED
 
 class Comms(NamedTuple):
     """Holds the Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
-    parameters after forward (`reshard_after_forward=k`).
+    parameters from secondary shards.
     """
 
     gathers: Comm
@@ -194,13 +194,19 @@ class FSDPParamGroup:
     def _make_comms(self) -> Comms:
         shards, replicas = (
             make_comm(group, self.mesh.device, self.purpose)
-            for group in (self.mesh.shard_group, self.mesh.replicate_group)
+            for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
         )
+        if self.mesh.shards_at_rest:
+            inner = self._neighbours()
+            assert inner is not None, "several ranks shard"
+            return Comms(shards, inner, replicas, inner)
         has_replicas = self.mesh.replicas_may_grow or replicas.size > 1
         return Comms(shards, shards, replicas if has_replicas else None, self._neighbours())
 
     def _neighbours(self) -> Comm | None:
-        """Returns the Comm of those neighbouring ranks that restore the parameters after forward, if any do."""
+        """Returns the Comm of those neighbouring ranks that restore the parameters from secondary shards, if any do."""
+        if self.mesh.shards_at_rest:
+            return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
         count, group = self.settings.restored_among, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
             return None
@@ -209,7 +215,7 @@ class FSDPParamGroup:
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
         how = now.divide_factor, now.all_reduce, now.reduce_hook
-        return Reduction(comms.reduces, comms.replicas, *how, self.transfers)
+        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, self.mesh.shards_at_rest)
 
     # ---- sharded -> unsharded -> sharded
 
@@ -234,8 +240,9 @@ class FSDPParamGroup:
             notify(self)
         buffers, extension = self.parameters.buffers, self.parameters.extension
         assert buffers is not None, "shards are on the device"
-        stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
-        self.gathered_at = self.registration.versions() if stays or not for_backward else None
+        if self.phase is not SECONDARY:  # else it stands for what was gathered before
+            stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
+            self.gathered_at = self.registration.versions() if stays or not for_backward else None
         try:
             more = extension.start(self.comms.gathers) if extension is not None else ()
             if self.phase is SECONDARY:
@@ -334,8 +341,9 @@ class FSDPParamGroup:
         pending, self._pending, buffers = self._pending, None, self.parameters.buffers
         if keeps_secondary:
             assert buffers is not None, "a forward has just used it"
-            buffers.keep_secondary()
-            self._become(SECONDARY)
+            buffers.keep_secondary(refill=not self.mesh.shards_at_rest)
+            if self.phase is not SECONDARY:
+                self._become(SECONDARY)
         elif self.phase is not SHARDED:
             self._become(SHARDED)
         if pending is not None:
@@ -558,39 +566,55 @@ class FSDPParamGroup:
             for notify in self.events.memory_kept:
                 notify(self)
         frees = self.root.frees_memory and not is_kept
-        if backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
+        if self.mesh.shards_at_rest:
+            self.hold = Hold.BACKWARD if backward_follows else Hold.NOTHING
+            self.reshard(frees, keeps_secondary=not failed and self._may_keep_secondary())
+        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
             self.hold = Hold.BACKWARD
             self.reshard(frees, keeps_secondary=True)
         else:
             self.hold = Hold.NOTHING
             self.reshard(frees)
 
-    def reshard_if_idle(self) -> None:
-        """Reshards and clears `hold`, unless a forward or a full_params block uses the group."""
+    def _may_keep_secondary(self) -> bool:
+        """Returns True if secondary shards are to stay until a write, and the group has what they consist of."""
+        is_there = self.phase is SECONDARY or self.is_unsharded
+        return self.mesh.shards_at_rest and is_there and self.gathered_at is not None and self.root.frees_memory
+
+    def reshard_if_idle(self, drops_secondary: bool = True) -> None:
+        """Reshards and clears `hold`, unless a forward or a full_params block uses the group.
+
+        `drops_secondary=False`: secondary shards that last until a write stay.
+        """
         self.reached_by = None
         if self.state.running:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
             self.hold = Hold.NOTHING
-            self.reshard(free=self.root.frees_memory)
+            keeps = self.mesh.shards_at_rest and not drops_secondary and self._may_keep_secondary()
+            self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
         if self.settings.reshard_after_backward or self.state.running or not self.is_unsharded:
             if self.hold is Hold.USER:
                 self.hold = Hold.NEXT_PASS
-            self.reshard_if_idle()
+            self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
             self.hold = max(self.hold, Hold.NEXT_PASS)
             self.unregister()
 
     def reshard_stale(self) -> None:
-        """Reshards, between passes, unless `hold` is NEXT_PASS or more and nothing has changed. Keeps Hold.USER."""
+        """Reshards, between passes, unless `hold` is NEXT_PASS or more and nothing has changed. Keeps Hold.USER. Drops
+        secondary shards of parameters that were written to.
+        """
         self.root.is_in_backward()  # one that has failed is over
         hold = self.hold
+        if self.phase is SECONDARY and self.shard_versions() != self.gathered_at:
+            self.reshard()
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
-            self.reshard_if_idle()
+            self.reshard_if_idle(drops_secondary=False)
             self.hold = hold if hold is Hold.USER else self.hold
 
     def post_backward(self) -> None:

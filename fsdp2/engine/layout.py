@@ -11,6 +11,9 @@ write straight into it:
 
 Large parameters are gathered that way ("direct"). The small ones, and those whose shard is not a multiple of 16 bytes,
 share one collective ("packed"): their shards lie side by side in one segment per rank and are copied out after it.
+
+A parameter is stored in one dtype and computed with in another. It travels in the second, or as the bytes that a codec
+makes of it ("encoded"): these lie in memory of their own until they are decoded to where the parameter is.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .codec import Codec
 
 # NCCL falls back to element-wise copies when a rank's payload is not a multiple of 16 bytes.
 RANK_ALIGNMENT = 16
@@ -54,7 +60,9 @@ def align(value: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Holds what the layout must know of one parameter: its global shape and its dtypes at rest and in compute.
+    """Holds what the layout must know of one parameter: its global shape, and its dtypes at rest and in compute.
+
+    `gather_codec`: how it travels in a gather. None: in the dtype in which it computes.
 
     `param_spec` makes it: equal parameters, of which models have many, share one, and what is computed of it.
     """
@@ -67,6 +75,7 @@ class ParamSpec:
     dim: int = 0
     # Gathered by methods of its own, hence in no GatherLayout; its gradient may come in any dtype.
     extended: bool = False
+    gather_codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -100,6 +109,12 @@ class ParamSpec:
     @property
     def compute_nbytes(self) -> int:
         return self.shard_numel * self.compute_dtype.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of one padded shard as it travels in a gather."""
+        codec = self.gather_codec
+        return self.compute_nbytes if codec is None else codec.sent_nbytes(self.shard_numel, self.storage_dtype)
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +208,8 @@ class GatherLayout:
     `packed_offsets[i]` is where packed parameter i lies in one rank's packed segment of `packed_nbytes`, of which the
     last `tail_nbytes` are padding; the W segments land at `packed_start` of the full storage, behind the parameters,
     or in memory of their own (`packs_apart`), and are copied out from there. Behind them is room for the W tails, where
-    one copy splits all of a segment.
+    one copy splits all of a segment. `encoded_offsets[i]` is where the bytes of encoded parameter i lie in one rank's
+    segment of `encoded_nbytes`.
     """
 
     world_size: int
@@ -211,6 +227,8 @@ class GatherLayout:
     casts: tuple[CastRun, ...]
     # One rank and no cast: the shard buffer already is the full storage, nothing is copied.
     aliased: bool
+    encoded_offsets: dict[int, int]
+    encoded_nbytes: int
 
     @cached_property
     def segments_nbytes(self) -> int:
@@ -236,9 +254,11 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
 
     Equal groups share the layout: the blocks of a transformer are one.
     """
-    aliased = world_size == 1 and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
-    everything = range(len(specs))
+    encoded = [i for i, spec in enumerate(specs) if spec.gather_codec is not None]
+    aliased = world_size == 1 and not encoded and all(spec.storage_dtype == spec.compute_dtype for spec in specs)
+    everything = [i for i in range(len(specs)) if i not in encoded] if encoded else range(len(specs))
     direct = [*everything] if world_size == 1 else _find_direct(specs, everything, direct_min_bytes)
+    encoded_offsets, encoded_nbytes = _offsets({i: specs[i].gathered_nbytes for i in encoded}, RANK_ALIGNMENT)
     # Wide dtypes first: then every offset is a multiple of its own item size without gaps. Vectors last: optimizers
     # often treat them otherwise (no weight decay), and step on what lies side by side as one tensor.
     packed = sorted(set(everything) - set(direct), key=lambda i: (*_dtype_order(specs[i]), len(specs[i].shape) < 2, i))
@@ -246,7 +266,7 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
     packed_nbytes = align(end, RANK_ALIGNMENT)
 
     alignment = PARAM_ALIGNMENT if aliased else RANK_ALIGNMENT
-    shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in direct}, alignment)
+    shard_offsets, shard_nbytes = _offsets({i: specs[i].storage_nbytes for i in (*direct, *encoded)}, alignment)
     casts: list[CastRun] = []
     if all(specs[i].storage_dtype == specs[i].compute_dtype for i in packed):
         shard_offsets |= {i: shard_nbytes + packed_offsets[i] for i in packed}
@@ -278,6 +298,8 @@ def gather_layout(specs: tuple[ParamSpec, ...], world_size: int, direct_min_byte
         packed_start=packed_start,
         casts=tuple(casts),
         aliased=aliased,
+        encoded_offsets=encoded_offsets,
+        encoded_nbytes=encoded_nbytes,
     )
 
 

@@ -1,7 +1,8 @@
 """Owns the memory of one group: its shards at rest, its unsharded parameters while they are needed, secondary shards.
 
-Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that backward gathers
-among k neighbours only: `reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ.
+Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
+among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
+until a write, where replicas share what rests (`Use.SHARD_AT_REST`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PendingGather:
             self._memory.allocate()
         self._plan.finish()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart and not self._memory.keeps_storage:
+        if self._plan.has_memory and not self._memory.keeps_storage:
             self._plan.free()
 
     def abandon(self) -> None:
@@ -48,7 +49,7 @@ class PendingGather:
         if work is not None:
             work.wait()
         self._inputs_kept_alive = ()
-        if self._plan.packs_apart and not self._memory.keeps_storage:
+        if self._plan.has_memory and not self._memory.keeps_storage:
             self._plan.free()
 
 
@@ -152,20 +153,26 @@ class Memory:
     ) -> PendingGather:
         """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
         plan = self._plan
+        if self.secondary is not None:
+            self.secondary.drop()
         if not self.is_allocated and plan.arrives_in_place:
             self.storage.resize_(self._nbytes)
             self.is_allocated = True
         if self._stage is not None:
-            if plan.packs_apart:
+            if plan.has_memory:
                 plan.allocate()  # on the stream that computes, which will free it
             self._stage.start(partial(plan.start, comm, more_outputs, more_inputs))
             return PendingGather(self, plan, self._stage, more_inputs)
         return PendingGather(self, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
 
-    def keep_secondary(self) -> None:
-        """Keeps this rank's part of the unsharded parameters, from which `restore` gathers; they may be freed then."""
+    def keep_secondary(self, refill: bool = True) -> None:
+        """Keeps this rank's part of the unsharded parameters, from which `restore` gathers; they may be freed then.
+
+        `refill=False`: the part that is kept already, if one is, stays as it is.
+        """
         assert self.secondary is not None, "neighbours restore them"
-        self.secondary.fill()
+        if refill or not self.secondary.is_filled:
+            self.secondary.fill()
 
     def restore(self) -> PendingGather:
         """Begins to fill the unsharded parameters from secondary shards. Every neighbour must call it, in order."""
@@ -278,6 +285,7 @@ def _layout_among(layout: GatherLayout, comm: Comm) -> GatherLayout:
 
     Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
     """
-    specs = tuple(replace(spec, storage_dtype=spec.compute_dtype, world_size=comm.size) for spec in layout.specs)
+    among = comm.size
+    specs = tuple(replace(s, storage_dtype=s.compute_dtype, world_size=among, gather_codec=None) for s in layout.specs)
     own = gather_layout(specs, comm.size, comm.direct_min_bytes)
     return replace(own, unsharded_offsets=layout.unsharded_offsets, packed_start=layout.packed_start)

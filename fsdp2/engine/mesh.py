@@ -1,4 +1,8 @@
-"""Describes, as one value, the ranks that share and replicate one group's parameters. One rank is an ordinary size."""
+"""Describes, as one value, the ranks that share and replicate one group's parameters. One rank is an ordinary size.
+
+`Topology` says for each axis of a device mesh what rests on its ranks, what they gather, and how they reduce gradients.
+`DataMesh` derives the process groups from it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import copy
 import math
 import weakref
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -19,13 +24,78 @@ from . import compat
 from .compat import DTensorSpec
 
 
+class Gathered(Enum):
+    """Says when the ranks along an axis gather what the others hold."""
+
+    NEVER = "never: each rank holds all of it"
+    AT_USE = "at each use"
+    AFTER_WRITE = "once after each write; until the next, each rank keeps what it needs of it"
+
+
+class Reduced(Enum):
+    """Says how the ranks along an axis sum their gradients."""
+
+    SCATTER = "reduce-scatter"
+    ALL = "all-reduce"
+
+
+class Use(Enum):
+    """Says what the ranks along one axis of a device mesh share.
+
+    `rests_cut`: parameters, gradients and optimizer states are cut along the axis; else each rank has all of them.
+    `gathered`, `reduced`: when parameters are gathered along it, and how gradients are summed.
+
+    SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. SHARD_AT_REST: replicas that share what rests. In between,
+    each replica computes and reduces along SHARD as in HSDP, from secondary shards.
+    """
+
+    rests_cut: bool
+    gathered: Gathered
+    reduced: Reduced
+
+    def __init__(self, rests_cut: bool, gathered: Gathered, reduced: Reduced) -> None:
+        self.rests_cut, self.gathered, self.reduced = rests_cut, gathered, reduced
+
+    SHARD = True, Gathered.AT_USE, Reduced.SCATTER
+    SHARD_AT_REST = True, Gathered.AFTER_WRITE, Reduced.SCATTER
+    REPLICATE = False, Gathered.NEVER, Reduced.ALL
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Says what each axis of `mesh` is used for. None: it belongs to the model (tensor parallelism)."""
+
+    mesh: DeviceMesh
+    uses: tuple[Use | None, ...]
+
+    def axes(self, *uses: Use) -> tuple[int, ...]:
+        """Returns the indices of the axes that are used so."""
+        return tuple(axis for axis, use in enumerate(self.uses) if use in uses)
+
+    def group(self, *uses: Use) -> dist.ProcessGroup | None:
+        """Returns this rank's process group along the axes that are used so, which count as one. None: there are
+        none.
+        """
+        return _group_over(self.mesh, self.axes(*uses))
+
+    def __str__(self) -> str:
+        names = self.mesh.mesh_dim_names or range(self.mesh.ndim)
+        uses = [use.name if use is not None else "of the model" for use in self.uses]
+        return ", ".join(f"{name}: {use}" for name, use in zip(names, uses, strict=True))
+
+
 @dataclass(frozen=True)
 class DataMesh:
-    """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication."""
+    """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication.
+
+    `mesh`: the one that sharded parameters are on. `joins`: what the axes of the user's mesh are used for, if some
+    shard at rest only: `mesh` joins these and those that shard to one axis. None: `mesh` is the user's.
+    """
 
     mesh: DeviceMesh
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
+    joins: Topology | None = None
     _device: torch.device = field(init=False, compare=False, repr=False)
     _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
     _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -36,10 +106,11 @@ class DataMesh:
         object.__setattr__(self, "_device", torch.device(*device))
 
     def __reduce__(self) -> Any:
-        return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes)
+        return DataMesh, (self.mesh, self.shard_axes, self.replicate_axes, self.joins)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataMesh:
-        copied = DataMesh(copy.deepcopy(self.mesh, memo), self.shard_axes, self.replicate_axes)
+        joins = None if self.joins is None else Topology(copy.deepcopy(self.joins.mesh, memo), self.joins.uses)
+        copied = DataMesh(copy.deepcopy(self.mesh, memo), self.shard_axes, self.replicate_axes, joins)
         object.__setattr__(copied, "_device", self._device)
         return copied
 
@@ -70,13 +141,36 @@ class DataMesh:
         """
         return self._device
 
+    @cached_property
+    def topology(self) -> Topology:
+        """What each axis of the user's mesh is used for."""
+        uses = dict.fromkeys(self.shard_axes, Use.SHARD) | dict.fromkeys(self.replicate_axes, Use.REPLICATE)
+        return self.joins or Topology(self.mesh, tuple(map(uses.get, range(self.mesh.ndim))))
+
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the parts of one copy of the parameters, and gather them from what rests."""
         return _group_over(self.mesh, self.shard_axes)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that rest the same, and all-reduce gradients."""
         return _group_over(self.mesh, self.replicate_axes)
+
+    @cached_property
+    def shards_at_rest(self) -> bool:
+        """True if some ranks of the shard group share only what rests. Then gradients are reduced in two steps."""
+        return Use.SHARD_AT_REST in self.topology.uses
+
+    @property
+    def inner_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the shard group that gather at each use from secondary shards, and reduce first."""
+        return self.topology.group(Use.SHARD)
+
+    @property
+    def outer_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the shard group that reduce-scatter what their inner groups have reduced."""
+        return self.topology.group(Use.SHARD_AT_REST)
 
     @property
     def replicas_may_grow(self) -> bool:
@@ -120,27 +214,83 @@ def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 _in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionary()
 
 
-def on_axes(mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...] = ()) -> DataMesh:
-    """
+def on_axes(
+    mesh: DeviceMesh,
+    shard_axes: tuple[int, ...],
+    replicate_axes: tuple[int, ...] = (),
+    at_rest_axes: tuple[int, ...] = (),
+) -> DataMesh:
+    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE` and `Use.SHARD_AT_REST`.
+
     Raises:
         ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
+        ValueError, NotImplementedError: see `_joined`.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
-    if len({*shard_axes, *replicate_axes}) < len(shard_axes + replicate_axes):
+    given = shard_axes + replicate_axes + at_rest_axes
+    if len({*given}) < len(given):
         names = mesh.mesh_dim_names or range(mesh.ndim)
-        shard, replicate = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes))
+        shard, replicate, at_rest = (
+            [names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, at_rest_axes)
+        )
+        rest = f" and {at_rest} to shard at rest" if at_rest else ""
         raise ValueError(
-            f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate. Leave it out of one."
+            f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate{rest}. Leave it out of "
+            "one."
         )
     # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
-    key = (id(mesh), shard_axes, replicate_axes)
+    key = (id(mesh), shard_axes, replicate_axes, at_rest_axes)
     found = _in_use.get(key)
     if found is None:
-        found = DataMesh(mesh, shard_axes, replicate_axes)
-        check_order(mesh, shard_axes, found.shard_group)
+        if at_rest_axes:
+            found = _joined(mesh, shard_axes, replicate_axes, at_rest_axes)
+        else:
+            found = DataMesh(mesh, shard_axes, replicate_axes)
+        check_order(found.mesh, found.shard_axes, found.shard_group)
         _in_use[key] = found
     return found
+
+
+def _joined(
+    mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...], at_rest_axes: tuple[int, ...]
+) -> DataMesh:
+    """Returns the mesh whose only axis joins those that shard at rest only and those that shard. If one of both kinds
+    has one rank, all others shard, as in FSDP.
+
+    Raises:
+        ValueError: no axis shards; or one that shards is left of one that shards at rest only.
+        NotImplementedError: there are other axes, of replicas or of the model.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None, "axes that shard at rest are chosen by name"
+    shard, replicate, at_rest = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, at_rest_axes))
+    if not shard:
+        raise ValueError(
+            f"dp_mesh_dims: expected axes that shard beside shard_at_rest={at_rest}, got none. If no ranks compute as "
+            "replicas, all ranks shard: pass these names as `shard`."
+        )
+    if replicate:
+        raise NotImplementedError(
+            f"dp_mesh_dims: shard_at_rest={at_rest} together with replicate={replicate} is not supported. Name all of "
+            "these axes in shard_at_rest, or all in replicate."
+        )
+    if mesh.ndim > len(shard_axes + at_rest_axes):
+        raise NotImplementedError(
+            f"dp_mesh_dims: shard_at_rest={at_rest} on a mesh with further axes, {names}, is not supported. Pass the "
+            f"axes of data parallelism only: mesh[{', '.join(map(repr, at_rest + shard))}]."
+        )
+    if max(at_rest_axes) > min(shard_axes):
+        raise ValueError(
+            f"dp_mesh_dims: expected the axes of shard_at_rest, {at_rest}, left of those that shard, {shard}, got the "
+            f"mesh {names}: ranks that compute together are neighbours. Build the mesh in that order."
+        )
+    uses = tuple(Use.SHARD_AT_REST if axis in at_rest_axes else Use.SHARD for axis in range(mesh.ndim))
+    topology, joined = Topology(mesh, uses), compat.mesh_over(mesh, tuple(range(mesh.ndim)))
+    sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, at_rest_axes)]
+    if 1 in sizes:
+        return DataMesh(joined, (0,))
+    return DataMesh(joined, (0,), (), topology)
 
 
 def check_order(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> None:

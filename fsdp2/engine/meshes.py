@@ -21,15 +21,25 @@ class DataParallelMeshDims:
 
     Several names count as one axis, in the order of the mesh. The other axes belong to the model.
 
+    Args:
+        shard: axes along which parameters are cut, gathered for each use, and gradients are reduce-scattered.
+        replicate: axes along which each rank rests and computes with the same; gradients are all-reduced.
+        shard_at_rest: replicas (HSDP) that share what rests: sharded parameters, gradients and optimizer states are cut
+            along these axes, too. After each write the first forward gathers over all ranks. Until the next write, each
+            rank keeps a shard, in compute dtypes, of what the ranks of `shard` have, and further forwards and backwards
+            gather along `shard` only. Gradients are reduce-scattered along `shard`, then along these axes. They are
+            left of those of `shard` in the mesh.
+
     Raises:
-        ValueError: neither is given.
+        ValueError: no name is given.
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
+    shard_at_rest: str | tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.shard and not self.replicate:
+        if not self.shard and not self.replicate and not self.shard_at_rest:
             raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
 
 
@@ -75,9 +85,10 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
     Raises:
         ValueError: the mesh has no such name, or no names; or one is given twice.
+        NotImplementedError: axes shard at rest only, and others replicate, or belong to the model.
     """
     axes = []
-    for names in (dims.shard, dims.replicate):
+    for names in (dims.shard, dims.replicate, getattr(dims, "shard_at_rest", None)):  # torch's own has two
         names = (names,) if isinstance(names, str) else tuple(names or ())
         known = mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]

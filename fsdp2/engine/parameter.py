@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import compat
+from .codec import Codec
 from .compat import local_of
 from .events import extensions
 from .layout import ParamSpec, contiguous_stride, param_spec
@@ -112,15 +114,21 @@ class FSDPParam:
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Returns what the layout must know of it as it is now."""
         local = self.local
-        return self._spec_of(local.dtype, self.compute_dtype(policy), gathers_itself(local))
+        extended, codec = gathers_itself(local), None
+        if policy.gather_codec is not None and not extended and not self._keeps_dtype:
+            codec = policy.gather_codec_for(local.dtype, len(self.shape))
+        return self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Returns the dtype of the unsharded parameter."""
         stored = self.local.dtype
         return stored if self._keeps_dtype else policy.compute_dtype(stored)
 
-    def _spec_of(self, stored: torch.dtype, compute: torch.dtype, extended: bool = False) -> ParamSpec:
-        return param_spec(self.gathered_shape, stored, compute, self.mesh.size, self.distribution.dim, extended)
+    def _spec_of(
+        self, stored: torch.dtype, compute: torch.dtype, extended: bool = False, codec: Codec | None = None
+    ) -> ParamSpec:
+        size, dim = self.mesh.size, self.distribution.dim
+        return param_spec(self.gathered_shape, stored, compute, size, dim, extended, cast("Hashable | None", codec))
 
     # ---- from the whole parameter to its shard
 

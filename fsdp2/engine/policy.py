@@ -51,11 +51,18 @@ class MixedPrecisionPolicy:
         gradient_codec: how gradients travel between the ranks of the shard group, in place of `wire_dtype`: a value
             that encodes each rank's gradient, and sums what arrives (`fsdp2.codecs`; `wire_dtype=dtype` is
             `fsdp2.codecs.Cast(dtype)`). What is said of `wire_dtype` holds for it. Equal on all ranks.
+        gather_codec: how weights travel in all-gathers, in place of `param_dtype`: `fsdp2.codecs.Float8()` for one byte
+            an element. Each rank encodes its shard, and decodes what it gathers into unsharded parameters in the dtype
+            in which they compute. So forward and backward compute with rounded weights. Sharded parameters, the
+            optimizer and checkpoints stay exact. It holds for floating-point parameters of two or more dims whose
+            dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
+            (`reshard_after_forward=k`) are decoded ones, and travel as without it. Equal on all ranks.
 
     Raises:
-        TypeError: a dtype is not a torch.dtype; `gradient_codec` is no codec.
+        TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.
         ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; `wire_dtype` is neither narrower
-            than `reduce_dtype` nor equal to it; both `wire_dtype` and `gradient_codec` are given.
+            than `reduce_dtype` nor equal to it; both `wire_dtype` and `gradient_codec` are given; `gather_codec` has
+            feedback.
     """
 
     param_dtype: torch.dtype | None = None
@@ -65,6 +72,7 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
     gradient_codec: Codec | None = field(default=None, kw_only=True)
+    gather_codec: Codec | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
@@ -92,6 +100,13 @@ class MixedPrecisionPolicy:
                     f"{where}: expected wire_dtype or gradient_codec, got both, {wire} and {self.gradient_codec!r}. "
                     "Both say how gradients travel: leave one out."
                 )
+        if self.gather_codec is not None:
+            check_codec(self.gather_codec, f"{where}.gather_codec")
+            if self.gather_codec.feedback:
+                raise ValueError(
+                    f"{where}.gather_codec: expected a codec without feedback, got {self.gather_codec!r}. What is "
+                    "gathered is rounded anew from weights that are exact: there is nothing to feed back."
+                )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool | None:
         """Returns True if `parameter` computes in its own dtype, because the user's function says so; False if that
@@ -113,6 +128,13 @@ class MixedPrecisionPolicy:
     def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a parameter stored as `stored` is gathered and used."""
         return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
+
+    def gather_codec_for(self, stored: torch.dtype, num_dims: int) -> Codec | None:
+        """Returns how a parameter of so many dims that is stored as `stored` travels in a gather. None: in the dtype in
+        which it computes.
+        """
+        codec = self.gather_codec
+        return codec if codec is not None and codec.exchanges and stored.is_floating_point and num_dims > 1 else None
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the gradient of a parameter stored as `stored` is reduced."""

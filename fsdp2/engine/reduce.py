@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -26,12 +26,17 @@ class Reduction:
     """Says how one group's gradients are summed.
 
     Args:
-        shards: the ranks of the shard group; each gets its slice of the sum.
-        replicas: the ranks that hold the same shards, if there are several.
+        shards: the ranks that reduce first; each gets its slice of the sum.
+        replicas: the ranks that sum these slices between them, if there are several.
         divisor: what the sum over all ranks is divided by. None: their number.
         all_reduce: also sum between replicas; else keep what this rank got until a later reduction does.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
+        scatters_twice: replicas share what rests: each of them gets its slice of their sum, by a second reduce-scatter.
+            False: each gets all of it, by an all-reduce.
+
+    `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
+    step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
     """
 
     shards: Comm
@@ -40,9 +45,17 @@ class Reduction:
     all_reduce: bool = True
     hook: Callable[[Tensor], None] | None = None
     transfers: Transfers | None = None
+    scatters_twice: bool = False
+    num_blocks: int = field(init=False, repr=False)
+    num_shards: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        num_blocks = self.replicas.size if self.replicas is not None and self.scatters_twice else 1
+        object.__setattr__(self, "num_blocks", num_blocks)
+        object.__setattr__(self, "num_shards", self.shards.size * num_blocks)
 
     def divisors(self) -> tuple[float, float]:
-        """Returns the divisor of the reduce-scatter, and of the all-reduce behind it."""
+        """Returns the divisor of the reduce-scatter, and of the step between replicas behind it."""
         if self.divisor is not None:
             return (self.divisor, 1) if self.shards.size > 1 else (1, self.divisor)
         return self.shards.size, self.replicas.size if self.replicas else 1
@@ -53,7 +66,7 @@ class Pending:
 
     `nbytes`: size of its inputs. `num_halves`: 1 if the other half of its bucket is another reduction, else 2.
     `is_partial`: a later reduction sums the result between replicas; it stays in the reduce dtype until then.
-    `has_second_stage`: `advance` begins an all-reduce between replicas.
+    `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas.
     """
 
     nbytes: int
@@ -62,7 +75,7 @@ class Pending:
     has_second_stage = False
 
     def advance(self) -> None:
-        """Waits for the reduce-scatter, and begins the all-reduce between replicas, if there is one."""
+        """Waits for the reduce-scatter, and begins the sum between replicas, if there is one."""
 
     def start_return(self) -> bool:
         """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
@@ -117,6 +130,10 @@ class PendingReduce(Pending):
         self.is_partial = reduction.replicas is not None and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
         self._what = what
+        # What a second reduce-scatter fills: allocated here, on the stream that computes.
+        self._own: Tensor | None = None
+        if self.has_second_stage and reduction.scatters_twice:
+            self._own = output.new_empty(layout.shard_numel)
         if work is None:
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
@@ -131,10 +148,17 @@ class PendingReduce(Pending):
         carried, self._carried = self._carried, None
         self.abandon()
         for i, shard in carried.items():
-            self._output.as_strided(shard.shape, (1,), self._layout.offsets[i]).add_(shard)
+            strides = (self._layout.shard_numel, 1)[-shard.dim() :]
+            self._output.as_strided(shard.shape, strides, self._layout.offsets[i]).add_(shard)
         comm = self._reduction.replicas
         if comm is not None and self.has_second_stage:
-            self._work = comm.all_reduce(self._output, self._reduction.divisors()[1], self._what)
+            divisor = self._reduction.divisors()[1]
+            if self._own is None:
+                self._work = comm.all_reduce(self._output, divisor, self._what)
+                return
+            blocks, self._output, self._own = self._output, self._own, None
+            self._inputs_kept_alive.append(blocks)
+            self._work = comm.reduce_scatter([self._output], [blocks], divisor, self._what)
 
     def start_return(self) -> bool:
         transfers = self._reduction.transfers
@@ -220,7 +244,8 @@ def start(
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook.
     allocate = torch.empty if reduction.hook is None else torch.zeros
-    output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    num_blocks = reduction.num_blocks
+    output = allocate(layout.shard_numel * num_blocks, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     return_segments = None
@@ -230,26 +255,44 @@ def start(
             segments.flat.zero_()
         plan.pack(gradients, segments)
         inputs.append(segments.flat)
-        outputs.append(output[layout.packed_start :] if outputs else output)
+        is_part = outputs or num_blocks > 1
+        outputs.append(output[layout.packed_start : layout.shard_numel] if is_part else output)
         return_segments = partial(plan.return_segments, segments)
     divisor = comm.size if reduction.divisor is None else reduction.divisor
     work = None
     if plan.exchanges and outputs:
-        work, sent = _exchange(plan, comm, outputs, inputs, plan.members[: len(inputs)], divisor, what)
+        work, sent = _exchange(plan, reduction, outputs, inputs, plan.members[: len(inputs)], divisor, what)
         if return_segments is not None and not _share_memory(sent[-1], inputs[-1]):
             return_segments()  # they are encoded
             return_segments = None
         inputs = sent
     elif outputs:
-        work = comm.reduce_scatter(outputs, inputs, divisor, what)
+        sources = inputs
+        if num_blocks > 1:
+            outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
+        work = comm.reduce_scatter(outputs, sources, divisor, what)
     return PendingReduce(
         layout, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
     )
 
 
+def _in_blocks(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], count: int, stride: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the outputs and inputs of reduce-scatters that are for `count` replicas, block by block.
+
+    inputs[i]: the segments of all ranks, those of each replica side by side. outputs[i]: where this rank's shard for
+    the first replica goes; that for the next is `stride` elements behind.
+    """
+    blocks = [
+        each.as_strided(each.shape, (1,), each.storage_offset() + b * stride) for each in outputs for b in range(count)
+    ]
+    return blocks, [block for each in inputs for block in each.view(count, -1).unbind()]
+
+
 def _exchange(
     plan: ReducePlan,
-    comm: Comm,
+    reduction: Reduction,
     outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
     members: Sequence[Sequence[Member]],
@@ -262,9 +305,11 @@ def _exchange(
     inputs[i]: the segments of all ranks, one behind the other. members[i]: the parameters in them.
     """
     encoder = plan.encoder
-    encoded = [encoder.encode(each.view(comm.size, -1), m) for each, m in zip(inputs, members, strict=True)]
+    encoded = [encoder.encode(each.view(plan.world_size, -1), m) for each, m in zip(inputs, members, strict=True)]
     sent = [each.view(-1) for each in encoded]
-    return exchange_and_sum(comm, outputs, sent, divisor, encoder.codec.sum, what), sent
+    if reduction.num_blocks > 1:
+        outputs, sent = _in_blocks(outputs, sent, reduction.num_blocks, plan.layout.shard_numel)
+    return exchange_and_sum(reduction.shards, outputs, sent, divisor, encoder.codec.sum, what), sent
 
 
 def exchange_and_sum(
@@ -290,7 +335,8 @@ def resume(
     carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device, what: str
 ) -> PendingReduce:
     """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
-    output = torch.zeros(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    numel = layout.shard_numel * reduction.num_blocks
+    output = torch.zeros(numel, dtype=layout.reduce_dtype, device=device)
     return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes, what)
 
 
@@ -368,7 +414,8 @@ def start_in_pieces(
     streams, they are on a stream beside the caller's, which goes on.
     """
     layout, device = plan.layout, gradient.device
-    output = torch.empty(layout.shard_numel, dtype=layout.reduce_dtype, device=device)
+    numel = layout.shard_numel * reduction.num_blocks
+    output = torch.empty(numel, dtype=layout.reduce_dtype, device=device)
     running: deque[Work] = deque()
     with streams.beside(device):
         for first, last in plan.pieces:
@@ -390,6 +437,8 @@ def start_piece(
     comm, divisor = reduction.shards, reduction.divisors()[0]
     outputs, inputs = [output[first:last]], [segments.view(-1)]
     if not plan.exchanges:
+        if reduction.num_blocks > 1:
+            outputs, inputs = _in_blocks(outputs, inputs, reduction.num_blocks, plan.layout.shard_numel)
         return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
-    work, sent = _exchange(plan, comm, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)
+    work, sent = _exchange(plan, reduction, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)
     return AllWork([work], sent)

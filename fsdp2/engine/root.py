@@ -20,7 +20,7 @@ from .compiled_backward import refuse_compiled_backward
 from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
-from .policy import SHARDED, Hold, RootSettings
+from .policy import SECONDARY, SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .subclasses import take_methods_set_later
 from .user_code import are_in_force, outside, run_hidden
@@ -225,7 +225,7 @@ class Root:
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([group.settings.max_reductions for group in self.groups]), sent)
         for group in self.groups:
-            if group.hold is not Hold.NOTHING:
+            if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
                 group.reshard_stale()
 
     def _free_for_graph(self) -> None:

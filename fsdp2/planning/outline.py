@@ -115,6 +115,11 @@ class Outline:
                     f"plan: expected no gradient_codec but Cast or AsIs, got {policy.gradient_codec!r}: what another "
                     "one allocates is not known. Plan with wire_dtype=torch.bfloat16 in its place."
                 )
+            if policy.gather_codec is not None:
+                raise NotImplementedError(
+                    f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "
+                    "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype."
+                )
             wire = policy.wire_dtype if setting.wire_dtype is None else setting.wire_dtype
             offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
             offloads = can_offload and hasattr(offload, "pin_memory")

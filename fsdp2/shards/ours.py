@@ -313,8 +313,9 @@ class OurGroup:
         gather = reduce = (0, 0)
         if size > 1:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
-            gather = sum(spec.nbytes for spec in plain), size * payload
-            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, group.mesh.device)
+            gather = sum(map(_needed_nbytes, plain)), size * payload
+            least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
+            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, group.mesh.device)
         uneven = [
             UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
             for param, spec in zip(params, specs, strict=True)
@@ -335,7 +336,7 @@ class OurGroup:
         specs = []
         for spec in (param.spec(group.settings.policy) for param in chosen):
             wanted = dtype if dtype is not None and spec.storage_dtype.is_floating_point else spec.storage_dtype
-            specs.append(replace(spec, compute_dtype=wanted))
+            specs.append(replace(spec, compute_dtype=wanted, gather_codec=None))
         comm, mesh = group.comms.gathers, group.mesh
         with torch.inference_mode(False), torch.no_grad():
             layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
@@ -437,7 +438,13 @@ def gathered_nbytes(layout: GatherLayout) -> int:
     """
     if layout.world_size == 1:
         return 0
-    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes
+    return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes + layout.encoded_nbytes
+
+
+def _needed_nbytes(spec: ParamSpec) -> int:
+    """Returns the bytes of an unsharded parameter as it travels, without padding."""
+    codec = spec.gather_codec
+    return spec.nbytes if codec is None else codec.sent_nbytes(spec.numel, spec.storage_dtype)
 
 
 def _reduce_padding(
@@ -445,6 +452,7 @@ def _reduce_padding(
     trainable: Iterable[int],
     policy: MixedPrecisionPolicy,
     comm: Comm,
+    direct_min_bytes: int,
     device: torch.device,
 ) -> tuple[int, int]:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
@@ -454,7 +462,7 @@ def _reduce_padding(
     for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, summed, comm.direct_min_bytes, wire_dtype)
+        layout = bucket_layout(specs, indices, summed, direct_min_bytes, wire_dtype)
         nbytes += codec.sent_nbytes(sum(specs[i].numel for i in indices), summed)
         padded_nbytes += codec.sent_nbytes(layout.shard_numel, summed) * first.world_size
     return nbytes, padded_nbytes
@@ -473,6 +481,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     ):
         if getattr(now, name) != getattr(usual, name):
             yield f"{name}={getattr(now, name)}"
+    if group.mesh.shards_at_rest:
+        yield str(group.mesh.topology)
     if group.transfers is not None or (group.params and group.params[0].storage_device != group.mesh.device):
         yield "CPU offload"
     dims = {param.dim for param in group.params} - {0}
@@ -482,6 +492,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"wire_dtype={dtype_text(now.policy.wire_dtype)}"
     if now.policy.gradient_codec is not None:
         yield f"gradient_codec={now.policy.gradient_codec!r}"
+    if now.policy.gather_codec is not None:
+        yield f"gather_codec={now.policy.gather_codec!r}"
     if is_conditional(group.state):
         yield "conditional"
 

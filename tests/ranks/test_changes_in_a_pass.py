@@ -298,6 +298,37 @@ def functional_call(run: MatrixRun) -> None:
         model.zero_grad()
 
 
+class WritesBetween(nn.Module):
+    """Runs its first linear twice, and may write to its weight in between: others run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = False
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = self.layers
+        x = second(first(x))
+        if self.writes:
+            in_place(lambda weight: weight.mul_(2))(first)
+        return first(last(x))
+
+
+def written_between_two_uses_in_a_pass(run: Run, k: int | None) -> None:
+    """What is kept of a group until backward, or is gathered ahead of the second use, is as old as the first use."""
+    model: Any = run.build(WritesBetween)
+    for layer in model.layers:
+        run.shard(layer, reshard_after_forward=k)
+    run.shard(model, reshard_after_forward=k)
+    for step in range(4):
+        model.writes = step >= 2  # the order of gathers is known by then
+        run.rows(f"output {step}", model(run.batch(seed=step, rows=8)))
+
+
+def test_secondary_shards_are_not_those_of_another_weight() -> None:
+    check(written_between_two_uses_in_a_pass, world_size=4, k=(2, None))
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_scenarios_match_the_plain_model(topology: str) -> None:
     matrix.check_on(topology)

@@ -192,6 +192,10 @@ def compressed_gradients(names: Names) -> None:
     names["loss_of"](reference, names["batch"](0)).backward()
     for (name, got), want in zip(names["own"].named_parameters(), reference.parameters(), strict=True):
         assert_same(full(got.grad), full(want.grad), 0, 0, name)
+    found, rounded = (
+        torch.cat([full(p.grad).view(-1) for p in each.parameters()]) for each in (reference, names["narrow"])
+    )
+    assert 0 < (found - rounded).norm() < 0.1 * found.norm()
 
 
 @guide("Muon")
@@ -221,6 +225,7 @@ def muon(names: Names) -> None:
 @guide("Replicas of shards", ranks=4)
 def replicas(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=2, accumulated=2))
+    assert_equal(names["shared"], trained(names, steps=3))
 
 
 @guide("Checkpoints and resuming")
