@@ -7,11 +7,11 @@ from typing import Any
 from .bridge.torch_interface import RegisteredStates
 from .checks import comm_watcher, entry_points, named_comm, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
-from .dtensor import fixes
+from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
 from .engine.events import Observer, extend
 from .engine.unsharded_versions import UnshardedVersions
-from .features import conditional, large_submodules, module_repr, optimizer_in_backward
+from .features import accumulate, conditional, large_submodules, module_repr, optimizer_in_backward
 
 
 def install() -> None:
@@ -38,6 +38,7 @@ def install() -> None:
         ),
     )
     fixes.install()
+    optimizer_steps.before_step.append(accumulate.refuse_step)
     table.install()
 
 

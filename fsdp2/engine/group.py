@@ -203,7 +203,7 @@ class FSDPParamGroup:
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
         how = now.divide_factor, now.all_reduce, now.reduce_hook
-        return Reduction(comms.reduces, comms.replicas, *how, self.transfers)
+        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, now.divide_late)
 
     # ---- sharded -> unsharded -> sharded
 

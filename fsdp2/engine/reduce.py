@@ -32,6 +32,7 @@ class Reduction:
         all_reduce: also sum between replicas; else keep what this rank got until a later reduction does.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
+        divide_late: divides complete sums in place, instead of `divisor`: by a number that is not known before.
     """
 
     shards: Comm
@@ -40,9 +41,17 @@ class Reduction:
     all_reduce: bool = True
     hook: Callable[[Tensor], None] | None = None
     transfers: Transfers | None = None
+    divide_late: Callable[[Tensor], None] | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """True if what a rank gets is kept until a later reduction completes it."""
+        return not self.all_reduce and (self.replicas is not None or self.divide_late is not None)
 
     def divisors(self) -> tuple[float, float]:
         """Returns the divisor of the reduce-scatter, and of the all-reduce behind it."""
+        if self.divide_late is not None:
+            return 1, 1
         if self.divisor is not None:
             return (self.divisor, 1) if self.shards.size > 1 else (1, self.divisor)
         return self.shards.size, self.replicas.size if self.replicas else 1
@@ -114,7 +123,7 @@ class PendingReduce(Pending):
         # What the stream beside the one that computes may still use.
         self._held_beside: tuple[Work, list[Tensor]] | None = None
         self._return: Transfer[Tensor] | None = None
-        self.is_partial = reduction.replicas is not None and not reduction.all_reduce
+        self.is_partial = reduction.is_partial
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
         self._what = what
         if work is None:
@@ -161,6 +170,8 @@ class PendingReduce(Pending):
         self.abandon()
         if self.is_partial:
             return self._output
+        if self._reduction.divide_late is not None:
+            self._reduction.divide_late(self._output)
         if self._reduction.hook is not None:
             self._reduction.hook(self._output)
         output, dtype = self._output, self._layout.storage_dtype
@@ -232,7 +243,7 @@ def start(
         inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
         return_segments = partial(plan.return_segments, segments)
-    divisor = comm.size if reduction.divisor is None else reduction.divisor
+    divisor, _ = reduction.divisors()
     work = None
     if plan.exchanges and outputs:
         work, sent = _exchange(plan, comm, outputs, inputs, plan.members[: len(inputs)], divisor, what)
@@ -303,10 +314,11 @@ def _start_alone(
 ) -> Pending:
     """Begins the reduction of a group whose parameters one rank holds whole."""
     layout = plan.layout
-    if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
+    extras = reduction.replicas, reduction.hook, reduction.transfers, reduction.divide_late
+    if not any(each is not None for each in extras):
         return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
     output = _as_one(gradients, plan, has_hook=reduction.hook is not None)
-    if reduction.replicas is None and reduction.divisor is not None:
+    if reduction.replicas is None and reduction.divisor is not None and reduction.divide_late is None:
         output.div_(reduction.divisor)
     return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
 
