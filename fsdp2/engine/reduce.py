@@ -129,7 +129,7 @@ class PendingReduce(Pending):
         if work is None:
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
-            held = work, [*inputs]
+            held = work, [*inputs, *carried.values()]
             with streams.beside(output.device):
                 self.advance()
             self._held_beside = held

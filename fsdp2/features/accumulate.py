@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -257,7 +257,7 @@ class Accumulation:
     @hides_modes
     def _drop(self) -> None:
         """Drops all gradients of the block."""
-        self._totals.found = None
+        self._totals.drop()
         reset(self._root)
         for group in self._root.groups:
             for param in group.params:
@@ -487,7 +487,7 @@ class _Totals:
                 self._wait()
                 self._sum(rows)
                 self._event = torch.accelerator.current_stream(device).record_event()
-                self._copy = streams.make_transfers(device, pin=True).start_out(rows)
+                self._copy = streams.make_transfers(device, pin=True).start_out(rows.view(-1))
 
     def _wait(self) -> None:
         """Waits for the rows along one axis: on the CPU the host does, elsewhere the current stream."""
@@ -514,6 +514,15 @@ class _Totals:
             self._sum(self._rows)
         sums.div_(self._divisors[torch.promote_types(sums.dtype, torch.float32)])
 
+    @hides_modes
+    def drop(self) -> None:
+        """Forgets the sums, after an error. What is on its way arrives first, since its memory is freed next."""
+        self.found = None
+        if self._copy is not None:
+            self._copy.finish()
+        with suppress(RuntimeError):  # a peer is gone
+            self._wait()
+
     def find(self) -> None:
         """Waits until the host knows what all ranks have told, and judges it.
 
@@ -523,7 +532,7 @@ class _Totals:
         assert self._rows is not None, "ranks have begun to gather them"
         if self._copy is None:
             self._wait()
-        told = (self._rows if self._copy is None else self._copy.finish()).tolist()
+        told = (self._rows if self._copy is None else self._copy.finish().view(self._rows.shape)).tolist()
         for row in told:
             if row[_BAD]:
                 raise RuntimeError(

@@ -51,18 +51,30 @@ WAYS: dict[str, dict[str, Any]] = {
     "conditional": {"conditional": True},
     "conditional, recomputed": {"conditional": True, "recompute": False},
     "accumulated": {"micro_batches": 2},
+    "weighted": {"micro_batches": 2, "weighted": {"num_batches": 2}},
+    "weighted, at the end": {"micro_batches": 2, "weighted": {}},
+    "weighted, each": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}},
+    "weighted, each, at the end": {"micro_batches": 2, "weighted": {"sync": "each"}},
+    "weighted, each, offloaded": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}, **OFFLOAD},
     "optimizer in backward": {"in_backward": True},
     "optimizer in backward, offloaded": {"in_backward": True, **OFFLOAD},
     "backward on a thread": {"calls_backward": on_a_thread},
     "forward on a thread": {"calls_forward": on_a_thread},
     "both on threads": {"calls_forward": on_a_thread, "calls_backward": on_a_thread},
 }
-REPLICAS: dict[str, dict[str, Any]] = {"HSDP": {}, "HSDP, bf16": BF16, "HSDP, offloaded": OFFLOAD}
+WEIGHTED = WAYS["weighted, each"]
+REPLICAS: dict[str, dict[str, Any]] = {
+    "HSDP": {},
+    "HSDP, bf16": BF16,
+    "HSDP, offloaded": OFFLOAD,
+    "HSDP, weighted": WEIGHTED,
+}
 TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams": {},
     "two streams, recomputed": {"recompute": False},
     "two streams, offloaded": OFFLOAD,
     "two streams, bf16": BF16,
+    "two streams, weighted": WEIGHTED,
 }
 
 
