@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, accumulate, fully_shard
 from fsdp2.codecs import Int8
 from fsdp2.engine import comm
 from helpers import run_checks
@@ -119,8 +119,23 @@ def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -
         assert counts[0] > 0, "the first step compares, so that waits are counted"
         assert counts[8:] == [0] * 4, counts
 
+    def weighted() -> None:
+        """The host reads the sums of weights once, when the block ends: they were there when backward began."""
+        _, model = build()
+        counts = []
+        for _ in range(12):
+            before = fake_gpu.native().host_waits()
+            with accumulate(model, num_batches=2) as acc:
+                for i in range(2):
+                    x = torch.randn(ROWS_OF_RANK, WIDTH, device=fake_gpu.KIND)
+                    acc.backward((model(x) - 0.5).square().sum(), weight=(x > i).sum())
+            model.zero_grad()
+            counts.append(fake_gpu.native().host_waits() - before)
+        assert counts[8:] == [1] * 4, counts
+
     options: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"mesh": (2, 1)}, "bf16": {"mp_policy": MP_BF16}}
-    run_checks(2, [(name, partial(check, **each)) for name, each in options.items()], device=fake_gpu.KIND)
+    checks: list[Any] = [(name, partial(check, **each)) for name, each in options.items()]
+    run_checks(2, [*checks, ("weighted", weighted)], device=fake_gpu.KIND)
 
 
 class Remembering(torch.nn.Module):
