@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/uneven_batches.py
 
-Each step cuts the rows of a batch anywhere. A rank gets three parts; all parts together have the loss, and the gradient,
-of the whole batch. `--each` reduces gradients with each micro-batch, which needs less memory.
+Each step cuts the rows of a batch anywhere, and each rank gets three parts. All parts together have the loss, and the
+gradient, of the whole batch. `--each` reduces gradients with each micro-batch, which needs less memory.
 """
 
 import argparse

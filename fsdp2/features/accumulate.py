@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..engine import streams
@@ -244,15 +245,16 @@ class Accumulation:
     @hides_modes
     def _finish(self) -> None:
         """Reduces what is not reduced yet, and checks all weights. It raises on all ranks, or on none."""
+        self.runs_backward = True
         if not self.has_begun_last:
             self._refuse_cleared()
             self._totals.start()
-        self._totals.find()
-        self.runs_backward = True
-        if not self.has_begun_last:
+            if self._num_batches is not None:
+                self._totals.find()  # it raises: there were too few
             self._set(reduce_gradients=True, all_reduce=True)
             reduce_unsynchronized(self._root)
         finalize(self._root)
+        self._totals.find()  # at last, so that on devices the host does not wait for backward first
 
     @hides_modes
     def _drop(self) -> None:
@@ -454,9 +456,11 @@ class _Totals:
         self._weights.append(self._as_number(weight))
 
     def _as_number(self, value: float | Tensor) -> Tensor:
-        if isinstance(value, Tensor):
-            return value.detach().to(self._mesh.device, torch.float64).view(())
-        return torch.full((), value, dtype=torch.float64, device=self._mesh.device)
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=torch.float64, device=self._mesh.device)
+        value = value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value  # of tensor parallelism
+        return whole.to(self._mesh.device, torch.float64).view(())
 
     def _make_row(self) -> Tensor:
         device, expected = self._mesh.device, self._num_batches or 0
@@ -501,6 +505,8 @@ class _Totals:
 
     def _sum(self, rows: Tensor) -> None:
         total = rows[:, _WEIGHT].sum(0, keepdim=True)
+        is_good = (total > 0) & (rows[:, _BAD] == 0).all()
+        total = total.where(is_good, math.inf)  # hooks of parameters get zeros before the error, and not NaN
         self._divisors = {torch.float64: total, torch.float32: total.float()}
 
     @hides_modes

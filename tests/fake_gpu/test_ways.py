@@ -119,13 +119,13 @@ def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -
         assert counts[0] > 0, "the first step compares, so that waits are counted"
         assert counts[8:] == [0] * 4, counts
 
-    def weighted() -> None:
-        """The host reads the sums of weights once, when the block ends: they were there when backward began."""
+    def weighted(**how: Any) -> None:
+        """The host reads the sums of weights once, when the block ends."""
         _, model = build()
         counts = []
         for _ in range(12):
             before = fake_gpu.native().host_waits()
-            with accumulate(model, num_batches=2) as acc:
+            with accumulate(model, **how) as acc:
                 for i in range(2):
                     x = torch.randn(ROWS_OF_RANK, WIDTH, device=fake_gpu.KIND)
                     acc.backward((model(x) - 0.5).square().sum(), weight=(x > i).sum())
@@ -135,7 +135,8 @@ def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -
 
     options: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"mesh": (2, 1)}, "bf16": {"mp_policy": MP_BF16}}
     checks: list[Any] = [(name, partial(check, **each)) for name, each in options.items()]
-    run_checks(2, [*checks, ("weighted", weighted)], device=fake_gpu.KIND)
+    checks += [("weighted", partial(weighted, num_batches=2)), ("weighted, at the end", weighted)]
+    run_checks(2, checks, device=fake_gpu.KIND)
 
 
 class Remembering(torch.nn.Module):

@@ -127,7 +127,9 @@ def test_random_partitions(ranks: int) -> None:
     for i, (sync, known) in enumerate(WAYS):
         for make in ONE_AXIS if ranks == 2 else ONE_AXIS[i : i + 1]:
             cases.append((f"{make.__name__} {sync} {known}", partial(trains, make, shard, sync, known)))
-        cases.append((f"replicate {sync} {known}", partial(trains, OddMLP, partial(shard, apply=replicate), sync, known)))
+        cases.append(
+            (f"replicate {sync} {known}", partial(trains, OddMLP, partial(shard, apply=replicate), sync, known))
+        )
     run_checks(ranks, cases)
 
 
@@ -313,6 +315,25 @@ def one_small_collective() -> None:
     assert count(partial(once, num_batches=3, sync="each")) == ([56], 3 * reductions)
 
 
+def what_waits() -> None:
+    """Between micro-batches: whole gradients, or this rank's shards of sums; and no `.grad` that could be used."""
+    model = shard(build())
+    (part,), ranks = draw(model, 0, 1, 1)[0], dist.get_world_size()
+    whole = sum(param.numel() for param in model.parameters())
+    for sync, share in (("last", 1), ("each", ranks)):
+        with fsdp2.accumulate(model, sync=sync) as acc:
+            for _ in range(2):
+                acc.backward(loss_sum(model, part), weight=1)
+                held = [group.gradients for group in groups_below(model)]
+                waits = [each.unsynchronized if sync == "last" else each.partial for each in held]
+                numel = sum(value.numel() for each in waits for value in each.values())
+                assert whole <= numel * share < whole * 1.3, "and padding"
+                assert sync == "last" or not any(each.unsynchronized for each in held)
+                with pytest.raises(RuntimeError, match="complete when the block ends"):
+                    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        model.zero_grad()
+
+
 def copied_inside() -> None:
     """A copy that is made amid a block is a model like any other."""
     model, plain = shard(build()), build()
@@ -328,7 +349,7 @@ def copied_inside() -> None:
 def test_ways_on_two_ranks() -> None:
     checks = (
         *(in_pieces, offloaded, finalized_by_hand, summed_in_bf16, scaled_in_fp16, a_penalty_by_autograd_grad),
-        *(weights_of_any_type, one_small_collective, copied_inside, conditional_modules),
+        *(weights_of_any_type, one_small_collective, what_waits, copied_inside, conditional_modules),
     )
     run_checks(2, [(check.__name__, check) for check in checks])
 
@@ -441,7 +462,9 @@ def misused(sync: str, known: bool) -> None:
         acc.backward(output.sum(), weight=1)
 
     for counts in ((0, 2), (1, 1), (2, 0)):
-        raises(lambda _: loss_sum(model, part).backward(), "a backward pass inside of accumulate has no weight", *counts)
+        raises(
+            lambda _: loss_sum(model, part).backward(), "a backward pass inside of accumulate has no weight", *counts
+        )
         raises(lambda _: optimizer.step(), "SGD.step: it is inside of a block", *counts)
         raises(lambda _: fsdp2.accumulate(model).__enter__(), "in another block", *counts)
         raises(fail, "on purpose", *counts, kind=KeyError)
@@ -524,11 +547,37 @@ def a_rank_that_raises_alone() -> None:
         run(raises=False)
 
 
+def entered_by_one_rank() -> None:
+    model = shard(build())
+    part = draw(model, 0, 1, 1)[0][0]
+    with nothing_stays(model, "must be inside of fsdp2.accumulate on all ranks, or on none"):
+        if dist.get_rank():
+            step(model, [part] * 2, sync="each")
+        else:
+            loss_sum(model, part).backward()
+
+
+def hooks_before_an_error() -> None:
+    """Hooks of parameters, which may step on gradients, see zeros and not NaN."""
+    model, seen = shard(build()), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().abs().sum().item()))
+    part = draw(model, 0, 1, 1)[0][0]
+    for weight in (0.0, 1.0 - 2 * dist.get_rank()):
+        with pytest.raises(RuntimeError, match="were dropped"), fsdp2.accumulate(model, num_batches=1) as acc:
+            acc.backward(loss_sum(model, part), weight=weight)
+    assert seen
+    assert not any(seen)
+
+
 def test_errors_on_two_ranks() -> None:
     cases: list[tuple[str, Callable[[], None]]] = [
         (f"{check.__name__} {sync} {known}", partial(check, sync, known))
         for check in (bad_weights, misused)
         for sync, known in WAYS
     ]
-    checks = (refused_at_entry, no_sync_as_function_and_method, another_number_of_micro_batches)
-    run_checks(2, [*cases, *((check.__name__, check) for check in (*checks, a_rank_that_raises_alone))])
+    checks = (
+        *(refused_at_entry, no_sync_as_function_and_method, another_number_of_micro_batches),
+        *(a_rank_that_raises_alone, hooks_before_an_error, entered_by_one_rank),
+    )
+    run_checks(2, [*cases, *((check.__name__, check) for check in checks)])
