@@ -149,8 +149,8 @@ MUTATIONS = (
     # ---- gradients
     Mutation(
         "the mean is over one rank too many",
-        r"return self\.shards\.size, self\.replicas\.size if",
-        "return self.shards.size + 1, self.replicas.size if",
+        r"divisor = comm\.size if reduction\.divisor is None else reduction\.divisor",
+        "divisor = comm.size + 1 if reduction.divisor is None else reduction.divisor",
         ("tests/unit/test_reduce.py", PARITY),
     ),
     Mutation(

@@ -202,7 +202,8 @@ class FSDPParamGroup:
 
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
-        how = now.divide_factor, now.all_reduce, now.reduce_hook
+        divisor = now.divide_factor if now.divide_late is None else 1
+        how = divisor, now.all_reduce, now.reduce_hook
         return Reduction(comms.reduces, comms.replicas, *how, self.transfers, now.divide_late)
 
     # ---- sharded -> unsharded -> sharded

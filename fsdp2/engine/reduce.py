@@ -29,10 +29,11 @@ class Reduction:
         shards: the ranks of the shard group; each gets its slice of the sum.
         replicas: the ranks that hold the same shards, if there are several.
         divisor: what the sum over all ranks is divided by. None: their number.
-        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does.
+        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does. With
+            `divide_late` it is kept where there are no replicas, too.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
-        divide_late: divides complete sums in place, instead of `divisor`: by a number that is not known before.
+        divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
     """
 
     shards: Comm
@@ -43,15 +44,8 @@ class Reduction:
     transfers: Transfers | None = None
     divide_late: Callable[[Tensor], None] | None = None
 
-    @property
-    def is_partial(self) -> bool:
-        """True if what a rank gets is kept until a later reduction completes it."""
-        return not self.all_reduce and (self.replicas is not None or self.divide_late is not None)
-
     def divisors(self) -> tuple[float, float]:
         """Returns the divisor of the reduce-scatter, and of the all-reduce behind it."""
-        if self.divide_late is not None:
-            return 1, 1
         if self.divisor is not None:
             return (self.divisor, 1) if self.shards.size > 1 else (1, self.divisor)
         return self.shards.size, self.replicas.size if self.replicas else 1
@@ -123,7 +117,8 @@ class PendingReduce(Pending):
         # What the stream beside the one that computes may still use.
         self._held_beside: tuple[Work, list[Tensor]] | None = None
         self._return: Transfer[Tensor] | None = None
-        self.is_partial = reduction.is_partial
+        may_wait = reduction.replicas is not None or reduction.divide_late is not None
+        self.is_partial = may_wait and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
         self._what = what
         if work is None:
@@ -243,7 +238,7 @@ def start(
         inputs.append(segments.flat)
         outputs.append(output[layout.packed_start :] if outputs else output)
         return_segments = partial(plan.return_segments, segments)
-    divisor, _ = reduction.divisors()
+    divisor = comm.size if reduction.divisor is None else reduction.divisor
     work = None
     if plan.exchanges and outputs:
         work, sent = _exchange(plan, comm, outputs, inputs, plan.members[: len(inputs)], divisor, what)
@@ -318,7 +313,7 @@ def _start_alone(
     if not any(each is not None for each in extras):
         return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
     output = _as_one(gradients, plan, has_hook=reduction.hook is not None)
-    if reduction.replicas is None and reduction.divisor is not None and reduction.divide_late is None:
+    if reduction.replicas is None and reduction.divisor not in (None, 1):
         output.div_(reduction.divisor)
     return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
 
