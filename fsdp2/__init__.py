@@ -17,6 +17,7 @@ from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_co
 if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
+    from .features.accumulate import Accumulation, accumulate, no_sync
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
+    "Accumulation": "features.accumulate",
     "AveragedModel": "optim.averages",
     "CheckedValue": "planning.check",
     "Comparison": "tools.difference",
@@ -68,6 +70,7 @@ _MODULES = {
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
+    "accumulate": "features.accumulate",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -76,6 +79,7 @@ _MODULES = {
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
     "muon": "optim.muon",
+    "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
@@ -104,6 +108,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Accumulation",
     "AveragedModel",
     "CPUOffloadPolicy",
     "CheckedValue",
@@ -135,6 +140,7 @@ __all__ = [
     "UnshardHandle",
     "WholeMatrixOptimizer",
     "WrapGroup",
+    "accumulate",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
@@ -145,6 +151,7 @@ __all__ = [
     "full_params",
     "fully_shard",
     "muon",
+    "no_sync",
     "padding_report",
     "patch_torch",
     "plan",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from .bridge import torch_interface
 from .checks import comm_watcher, entry_points, named_comm, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
-from .dtensor import fixes
+from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
 from .engine.events import extend
-from .features import conditional, large_submodules, module_repr, optimizer_in_backward, running_stats
+from .features import accumulate, conditional, large_submodules, module_repr, optimizer_in_backward, running_stats
 
 
 def install() -> None:
@@ -35,5 +35,6 @@ def install() -> None:
         ),
     )
     fixes.install()
+    optimizer_steps.before_step.append(accumulate.refuse_step)
     table.install()
     extend(observers=(running_stats.make_running_stats,))  # behind all checks

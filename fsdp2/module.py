@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from threading import RLock
 from typing import Any, cast
@@ -21,6 +22,7 @@ from .engine.passes import finalize, reduce_unsynchronized, reset, share_reducti
 from .engine.policy import Hold, check_bool
 from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
+from .features.accumulate import no_sync
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
 
@@ -116,6 +118,18 @@ class FSDPModule:
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         set_groups(self, recurse, reduce_gradients=requires_gradient_sync, all_reduce=requires_gradient_sync)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes accumulate gradients on each rank, and communicate none.
+
+        It is that of `fsdp2.no_sync(model)`: `set_requires_gradient_sync(False)` for this module and all sharded ones
+        inside, each of which has its setting of before when the block ends. DDP and FSDP1 have a method of this name.
+        Every rank must enter it.
+
+        Example:
+            `with model.no_sync(): loss.backward()` for all micro-batches but the last.
+        """
+        return no_sync(cast(nn.Module, self))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).

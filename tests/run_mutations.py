@@ -219,7 +219,19 @@ MUTATIONS = (
         "while sum(map(_num_halves, running)) > 2 * self.max_running + 1000 and",
         (MEMORY,),
     ),
+    Mutation(
+        "weighted sums are not divided",
+        r"if self\._reduction\.divide_late is not None:",
+        "if self._reduction.divide_late is None:",
+        ("tests/ranks/test_accumulate.py",),
+    ),
     # ---- streams
+    Mutation(
+        "shards that a sum between replicas takes along are freed early",
+        r"held = work, \[\*inputs, \*carried\.values\(\)\]",
+        "held = work, [*inputs]",
+        ("tests/fake_gpu/test_ways.py",),
+    ),
     Mutation(
         "home does not wait for the streams in use",
         r"home\.wait_stream\(stream\)",

@@ -22,7 +22,7 @@ from ..engine.gloo import REDUCING, SUMMING
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
 _LONGEST_NAME = 100
-DIVIDED = ", divided by "
+DIVIDED, WEIGHTED = ", divided by ", ", weighted,"
 TABLE = "\nWhere each rank was:"
 
 
@@ -155,6 +155,8 @@ def _hint(texts: Sequence[str]) -> str:
     """Returns what may be the reason if all ranks reduce."""
     if not all(text.startswith((REDUCING, SUMMING)) for text in texts):
         return ""
+    if len({WEIGHTED in text for text in texts}) == 2:
+        return " They must be inside of fsdp2.accumulate on all ranks, or on none."
     if len({DIVIDED in text for text in texts}) == 2:
         return " Call set_gradient_divide_factor on all of them, with the same factor."
     if len({_DTYPE.sub("", text) for text in texts}) == 1:

@@ -189,8 +189,8 @@ class GroupGradients:
         return ReducePlan(layout, self._specs, self.reduction.num_shards, device, self._encoders[codec])
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
-        divisor = self.reduction.divisor  # which checks compare between ranks
-        divided = "" if divisor is None else f", divided by {divisor:g},"
+        divisor, is_late = self.reduction.divisor, self.reduction.divide_late is not None  # which checks compare
+        divided = ", weighted," if is_late else "" if divisor is None else f", divided by {divisor:g},"
         return f"{divided} of {', '.join(self._params[i].name for i in indices)}"
 
     # ---- as gradients arrive
@@ -291,7 +291,8 @@ class GroupGradients:
                 return self.resume()
         settings = self.group.settings
         while self.partial and settings.reduce_gradients and settings.all_reduce:
-            carried = self._take_partial([next(iter(self.partial))])
+            first = next(iter(self.partial))
+            carried = self._take_partial(next((b.indices for b in self.buckets if first in b.indices), (first,)))
             indices = tuple(carried)
             layout, device = self._plan(indices, True).layout, self._params[0].unsharded.device
             pending = reduce.resume(carried, layout, self.reduction, device, self._names(indices))

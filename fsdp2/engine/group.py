@@ -214,8 +214,10 @@ class FSDPParamGroup:
 
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
-        how = now.divide_factor, now.all_reduce, now.reduce_hook
-        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, self.mesh.shards_at_rest)
+        divisor = now.divide_factor if now.divide_late is None else 1
+        how = divisor, now.all_reduce, now.reduce_hook
+        twice, late = self.mesh.shards_at_rest, now.divide_late
+        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, scatters_twice=twice, divide_late=late)
 
     # ---- sharded -> unsharded -> sharded
 

@@ -30,7 +30,8 @@ class UnsynchronizedGrad(DTensor):
 
     why = (
         "this gradient is not synchronised between ranks yet. Call set_requires_gradient_sync(True) before the last "
-        "backward of an accumulation, and use .grad (clip, step, ...) after it."
+        "backward of an accumulation, and use .grad (clip, step, ...) after it. Inside of fsdp2.accumulate it is "
+        "complete when the block ends."
     )
     shown = "is not synchronised between ranks yet: the next backward after set_requires_gradient_sync(True) reduces it"
     # The gradient that had been reduced before, if there was one.

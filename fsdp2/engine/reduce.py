@@ -29,11 +29,13 @@ class Reduction:
         shards: the ranks that reduce first; each gets its slice of the sum.
         replicas: the ranks that sum these slices between them, if there are several.
         divisor: what the sum over all ranks is divided by. None: their number.
-        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does.
+        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does. With
+            `divide_late` it is kept where there are no replicas, too.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
         scatters_twice: replicas share what rests: each of them gets its slice of their sum, by a second reduce-scatter.
             False: each gets all of it, by an all-reduce.
+        divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
 
     `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
     step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
@@ -46,6 +48,7 @@ class Reduction:
     hook: Callable[[Tensor], None] | None = None
     transfers: Transfers | None = None
     scatters_twice: bool = False
+    divide_late: Callable[[Tensor], None] | None = None
     num_blocks: int = field(init=False, repr=False)
     num_shards: int = field(init=False, repr=False)
 
@@ -127,7 +130,8 @@ class PendingReduce(Pending):
         # What the stream beside the one that computes may still use.
         self._held_beside: tuple[Work, list[Tensor]] | None = None
         self._return: Transfer[Tensor] | None = None
-        self.is_partial = reduction.replicas is not None and not reduction.all_reduce
+        may_wait = reduction.replicas is not None or reduction.divide_late is not None
+        self.is_partial = may_wait and not reduction.all_reduce
         self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
         self._what = what
         # What a second reduce-scatter fills: allocated here, on the stream that computes.
@@ -137,7 +141,7 @@ class PendingReduce(Pending):
         if work is None:
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
-            held = work, [*inputs]
+            held = work, [*inputs, *carried.values()]
             with streams.beside(output.device):
                 self.advance()
             self._held_beside = held
@@ -185,6 +189,8 @@ class PendingReduce(Pending):
         self.abandon()
         if self.is_partial:
             return self._output
+        if self._reduction.divide_late is not None:
+            self._reduction.divide_late(self._output)
         if self._reduction.hook is not None:
             self._reduction.hook(self._output)
         output, dtype = self._output, self._layout.storage_dtype
@@ -349,10 +355,11 @@ def _start_alone(
 ) -> Pending:
     """Begins the reduction of a group whose parameters one rank holds whole."""
     layout = plan.layout
-    if reduction.replicas is None and reduction.hook is None and reduction.transfers is None:
+    extras = reduction.replicas, reduction.hook, reduction.transfers, reduction.divide_late
+    if not any(each is not None for each in extras):
         return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
     output = _as_one(gradients, plan, has_hook=reduction.hook is not None)
-    if reduction.replicas is None and reduction.divisor is not None:
+    if reduction.replicas is None and reduction.divisor not in (None, 1):
         output.div_(reduction.divisor)
     return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
 

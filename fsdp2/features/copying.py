@@ -77,6 +77,8 @@ class _GroupDescription:
         self.settings: GroupSettings = replace(
             group.settings, extras=extras, forward_prefetch=None, backward_prefetch=None
         )
+        if self.settings.divide_late is not None:  # inside of accumulate, which the copy is not
+            self.settings = replace(self.settings, divide_late=None, reduce_gradients=True, all_reduce=True)
         self.params = [
             {name: value for name, value in vars(param).items() if name not in _BUILT} for param in group.params
         ]

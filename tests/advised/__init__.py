@@ -1,5 +1,6 @@
 """Programs that follow what errors and warnings of the package advise; see registry.py."""
 
+from advised import accumulate_programs as accumulate_programs
 from advised import check_programs as check_programs
 from advised import core_programs as core_programs
 from advised import entry_programs as entry_programs

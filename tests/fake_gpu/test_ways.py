@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, accumulate, fully_shard
 from fsdp2.codecs import Int8
 from fsdp2.engine import comm
 from helpers import run_checks
@@ -51,18 +51,30 @@ WAYS: dict[str, dict[str, Any]] = {
     "conditional": {"conditional": True},
     "conditional, recomputed": {"conditional": True, "recompute": False},
     "accumulated": {"micro_batches": 2},
+    "weighted": {"micro_batches": 2, "weighted": {"num_batches": 2}},
+    "weighted, at the end": {"micro_batches": 2, "weighted": {}},
+    "weighted, each": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}},
+    "weighted, each, at the end": {"micro_batches": 2, "weighted": {"sync": "each"}},
+    "weighted, each, offloaded": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}, **OFFLOAD},
     "optimizer in backward": {"in_backward": True},
     "optimizer in backward, offloaded": {"in_backward": True, **OFFLOAD},
     "backward on a thread": {"calls_backward": on_a_thread},
     "forward on a thread": {"calls_forward": on_a_thread},
     "both on threads": {"calls_forward": on_a_thread, "calls_backward": on_a_thread},
 }
-REPLICAS: dict[str, dict[str, Any]] = {"HSDP": {}, "HSDP, bf16": BF16, "HSDP, offloaded": OFFLOAD}
+WEIGHTED = WAYS["weighted, each"]
+REPLICAS: dict[str, dict[str, Any]] = {
+    "HSDP": {},
+    "HSDP, bf16": BF16,
+    "HSDP, offloaded": OFFLOAD,
+    "HSDP, weighted": WEIGHTED,
+}
 TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams": {},
     "two streams, recomputed": {"recompute": False},
     "two streams, offloaded": OFFLOAD,
     "two streams, bf16": BF16,
+    "two streams, weighted": WEIGHTED,
 }
 
 
@@ -107,8 +119,24 @@ def test_the_host_waits_for_nothing_in_a_step_at_which_ranks_compare_nothing() -
         assert counts[0] > 0, "the first step compares, so that waits are counted"
         assert counts[8:] == [0] * 4, counts
 
+    def weighted(**how: Any) -> None:
+        """The host reads the sums of weights once, when the block ends."""
+        _, model = build()
+        counts = []
+        for _ in range(12):
+            before = fake_gpu.native().host_waits()
+            with accumulate(model, **how) as acc:
+                for i in range(2):
+                    x = torch.randn(ROWS_OF_RANK, WIDTH, device=fake_gpu.KIND)
+                    acc.backward((model(x) - 0.5).square().sum(), weight=(x > i).sum())
+            model.zero_grad()
+            counts.append(fake_gpu.native().host_waits() - before)
+        assert counts[8:] == [1] * 4, counts
+
     options: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"mesh": (2, 1)}, "bf16": {"mp_policy": MP_BF16}}
-    run_checks(2, [(name, partial(check, **each)) for name, each in options.items()], device=fake_gpu.KIND)
+    checks: list[Any] = [(name, partial(check, **each)) for name, each in options.items()]
+    checks += [("weighted", partial(weighted, num_batches=2)), ("weighted, at the end", weighted)]
+    run_checks(2, checks, device=fake_gpu.KIND)
 
 
 class Remembering(torch.nn.Module):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
-from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, accumulate, fully_shard
 from helpers import assert_same, full
 from models import TanhBlock
 
@@ -113,6 +113,7 @@ def train(
     tolerance: dict[str, float] = EXACT,
     recompute: bool | None = None,
     micro_batches: int = 1,
+    weighted: dict[str, Any] | None = None,
     in_backward: bool = False,
     has_side: bool = False,
     calls_forward: Callable[..., Any] = call,
@@ -129,7 +130,13 @@ def train(
     for step in range(STEPS):
         for each in range(size):
             (loss_of(plain, step, each, conditional) / size).backward()
-        for i in range(micro_batches):
+        if weighted is not None:
+            with accumulate(model, **weighted) as acc:
+                for i in range(micro_batches):
+                    loss = loss_of(model, step, rank, conditional, slice(i, None, micro_batches))
+                    acc.backward(loss * 2, weight=torch.tensor(2, device=fake_gpu.KIND) if i else 2)
+                    del loss
+        for i in range(micro_batches if weighted is None else 0):
             part = slice(i, None, micro_batches)
             model.set_requires_gradient_sync(i == micro_batches - 1)
             loss = calls_forward(partial(loss_of, model, step, rank, conditional, part))

@@ -22,7 +22,8 @@ Curve = dict[int, float]
 
 
 def losses(output: str) -> Curve:
-    return {int(step): float(loss) for step, loss in re.findall(r"^step +(\d+): loss (.*)$", output, re.MULTILINE)}
+    found = re.findall(r"^step +(\d+): loss (\S*?)(?:,.*)?$", output, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
 
 
 def numbers(pattern: str, output: str) -> tuple[int, ...]:
@@ -61,6 +62,14 @@ def test_hsdp(plain_losses: Curve) -> None:
     assert_same(losses(output), plain_losses)
     assert "head.weight is (256, 64), on this rank (128, 64)" in output
     assert "replicas hold equal weights: True" in output
+
+
+def test_uneven_batches(plain_losses: Curve) -> None:
+    """A mean of means, over micro-batches or ranks, goes another way."""
+    for options in ((), ("--each",)):
+        output = run_forked("uneven_batches.py", 2, *options)
+        assert_same(losses(output), plain_losses)
+        assert "a mean over 1536 tokens" in output
 
 
 def test_tensor_parallel(plain_losses: Curve) -> None:

@@ -7,6 +7,7 @@ tests/BEHAVIOURS.md names the tests of the differences from torch's FSDP2.
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -120,13 +121,17 @@ def plainly_trained(steps: int = 2, accumulated: int = 1, clip: float | None = N
 
 
 def train(model: Any, steps: int = 2, accumulated: int = 1, quiet: str | None = None, clip: Any = None) -> None:
-    """`quiet`: the method that is False for all micro-batches but the last. `clip`: called before each step."""
+    """`quiet`: the method that is False for all micro-batches but the last, or the context around these (no_sync).
+    `clip`: called before each step.
+    """
     optimizer = sgd(model)
     for step in range(steps):
         for i in range(accumulated):
-            if quiet is not None:
-                getattr(model, quiet)(i == accumulated - 1)
-            (mean_loss(model(own(accumulated * step + i))) / accumulated).backward()
+            is_last, is_context = i == accumulated - 1, quiet == "no_sync"
+            if quiet is not None and not is_context:
+                getattr(model, quiet)(is_last)
+            with model.no_sync() if is_context and not is_last else nullcontext():
+                (mean_loss(model(own(accumulated * step + i))) / accumulated).backward()
         if clip is not None:
             clip(model.parameters())
         optimizer.step()
@@ -343,6 +348,7 @@ def device_of_the_mesh() -> None:
 @row("FSDP1", "`no_sync()`")
 def accumulation() -> None:
     trains(shard(build()), accumulated=3, quiet="set_requires_gradient_sync")
+    trains(shard(build()), accumulated=3, quiet="no_sync")
 
 
 @row("DeepSpeed", "`gradient_clipping`")
@@ -477,7 +483,7 @@ def names() -> None:
 
 @row("DDP", "`no_sync()`")
 def accumulation_of_replicas() -> None:
-    trains(replicate(build()), accumulated=3, quiet="set_requires_gradient_sync")
+    trains(replicate(build()), accumulated=3, quiet="no_sync")
 
 
 @row("DDP", "`find_unused_parameters=True`")

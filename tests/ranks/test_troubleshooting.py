@@ -435,11 +435,6 @@ def ranks_backwards() -> None:
     shard(build(), mesh=DeviceMesh("cpu", [1, 0]))
 
 
-@says("has no attribute 'no_sync'")
-def of_ddp() -> None:
-    shard(build()).no_sync()
-
-
 def test_every_message_has_a_program() -> None:
     assert {*ROWS} == PROGRAMS.keys() | {*FROM_TORCH}
 

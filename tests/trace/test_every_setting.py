@@ -5,6 +5,7 @@ ranks whose peers are simulated. A method, an argument or a field without a chec
 test_settings_on_topologies.py has the other topologies.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -160,6 +161,7 @@ def kept_by_root_only() -> Any:
 
 
 hooked: list[int] = []
+contexts = contextlib.ExitStack()
 
 
 @dataclasses.dataclass
@@ -337,6 +339,13 @@ def note_gathers(model: Any, lines: list[str], before: list[list[str]]) -> None:
         before.append(gathers(lines))
 
     model.b1.register_forward_hook(lambda module, args, output: output.register_hook(note) and None)
+
+
+@checks("no_sync")
+def nothing_is_reduced_inside() -> None:
+    assert groups_changed(lambda model: contexts.enter_context(model.no_sync())) == set(NAMES)
+    assert groups_changed(lambda model: contexts.enter_context(model.b1.no_sync())) == {"b1"}
+    contexts.close()
 
 
 @checks("set_reduce_scatter_divide_factor")

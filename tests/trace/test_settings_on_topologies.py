@@ -8,6 +8,7 @@ number that they would never use, is refused. A docstring must say where a setti
 (one of four ranks) and ranks/test_settings.py (numbers) test that a setting does what it says.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -209,6 +210,7 @@ class Calls:
 
 
 others: list[Any] = []
+contexts = contextlib.ExitStack()
 
 
 def share(model: Any, recurse: bool) -> None:
@@ -251,6 +253,7 @@ TABLE: dict[str, Row] = {
     "unshard": Row((*EACH, H), call("unshard")),
     "reshard": Row((*EACH, H), call("reshard"), prepare=lambda model: model.unshard()),
     "set_requires_gradient_sync": Row((*EACH, H), call("set_requires_gradient_sync", False)),
+    "no_sync": Row(ALL, lambda model, _: contexts.enter_context(model.no_sync()), prepare=lambda _: contexts.close()),
     "set_requires_all_reduce": Row((H, W, W, H, W, H, H, W, H), call("set_requires_all_reduce", False)),
     "set_reshard_after_forward": Row((*SHARING, H), call("set_reshard_after_forward", True), prepare=keep_all),
     "set_reshard_after_backward": Row((*SHARING, H), call("set_reshard_after_backward", False)),

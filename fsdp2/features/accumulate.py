@@ -1,0 +1,562 @@
+"""Runs the micro-batches of one optimizer step, whose gradients are divided by the sum of all weights; and `no_sync`.
+
+The weights of all ranks are known when the last micro-batch is. So gradients are reduced to sums, and what is complete
+is divided by `_Totals.divide`: in place of the division by the number of ranks, where that is done (reduce.py). Nothing
+reaches `.grad` before: gradients wait unsharded (sync="last"), or as shards of sums (sync="each").
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..engine import streams
+from ..engine.collectives import make_comm
+from ..engine.comm import Purpose, Work
+from ..engine.compat import no_torch_function
+from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.passes import finalize, reduce_unsynchronized, reset
+from ..engine.placeholders import UnsynchronizedGrad
+from ..engine.rank_facts import ranks_of
+from ..engine.root import Root
+from ..engine.state import groups_below, require_state
+from ..engine.streams import Transfer
+from ..engine.user_code import hides_modes
+from .optimizer_in_backward import steps_of
+
+_SYNC = ("last", "each")
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Context: backward passes inside accumulate gradients on each rank, and communicate none.
+
+    It does what `set_requires_gradient_sync(False)` does, for all sharded modules in `model`, and gives each of them
+    back what it had before when the block ends, also by an exception. The next backward that reduces includes what was
+    accumulated. The forward may run inside or before. Every rank must enter it.
+
+    Args:
+        model: a sharded module, or any module with sharded ones inside.
+
+    Raises:
+        ValueError: there is no sharded module in `model`.
+
+    Example:
+        ```python
+        with fsdp2.no_sync(model):
+            model(first).sum().backward()
+        model(last).sum().backward()  # `.grad` is of both
+        ```
+    """
+    groups = groups_below(model)
+    if not groups:
+        raise ValueError(f"model: expected a module that fully_shard was applied to, or one inside, got {type(model)}")
+    before = [(group.settings.reduce_gradients, group.settings.all_reduce) for group in groups]
+    for group in groups:
+        group.set(reduce_gradients=False, all_reduce=False)
+    try:
+        yield
+    finally:
+        for group, (reduce_gradients, all_reduce) in zip(groups, before, strict=True):
+            group.set(reduce_gradients=reduce_gradients, all_reduce=all_reduce)
+
+
+def accumulate(
+    model: nn.Module, *, sync: str = "last", num_batches: int | None = None, scaler: Any = None
+) -> Accumulation:
+    """Returns a context for the micro-batches of one optimizer step. Their gradients become the mean over all weights.
+
+    Each micro-batch gives the *sum* of its losses, and its weight: how many tokens, or samples, that sum is over.
+    Behind the block, `.grad` of each parameter is the gradient of (sum of all losses) / (sum of all weights), over all
+    micro-batches of all ranks, as if one process had computed the mean over the whole batch. Ranks and micro-batches
+    may have any weights, also 0. They travel in one small collective a step, which runs beside backward. The sums of
+    gradients are divided where they would be divided by the number of ranks otherwise, so a factor of
+    `set_gradient_divide_factor` does not count inside.
+
+    Only ranks that share or replicate parameters are counted. Ranks along an axis of tensor parallelism compute the
+    same loss, which counts once. With context parallelism on axes that shard, each rank gives the sum and the number of
+    its own tokens. Reductions, clipping and `GradScaler` come behind the block, as ever.
+
+    If the block ends by an exception, its gradients are dropped, all settings are as they were, and `.grad` is None.
+    Every rank must enter it, with the same arguments, and run the same number of micro-batches. Where ranks communicate
+    in each of these, ranks with different numbers are out of step, which is an error on gloo, and at debug level 1 on
+    any backend. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
+
+    Args:
+        model: the outermost sharded module. It may replicate, also with HSDP, offload to the CPU, have frozen
+            parameters and conditional modules.
+        sync: "last": unsharded gradients accumulate, and are reduced with the last micro-batch. That communicates
+            least. "each": each micro-batch is reduce-scattered, and the shards of sums accumulate in the reduce dtype;
+            replicas sum them once a step. That needs no memory for unsharded gradients.
+        num_batches: how many micro-batches follow. Then the last one is reduced while its backward runs. None: it is
+            known when the block ends, and they are reduced there: "last" then communicates behind backward, "each"
+            copies the shards once more.
+        scaler: a `torch.amp.GradScaler`, for parameters that compute in float16: each loss is scaled by it. Sums over
+            many tokens need a smaller `init_scale` than means.
+
+    Returns:
+        An `Accumulation`.
+
+    Raises:
+        TypeError: `num_batches` is not an int, or `scaler` has no method `scale`.
+        ValueError: another `sync`, or `num_batches` less than 1.
+        RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
+            another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
+            `set_optimizer_in_backward` is in force; gradients are reduced, or travel, in float16; groups are on
+            different ranks (expert parallelism). When it ends, on all ranks: a weight was negative or not finite, the
+            weights sum up to 0, or there were fewer than `num_batches`.
+
+    Example:
+        ```python
+        with fsdp2.accumulate(model, num_batches=len(batches)) as acc:
+            for tokens, targets in batches:
+                losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+                acc.backward(losses, weight=(targets != -100).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        print(acc.mean_loss, acc.total_weight)
+        ```
+    """
+    if sync not in _SYNC:
+        raise ValueError(f"sync: expected one of {', '.join(_SYNC)}, got {sync!r}")
+    if num_batches is not None:
+        if not isinstance(num_batches, int) or isinstance(num_batches, bool):
+            raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
+        if num_batches < 1:
+            raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
+    state = require_state(model)
+    if state.root.state is not state:
+        raise RuntimeError(f"accumulate: expected the root, the outermost sharded module, got {state}")
+    return Accumulation(state.root, sync, num_batches, scaler)
+
+
+class Accumulation:
+    """Is one optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
+
+    def __init__(self, root: Root, sync: str, num_batches: int | None, scaler: Any) -> None:
+        self._root, self._is_each, self._num_batches, self._scaler = root, sync == "each", num_batches, scaler
+        self._totals = _Totals(root, num_batches)
+        self._watch: AccumulationWatch | None = None
+        self._is_over = False
+        # The backward of the last micro-batch has begun, which is known only with `num_batches`.
+        self.has_begun_last = False
+        # `backward` runs one now, or the block reduces what is left.
+        self.runs_backward = False
+
+    @property
+    def mean_loss(self) -> float:
+        """The sum of all losses, divided by the sum of all weights; over all ranks, known when the block has ended.
+
+        Raises:
+            RuntimeError: the block has not ended, or has ended by an exception.
+        """
+        return self._found().loss / self._found().weight
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of all micro-batches of all ranks, known when the block has ended.
+
+        Raises:
+            RuntimeError: the block has not ended, or has ended by an exception.
+        """
+        return self._found().weight
+
+    def _found(self) -> _Found:
+        if self._totals.found is None:
+            raise RuntimeError("mean_loss and total_weight are known when the block of accumulate has ended")
+        return self._totals.found
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor) -> None:
+        """Runs the backward of one micro-batch. Every rank must call it.
+
+        It takes the place of `loss.backward()`. A weight on a device is not waited for. A loss with another denominator
+        (of a router, for example) is added as `loss + weight * other`.
+
+        Args:
+            loss: a tensor of one element with a graph: the sum of the micro-batch's losses.
+            weight: how much that sum is over, tokens for example: a number, or a tensor of one element, of any real
+                dtype, at least 0. A bad one raises on all ranks, when the block ends.
+
+        Raises:
+            TypeError: `loss` is not a tensor, or `weight` neither a number nor a tensor.
+            ValueError: `loss` or `weight` has more than one element.
+            RuntimeError: outside of the block; more than `num_batches`; the gradients of earlier micro-batches were
+                cleared.
+        """
+        if self._watch is None:
+            raise RuntimeError("acc.backward: expected a call inside of the block of accumulate, got one outside")
+        if self._num_batches is not None and self._totals.count == self._num_batches:
+            raise RuntimeError(f"acc.backward: expected num_batches={self._num_batches} calls, got one more")
+        self._refuse_cleared()
+        self._totals.add(loss, weight)
+        is_last = self._totals.count == self._num_batches
+        if is_last:
+            self.has_begun_last = True
+            self._totals.start()
+            self._set(reduce_gradients=True, all_reduce=True)
+        self.runs_backward = True
+        try:
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        finally:
+            self.runs_backward = False
+        if is_last:
+            self._restore()
+
+    # ---- the block
+
+    def __enter__(self) -> Accumulation:
+        if self._is_over or self._watch is not None:
+            raise RuntimeError("accumulate: a block is entered once. Call fsdp2.accumulate(model) for each step.")
+        watch = _watch_of(self._root)
+        _refuse(self._root, watch)
+        self._watch, watch.active = watch, self
+        self._set(reduce_gradients=self._is_each, all_reduce=False, divide_late=self._totals.divide)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except BaseException:
+            kind = BaseException
+            raise
+        finally:
+            watch, self._watch, self._is_over = self._watch, None, True
+            assert watch is not None, "it was entered"
+            self._restore()
+            watch.active = None
+            if kind is not None:
+                self._drop()
+
+    @hides_modes
+    def _finish(self) -> None:
+        """Reduces what is not reduced yet, and checks all weights. It raises on all ranks, or on none."""
+        self.runs_backward = True
+        if not self.has_begun_last:
+            self._refuse_cleared()
+            self._totals.start()
+            if self._num_batches is not None:
+                self._totals.find()  # it raises: there were too few
+            self._set(reduce_gradients=True, all_reduce=True)
+            reduce_unsynchronized(self._root)
+        finalize(self._root)
+        self._totals.find()  # at last, so that on devices the host does not wait for backward first
+
+    @hides_modes
+    def _drop(self) -> None:
+        """Drops all gradients of the block."""
+        self._totals.drop()
+        reset(self._root)
+        for group in self._root.groups:
+            for param in group.params:
+                param.sharded.grad = None
+
+    def _set(self, **changes: Any) -> None:
+        for group in self._root.groups:
+            if any(getattr(group.settings, name) != value for name, value in changes.items()):
+                group.set(**changes)
+
+    def _restore(self) -> None:
+        self._set(reduce_gradients=True, all_reduce=True, divide_late=None)
+
+    @hides_modes
+    def _refuse_cleared(self) -> None:
+        for group in self._root.groups:
+            for i in group.placeholders:
+                if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+                    raise RuntimeError(
+                        f"{group.params[i].name}: its gradient was cleared inside of accumulate, whose earlier weights "
+                        "would count nevertheless. Call zero_grad before the block, or behind it."
+                    )
+
+
+# ---- what is refused
+
+
+@hides_modes
+def _refuse(root: Root, watch: AccumulationWatch) -> None:
+    """Raises RuntimeError if a block can't begin now. Ranks have the same settings, so all of them raise."""
+    if watch.active is not None:
+        raise RuntimeError("accumulate: the model is in another block of accumulate. Leave that one first.")
+    if root.running or root.is_in_backward():
+        raise RuntimeError("accumulate: expected a call between steps, got one during a forward or backward")
+    finalize(root)  # of passes before, with set_manual_backward_finalization
+    mesh = root.group.mesh
+    for group in root.groups:
+        settings = group.settings
+        if group.mesh is not mesh and ranks_of(group.mesh) != ranks_of(mesh):
+            ranks = [sorted(ranks_of(each)) for each in (group.mesh, mesh)]
+            raise RuntimeError(
+                f"accumulate: expected all groups on the same ranks, got {group} on {ranks[0]} and {root.state} on "
+                f"{ranks[1]}: their gradients are sums over other ranks"
+            )
+        if not (settings.reduce_gradients and settings.all_reduce):
+            raise RuntimeError(
+                f"accumulate: gradients of {group} are not synchronised now. Leave no_sync, and call "
+                "set_requires_gradient_sync(True), before it: the block chooses when they are."
+            )
+        if steps_of(group) is not None:
+            raise RuntimeError(
+                "accumulate: the optimizer steps in backward, before the sum of all weights is known. Call "
+                "set_optimizer_in_backward(None), and step behind the block."
+            )
+        policy = settings.policy
+        for dtype in {param.local.dtype for param in group.params}:
+            if torch.float16 in (policy.gradient_dtype(dtype), policy.sent_dtype(dtype)):
+                raise RuntimeError(
+                    f"accumulate: gradients of {group} are reduced, or travel, in float16, and their sums may pass its "
+                    "limit of 65504. Give MixedPrecisionPolicy a reduce_dtype, and a wire_dtype if any, of more range."
+                )
+        with no_torch_function():
+            present = [param.name for param in group.params if param.sharded.grad is not None]
+        if present:
+            raise RuntimeError(
+                f"{present[0]}: it has a gradient, to which the mean of this step would be added. Call "
+                "optimizer.zero_grad() before accumulate."
+            )
+
+
+class AccumulationWatch(Observer):
+    """Refuses backward passes and optimizer steps that come amid a block of accumulate.
+
+    `active`: the block that has been entered.
+    """
+
+    def __init__(self) -> None:
+        self.active: Accumulation | None = None
+        self._stored_before = 0
+
+    def backward_began(self, root: Root) -> None:
+        """
+        Raises:
+            RuntimeError: the last micro-batch's backward has run.
+        """
+        if self._is_foreign():
+            assert self.active is not None
+            if self.active.has_begun_last:
+                raise RuntimeError(f"{root.state}: {_UNWEIGHTED}")
+            self._stored_before = _count_stored(root)
+
+    def backward_ended(self, root: Root) -> None:
+        """
+        Raises:
+            RuntimeError: a backward that has no weight has computed gradients of parameters. (torch.autograd.grad of
+                inputs computes none.)
+        """
+        if self._is_foreign():
+            has_arrived = any(group.gradients.taken for group in root.groups)
+            if has_arrived or _count_stored(root) != self._stored_before:
+                raise RuntimeError(f"{root.state}: {_UNWEIGHTED}")
+
+    def _is_foreign(self) -> bool:
+        return self.active is not None and not self.active.runs_backward
+
+
+_UNWEIGHTED = (
+    "a backward pass inside of accumulate has no weight. Call acc.backward(loss, weight=...) in place of "
+    "loss.backward(), as often as num_batches says."
+)
+
+
+def _count_stored(root: Root) -> int:
+    stored = [len(each) for group in root.groups for each in (group.gradients.unsynchronized, group.gradients.partial)]
+    return sum(stored) + len(root.queue.running)
+
+
+def _watch_of(root: Root) -> AccumulationWatch:
+    """Returns the watch of a root, which follows it from the first block on."""
+    watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
+    if watch is None:
+        watch = AccumulationWatch()
+        root.add(watch)
+    return watch
+
+
+def refuse_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
+    """Raises RuntimeError if an optimizer is about to step on parameters of a model amid a block of accumulate."""
+    for root in {group.root for group in groups}:
+        watch = root.events.of(AccumulationWatch)
+        if watch is not None and watch.active is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step: it is inside of a block of accumulate, whose gradients are complete "
+                "when it ends. Step behind the block."
+            )
+
+
+# ---- sums over ranks
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Holds the sums over all micro-batches of all ranks."""
+
+    loss: float
+    weight: float
+
+
+# What each rank tells, in float64: its number; the sums of its losses and of its good weights; the number of its first
+# bad weight (from 1 on; 0: all are good), and that weight; how many micro-batches it has run, and is to run (0: any).
+_RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
+
+
+class _Totals:
+    """Sums losses and weights of one rank's micro-batches, and those of all ranks, and divides gradients by the latter.
+
+    Ranks gather a row of numbers of each rank, and not only sums, so that errors name ranks. `count`: how many
+    micro-batches this rank has run. `found`: the sums of all ranks, once the host knows them.
+    """
+
+    def __init__(self, root: Root, num_batches: int | None) -> None:
+        self._mesh, self._num_batches = root.group.mesh, num_batches
+        self._purpose = Purpose("the weights of accumulate")
+        self._purpose.root = weakref.ref(root)
+        self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._rows: Tensor | None = None
+        self._work: Work | None = None
+        # This rank's row, which may be read on another stream.
+        self._row: Tensor | None = None
+        # Of each dtype in which gradients may be divided: one element, the sum of all weights.
+        self._divisors: dict[torch.dtype, Tensor] = {}
+        # On devices: when these are there; and the copy of the rows to the host.
+        self._event: Any = None
+        self._copy: Transfer[Tensor] | None = None
+        self.found: _Found | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self._weights)
+
+    @hides_modes
+    def add(self, loss: Tensor, weight: float | Tensor) -> None:
+        """Adds a micro-batch. The host does not wait for the device."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss: expected a tensor, got {loss!r}")
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number and not (isinstance(weight, Tensor) and not weight.is_complex()):
+            raise TypeError(f"weight: expected a number, or a tensor of one, got {weight!r}")
+        for name, value in (("loss", loss), ("weight", weight)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{name}: expected one element, got shape {tuple(value.shape)}")
+        self._losses.append(self._as_number(loss))
+        self._weights.append(self._as_number(weight))
+
+    def _as_number(self, value: float | Tensor) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.full((), value, dtype=torch.float64, device=self._mesh.device)
+        value = value.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value  # of tensor parallelism
+        return whole.to(self._mesh.device, torch.float64).view(())
+
+    def _make_row(self) -> Tensor:
+        device, expected = self._mesh.device, self._num_batches or 0
+        nothing = torch.zeros(1, dtype=torch.float64, device=device)
+        losses, weights = torch.stack([*self._losses, nothing[0]]), torch.stack([*self._weights, nothing[0]])
+        is_bad = ~((weights >= 0) & (weights < math.inf))
+        first = is_bad.to(torch.uint8).argmax(0, keepdim=True)
+        facts = [nothing + dist.get_rank(), losses.sum(), weights.where(~is_bad, nothing).sum()]
+        facts += [(first + 1) * is_bad.any(), weights.gather(0, first), nothing + self.count, nothing + expected]
+        return torch.cat([fact.to(torch.float64).view(1) for fact in facts])
+
+    @hides_modes
+    def start(self) -> None:
+        """Begins to gather the rows of all ranks, all of which must call it."""
+        self._row = self._make_row()
+        rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
+        with streams.beside(device):
+            for group in self._mesh.axis_groups:
+                if self._work is not None:  # along another axis
+                    self._wait()
+                comm = make_comm(group, device, self._purpose)
+                of_all = rows.new_zeros(comm.size, rows.numel())
+                of_all[comm.rank] = rows.view(-1)
+                self._work = comm.all_gather([of_all.view(-1)], [of_all[comm.rank]])
+                rows = of_all.view(-1, width)
+            self._rows = rows
+            if streams.exist_on(device):
+                self._wait()
+                self._sum(rows)
+                self._event = torch.accelerator.current_stream(device).record_event()
+                self._copy = streams.make_transfers(device, pin=True).start_out(rows.view(-1))
+
+    def _wait(self) -> None:
+        """Waits for the rows along one axis: on the CPU the host does, elsewhere the current stream."""
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:  # a peer is gone, for example
+            self._purpose.locate(error, f"gathering {self._purpose.label}")
+            raise
+
+    def _sum(self, rows: Tensor) -> None:
+        total = rows[:, _WEIGHT].sum(0, keepdim=True)
+        is_good = (total > 0) & (rows[:, _BAD] == 0).all()
+        total = total.where(is_good, math.inf)  # hooks of parameters get zeros before the error, and not NaN
+        self._divisors = {torch.float64: total, torch.float32: total.float()}
+
+    @hides_modes
+    def divide(self, sums: Tensor) -> None:
+        """Divides sums of gradients in place; in float32 if their dtype is narrower. They may be of any stream."""
+        assert self._rows is not None, "gradients are complete behind the last micro-batch"
+        if self._event is not None:
+            torch.accelerator.current_stream(sums.device).wait_event(self._event)
+        elif not self._divisors:
+            self._wait()
+            self._sum(self._rows)
+        sums.div_(self._divisors[torch.promote_types(sums.dtype, torch.float32)])
+
+    @hides_modes
+    def drop(self) -> None:
+        """Forgets the sums, after an error. What is on its way arrives first, since its memory is freed next."""
+        self.found = None
+        if self._copy is not None:
+            self._copy.finish()
+        with suppress(RuntimeError):  # a peer is gone
+            self._wait()
+
+    def find(self) -> None:
+        """Waits until the host knows what all ranks have told, and judges it.
+
+        Raises:
+            RuntimeError: a rank has a bad weight, or too few micro-batches, or there is no weight; on all ranks.
+        """
+        assert self._rows is not None, "ranks have begun to gather them"
+        if self._copy is None:
+            self._wait()
+        told = (self._rows if self._copy is None else self._copy.finish().view(self._rows.shape)).tolist()
+        for row in told:
+            if row[_BAD]:
+                raise RuntimeError(
+                    f"accumulate: weights must be finite, and not negative; rank {row[_RANK]:.0f} gave "
+                    f"weight={row[_BAD_WEIGHT]:g} to its micro-batch number {row[_BAD]:.0f}. {_DROPPED}"
+                )
+            if row[_EXPECTED] and row[_COUNT] != row[_EXPECTED]:
+                raise RuntimeError(
+                    f"accumulate: rank {row[_RANK]:.0f} has run {row[_COUNT]:.0f} of num_batches={row[_EXPECTED]:.0f} "
+                    f"micro-batches. {_DROPPED}"
+                )
+        loss, weight = (math.fsum(row[column] for row in told) for column in (_LOSS, _WEIGHT))
+        if weight == 0:
+            raise RuntimeError(
+                f"accumulate: the weights of all ranks and micro-batches sum up to 0, so there is no mean. {_DROPPED} "
+                "Leave such a step out, on all ranks."
+            )
+        self.found = _Found(loss, weight)
+
+
+_DROPPED = "The gradients of the block were dropped."
