@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import AsIs, Cast
 from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
 
@@ -220,6 +221,10 @@ POLICIES = (
     (BF16, (2, 4, 4)),
     (dataclasses.replace(BF16, wire_dtype=torch.bfloat16), (2, 2, 4)),
     (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), (4, 2, 2)),
+    (MixedPrecisionPolicy(reduce_dtype=torch.float64), (4, 8, 8)),
+    (MixedPrecisionPolicy(reduce_dtype=torch.float64, wire_dtype=torch.float32), (4, 4, 8)),
+    (MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)), (4, 2, 4)),
+    (MixedPrecisionPolicy(gradient_codec=AsIs()), (4, 4, 4)),
 )
 
 
