@@ -377,6 +377,35 @@ def test_check_agrees(model: str, setting: str, without_onednn: None) -> None:
     assert "more than 3 %" not in str(check)
 
 
+def assert_predicts(
+    planned: fsdp2.Prediction,
+    make: Callable[[], Any],
+    batch: Callable[[], Tensor],
+    options: Callable[[], dict[str, Any]],
+    policy: Any = None,
+) -> None:
+    """Compares a prediction with a step of the model that `make` makes, sharded by the policy with these options."""
+    with fake_world(RANKS), AllocationMeter() as meter:
+        trained, given = make(), options()
+        for group in fsdp2.wrap_groups(trained, policy):
+            fully_shard(group.module, **given)
+        fully_shard(trained, **given)
+        rows = batch()
+        for _ in range(2):
+            gc.collect()
+            measure_step(trained, rows, meter, "step", "forward")
+            trained.zero_grad()
+        with WireMeter() as wire:
+            loss_of(trained(rows)).backward()
+    before = meter.allocated_before("step")
+    pairs = {
+        "forward": (planned.forward_peak, meter.peak_during("forward") - before, TOLERANCE),
+        "step": (planned.step_peak, meter.peak_during("step") - before, TOLERANCE),
+        "launches": (sum(planned.launched.values()), wire.calls, 0),
+    }
+    assert not [name for name, (found, counted, most) in pairs.items() if abs(found / counted - 1) > most], pairs
+
+
 @pytest.mark.parametrize("fields", [{}, {"reshard_after_forward": 2}], ids=str)
 @pytest.mark.parametrize("model", ["equal blocks", "uneven sizes"])
 def test_memory_over_a_group_written_in_python(
@@ -388,25 +417,13 @@ def test_memory_over_a_group_written_in_python(
     plain = MODELS[model]()
     arguments: dict[str, Any] = {"settings": [fields], "device": "cpu", "backend": "other", "mp_policy": BF16}
     planned = fsdp2.plan(plain, ranks=RANKS, batch=plain.example, loss=loss_of, **arguments).best.prediction
-    with fake_world(RANKS), AllocationMeter() as meter:
-        mesh = DeviceMesh.from_group(python_group(WithTensors, [*range(RANKS)]), "cpu", mesh_dim_names=("shards",))
-        trained = MODELS[model]()
-        for group in fsdp2.wrap_groups(trained):
-            fully_shard(group.module, mesh=mesh, mp_policy=BF16, **fields)
-        fully_shard(trained, mesh=mesh, mp_policy=BF16, **fields)
-        batch = trained.example()
-        for _ in range(2):
-            gc.collect()
-            measure_step(trained, batch, meter, "step", "forward")
-            trained.zero_grad()
-        with WireMeter() as wire:
-            loss_of(trained(batch)).backward()
+
+    def options() -> dict[str, Any]:
+        group = python_group(WithTensors, [*range(RANKS)])
+        return {"mesh": DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shards",)), "mp_policy": BF16, **fields}
+
+    assert_predicts(planned, MODELS[model], plain.example, options)
     gather_layout.cache_clear()
-    before = meter.allocated_before("step")
-    forward, step = meter.peak_during("forward") - before, meter.peak_during("step") - before
-    assert abs(planned.forward_peak / forward - 1) <= TOLERANCE, (planned.forward_peak, forward)
-    assert abs(planned.step_peak / step - 1) <= TOLERANCE, (planned.step_peak, step)
-    assert sum(planned.launched.values()) == wire.calls
 
 
 # ---- unusual programs
@@ -488,45 +505,15 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("setting", ["default", "reshard_after_forward=2", "bf16/fp32"])
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_memory_of_unusual_programs(name: str, without_onednn: None) -> None:
-    def example() -> Tensor:
-        return torch.ones(1, TOKENS, DIM)
-
-    settings = ["default", "reshard_after_forward=2", "bf16/fp32"]
-    wrong = []
-    for setting in settings:
-        policy, fields = SETTINGS[setting]
-        given: dict[str, Any] = {"settings": [fields], "device": "cpu", "backend": "nccl", "mp_policy": policy}
-        made = fsdp2.plan(UNUSUAL[name](), ranks=RANKS, batch=example, loss=loss_of, policy=Block, **given)
-        assert not made.notes
-        planned = made.best.prediction
-        with fake_world(RANKS), AllocationMeter() as meter:
-            trained = UNUSUAL[name]()
-            options: dict[str, Any] = {"mp_policy": policy, **fields}
-            for group in fsdp2.wrap_groups(trained, Block):
-                fully_shard(group.module, **options)
-            fully_shard(trained, **options)
-            batch = example()
-            for _ in range(2):
-                gc.collect()
-                measure_step(trained, batch, meter, "step", "forward")
-                trained.zero_grad()
-            with WireMeter() as wire:
-                loss_of(trained(batch)).backward()
-        before = meter.allocated_before("step")
-        pairs = {
-            "forward": (planned.forward_peak, meter.peak_during("forward") - before),
-            "step": (planned.step_peak, meter.peak_during("step") - before),
-            "launches": (sum(planned.launched.values()), wire.calls),
-        }
-        print(setting, pairs)
-        wrong += [
-            f"{setting}: {what} {found}, counted {counted}"
-            for what, (found, counted) in pairs.items()
-            if abs(found / counted - 1) > TOLERANCE * (what != "launches")
-        ]
-    assert not wrong
+def test_memory_of_unusual_programs(name: str, setting: str, without_onednn: None) -> None:
+    example = partial(torch.ones, 1, TOKENS, DIM)
+    policy, fields = SETTINGS[setting]
+    given: dict[str, Any] = {"settings": [fields], "device": "cpu", "backend": "nccl", "mp_policy": policy}
+    made = fsdp2.plan(UNUSUAL[name](), ranks=RANKS, batch=example, loss=loss_of, policy=Block, **given)
+    assert not made.notes
+    assert_predicts(made.best.prediction, UNUSUAL[name], example, lambda: {"mp_policy": policy, **fields}, Block)
 
 
 def test_a_plan_runs_the_engine_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,26 +588,13 @@ def test_memory_of_a_device_with_offload(model: str, policy: MixedPrecisionPolic
         device=str(DEVICE),
         backend="nccl",
     )
-    del plain
-    transfers = mock.patch.object(groups, "make_transfers", return_value=_OtherMemory())
-    with fake_world(RANKS), mock.patch.object(DataMesh, "device", DEVICE), transfers, AllocationMeter() as meter:
-        sharded = MODELS[model]()
-        batch = sharded.example()
-        for group in fsdp2.wrap_groups(sharded):
-            fully_shard(group.module, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        fully_shard(sharded, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-        for _ in range(2):
-            gc.collect()
-            measure_step(sharded, batch, meter, "step", "forward")
-            sharded.zero_grad()
-    before, found = meter.allocated_before("step"), plan.best.prediction
-    errors = [
-        found.forward_peak / (meter.peak_during("forward") - before) - 1,
-        found.step_peak / (meter.peak_during("step") - before) - 1,
-    ]
-    print(errors)
-    assert found.resting == 0
-    assert max(map(abs, errors)) <= TOLERANCE
+    options = {"mp_policy": policy, "offload_policy": CPUOffloadPolicy()}
+    with (
+        mock.patch.object(DataMesh, "device", DEVICE),
+        mock.patch.object(groups, "make_transfers", return_value=_OtherMemory()),
+    ):
+        assert_predicts(plan.best.prediction, MODELS[model], plain.example, lambda: options)
+    assert plan.best.prediction.resting == 0
 
 
 class Order(Observer):
