@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2.engine.comm import Comm, Rows, Work
 from fsdp2.engine.group import SHARDED, FSDPParamGroup
@@ -78,6 +79,39 @@ class Marked(nn.Module):
 
     def end(self, output: Tensor) -> Tensor:
         return _Mark.apply(output, lambda: self.lines.append(f"back   {self.label}"))
+
+
+class Block(Marked):
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label, self.linear = label, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        return self.end(torch.relu(self.linear(x)))
+
+
+class Root(Marked):
+    """Has blocks b0, b1, ... and a head of its own. `runs`: the indices of the blocks that run, in order. `reentrant`:
+    whether blocks are checkpointed, and if so, use_reentrant.
+    """
+
+    def __init__(self, depth: int = 3, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.label, self.reentrant, self.runs = "root", reentrant, tuple(range(depth))
+        for i in self.runs:
+            self.add_module(f"b{i}", Block(f"b{i}"))
+        self.head = nn.Linear(4, 2)
+
+    def blocks(self) -> list[nn.Module]:
+        return [module for module in self.children() if isinstance(module, Block)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        for i in self.runs:
+            block = self.get_submodule(f"b{i}")
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.end(self.head(x))
 
 
 def record(model: nn.Module) -> list[str]:

@@ -1,11 +1,9 @@
-"""Tests that each method of FSDPModule, argument of fully_shard and field of its policy has an effect.
+"""Tests what settings do in a step (its numbers stay the same: tests/ranks/test_settings.py), on one of four ranks.
 
-A setting is compared with what one step does (its numbers stay the same: tests/ranks/test_settings.py), on one of four
-ranks whose peers are simulated. A method, an argument or a field without a check here fails.
-test_settings_on_topologies.py has the other topologies.
+test_settings_on_topologies.py tests that each setting has an effect; here is which, where no other test says it: the
+bytes and numbers of collectives are those of test_schedule_model.py and test_comm_counts.py.
 """
 
-import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -25,18 +23,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     share_comm_ctx,
 )
-from fsdp2.codecs import AsIs, Cast
+from fsdp2.codecs import Cast
 from fsdp2.engine import streams
 from fsdp2.engine.state import groups_below, groups_of
-from helpers import fake_world
-from simulated_device import Stream, simulated_device
+from helpers import fake_world, public_methods
+from simulated_device import Stream
 
 RANKS = 4
 
@@ -161,7 +158,6 @@ def kept_by_root_only() -> Any:
 
 
 hooked: list[int] = []
-contexts = contextlib.ExitStack()
 
 
 @dataclasses.dataclass
@@ -228,7 +224,13 @@ RECURSIVE = {
 }
 
 
-@pytest.mark.parametrize("name", RECURSIVE)
+def parameters_of(method: str) -> dict[str, inspect.Parameter]:
+    parameters = dict(inspect.signature(getattr(FSDPModule, method)).parameters)
+    del parameters["self"]
+    return parameters
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(public_methods()) if "recurse" in parameters_of(name)])
 def test_recurse(name: str) -> None:
     """A setter acts on the module's own group, and with `recurse` on those inside it; never on one outside."""
     setting = RECURSIVE[name]
@@ -243,25 +245,14 @@ def test_recurse(name: str) -> None:
     assert changed(on="b1", recurse=True) == {"b1"}
 
 
-# ---- one check for each public method and argument -------------------------------------------------------------------
-
-CHECKS: dict[str, Callable[[], None]] = {}
-
-
-def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    def register(check: Callable[[], None]) -> Callable[[], None]:
-        CHECKS.update(dict.fromkeys(names, check))
-        return check
-
-    return register
+# ---- what a setting does ---------------------------------------------------------------------------------------------
 
 
 def gathers(lines: list[str]) -> list[str]:
     return [line.split()[1] for line in lines if line.startswith("gather")]
 
 
-@checks("unshard", "reshard")
-def unshard_and_reshard() -> None:
+def test_unshard_and_reshard() -> None:
     model = build()
     (group,) = groups_of(model.b0)
     lines = record(model)
@@ -292,8 +283,7 @@ def gathers_before_b0_runs(modules: list[Any] | None) -> list[str]:
     return before[-1]
 
 
-@checks("set_modules_to_forward_prefetch")
-def forward_prefetch() -> None:
+def test_forward_prefetch() -> None:
     def order(modules: Callable[[Any], list[Any]]) -> list[str]:
         model = build(reshard_after_forward=False)
         model.set_modules_to_forward_prefetch(modules(model))
@@ -307,8 +297,7 @@ def forward_prefetch() -> None:
     assert gathers_before_b0_runs([]) == ["root", "b0"]
 
 
-@checks("set_modules_to_backward_prefetch")
-def backward_prefetch() -> None:
+def test_backward_prefetch() -> None:
     def order(modules: Callable[[Any], list[Any]]) -> list[str]:
         model = build(reshard_after_forward=True)
         model.set_modules_to_backward_prefetch(modules(model))
@@ -341,18 +330,6 @@ def note_gathers(model: Any, lines: list[str], before: list[list[str]]) -> None:
     model.b1.register_forward_hook(lambda module, args, output: output.register_hook(note) and None)
 
 
-@checks("no_sync")
-def nothing_is_reduced_inside() -> None:
-    assert groups_changed(lambda model: contexts.enter_context(model.no_sync())) == set(NAMES)
-    assert groups_changed(lambda model: contexts.enter_context(model.b1.no_sync())) == {"b1"}
-    contexts.close()
-
-
-@checks("set_reduce_scatter_divide_factor")
-def old_name_of_the_divide_factor() -> None:
-    assert groups_changed(lambda model: model.set_reduce_scatter_divide_factor(3.0)) == {"root"}
-
-
 class Collective:
     """A user's collective that writes down its calls; `work`: what it returns."""
 
@@ -368,8 +345,7 @@ class Collective:
         self.calls.append(arguments)
 
 
-@checks("set_custom_all_gather")
-def custom_all_gather() -> None:
+def test_custom_all_gather() -> None:
     model, gather = build(), Collective()
     model.b0.set_custom_all_gather(gather)
     backward(model)
@@ -379,8 +355,7 @@ def custom_all_gather() -> None:
     assert [call["group"] for call in gather.calls] == [groups_of(model.b0)[0].mesh.shard_group] * 2
 
 
-@checks("set_custom_reduce_scatter")
-def custom_reduce_scatter() -> None:
+def test_custom_reduce_scatter() -> None:
     model, scatter = build(), Collective()
     model.b0.set_custom_reduce_scatter(scatter)
     backward(model)
@@ -392,32 +367,18 @@ def custom_reduce_scatter() -> None:
     assert scatter.calls[-1]["op"] == dist.ReduceOp.SUM
 
 
-@checks("set_prefetch_budget")
-def bytes_gathered_ahead() -> None:
+def test_bytes_gathered_ahead() -> None:
     def ahead(budget: int | None) -> list[str]:
-        model, before = build(reshard_after_forward=True), []
-        model.set_prefetch_budget(budget)
-        lines = record(model)
-        note_gathers(model, lines, before)
-        loss = model(torch.ones(2, 4)).sum()
-        lines.clear()
-        loss.backward()
-        return before[-1]
+        return gathers_before_b1s_backward(lambda model: model.set_prefetch_budget(budget))
 
     model = build()
     first, second = (groups_of(block)[0].nbytes for block in (model.b1, model.b0))
     assert ahead(None) == ahead(first) == ahead(first + second - 1) == ["root", "b1"]
     assert ahead(first + second) == ["root", "b1", "b0"]
     assert ahead(first - 1) == ahead(0) == ["root"]
-    for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError)):
-        with pytest.raises(error, match="nbytes"):
-            build().set_prefetch_budget(wrong)
-    with pytest.raises(RuntimeError, match="root"):
-        build().b0.set_prefetch_budget(0)
 
 
-@checks("set_saved_tensor_hooks")
-def what_is_not_watched_is_refused() -> None:
+def test_what_is_not_watched_is_refused() -> None:
     """A weight that only what a forward hook has kept depends on."""
     for enabled in (True, False):
         root, kept = Root(), []
@@ -428,34 +389,9 @@ def what_is_not_watched_is_refused() -> None:
         model(torch.ones(2, 4, requires_grad=True))
         with nullcontext() if enabled else pytest.raises(RuntimeError, match="modified by an inplace operation"):
             kept[0].sum().backward()
-    with pytest.raises(TypeError, match="enabled"):
-        model.set_saved_tensor_hooks(1)
-    with pytest.raises(RuntimeError, match="root"):
-        model.b0.set_saved_tensor_hooks(False)
 
 
-@checks("set_running_stats_averaging")
-def statistics_are_averaged_or_left() -> None:
-    """By one more all-reduce, between ranks that are not simulated."""
-    for enabled in (True, False):
-        root = Root()
-        root.b0 = nn.BatchNorm1d(4)
-        model = build(root)
-        model.set_running_stats_averaging(enabled)
-        with mock.patch("fsdp2.features.running_stats.connects", return_value=True):
-            for _ in range(2):  # in each of which ranks look
-                backward(model)
-        with CommDebugMode() as seen:
-            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
-        assert seen.get_comm_counts()[torch.ops.c10d.allreduce_] == enabled
-    with pytest.raises(TypeError, match="enabled"):
-        model.set_running_stats_averaging(1)
-    with pytest.raises(RuntimeError, match="root"):
-        model.b1.set_running_stats_averaging(False)
-
-
-@checks("set_debug_level")
-def ranks_meet_before_each_collective() -> None:
+def test_ranks_meet_before_each_collective() -> None:
     """At level 1 a small all-gather comes before each collective; and what `check` gathers, once, before all."""
 
     def collectives(model: Any) -> dict[Any, int]:
@@ -475,15 +411,9 @@ def ranks_meet_before_each_collective() -> None:
     for make in (build, hsdp, lambda: build(reshard_after_forward=2)):
         plain, all_plain = gathers_and_all(0, make)
         assert gathers_and_all(1, make) == (plain + all_plain, 2 * all_plain)
-    for level, error in ((2, ValueError), (-1, ValueError), (True, ValueError), ("1", ValueError)):
-        with pytest.raises(error, match="level"):
-            build().set_debug_level(level)
-    with pytest.raises(RuntimeError, match="root"):
-        build().b0.set_debug_level(1)
 
 
-@checks("set_is_last_backward")
-def further_backwards_are_gathered_ahead() -> None:
+def test_further_backwards_are_gathered_ahead() -> None:
     """Of two forwards, then two backwards, the second finds the record of the first forward."""
 
     def ahead(is_last: bool) -> list[str]:
@@ -512,8 +442,7 @@ class Event:
         self.waits.append(list(self.lines))
 
 
-@checks("set_post_optim_event")
-def optimizer_event() -> None:
+def test_optimizer_event() -> None:
     model = build()
     lines = record(model)
     event = Event(lines)
@@ -529,8 +458,7 @@ def optimizer_event() -> None:
     assert (len(event.waits), len(later.waits)) == (1, 1), "the last one set"
 
 
-@checks("set_manual_backward_finalization", "finalize_backward")
-def manual_finalisation() -> None:
+def test_manual_finalisation() -> None:
     for async_op in (False, True):
         model = build()
         model.set_reduce_scatter_max_input_buffers(9)
@@ -547,8 +475,7 @@ def manual_finalisation() -> None:
         assert all(module.weight.grad is not None for module in (model, model.b0, model.b1))
 
 
-@checks("reset_iter_state")
-def reset() -> None:
+def test_reset() -> None:
     model = build()
     model.unshard()
     model.set_requires_gradient_sync(False)
@@ -561,25 +488,6 @@ def reset() -> None:
     assert all(param.grad is None for param in model.parameters()), "dropped"
 
 
-@checks("fully_shard(mesh)")
-def mesh() -> None:
-    lines = trace(hsdp())
-    assert {line.split()[0] for line in lines} >= {"sum", "reduce"}
-    assert "sum" not in {line.split()[0] for line in trace(build())}
-
-
-@checks("fully_shard(reshard_after_forward)")
-def reshard_after_forward() -> None:
-    assert len(gathers(trace(build(reshard_after_forward=True)))) == 6
-    assert len(gathers(trace(build(reshard_after_forward=False)))) == 3
-    assert len(gathers(trace(build()))) == 3, "the root and the last two stay"
-    model = build()
-    model.set_prefetch_budget(0)
-    assert len(gathers(trace(model))) == 4, "the root and the last one stay"
-    with pytest.raises(TypeError, match="reshard_after_forward"):
-        build(reshard_after_forward="yes")
-
-
 class Skipping(Root):
     """May leave `b0` out."""
 
@@ -589,8 +497,7 @@ class Skipping(Root):
         return Add.forward(self, self.b1(self.b0(x) if self.runs_b0 else x))
 
 
-@checks("fully_shard(conditional)")
-def conditional() -> None:
+def test_conditional() -> None:
     """What may be left out is not gathered ahead though the pass before had it."""
 
     def gathered(conditional: bool) -> tuple[list[str], list[str]]:
@@ -606,44 +513,11 @@ def conditional() -> None:
     assert ["b0" in names for names in gathered(conditional=True)] == [True, False]
 
 
-@checks("fully_shard(mp_policy)")
-def policy() -> None:
-    lines = trace(build(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
-    assert "gather b1    192" in lines
-    assert "reduce b1    256" in lines
-
-
 def traced_with(**fields: Any) -> list[str]:
     return trace(build(mp_policy=MixedPrecisionPolicy(**fields)))
 
 
-@checks(
-    "MixedPrecisionPolicy(param_dtype)",
-    "MixedPrecisionPolicy(reduce_dtype)",
-    "MixedPrecisionPolicy(wire_dtype)",
-    "MixedPrecisionPolicy(gradient_codec)",
-)
-def dtypes() -> None:
-    """The bytes of `b1` that are gathered, of all ranks together, and those that are put into its reduction."""
-    bf16 = torch.bfloat16
-    for fields, gathered, reduced in (
-        ({}, 320, 256),
-        ({"param_dtype": bf16}, 192, 256),
-        ({"reduce_dtype": bf16}, 320, 128),
-        ({"wire_dtype": bf16}, 320, 128),
-        ({"gradient_codec": Cast(bf16)}, 320, 128),
-        ({"gradient_codec": AsIs()}, 320, 256),
-        ({"reduce_dtype": torch.float64}, 320, 512),
-        ({"reduce_dtype": torch.float64, "wire_dtype": torch.float32}, 320, 256),
-        ({"param_dtype": bf16, "reduce_dtype": torch.float32, "wire_dtype": bf16}, 192, 128),
-    ):
-        lines = traced_with(**fields)
-        assert f"gather b1    {gathered}" in lines, fields
-        assert f"reduce b1    {reduced}" in lines, fields
-
-
-@checks("MixedPrecisionPolicy(output_dtype)", "MixedPrecisionPolicy(cast_forward_inputs)")
-def casts() -> None:
+def test_casts() -> None:
     for fields, inside, outside in (
         ({}, torch.float32, torch.float32),
         ({"param_dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
@@ -656,14 +530,12 @@ def casts() -> None:
         assert (model(torch.ones(2, 4)).dtype, seen) == (outside, [inside]), fields
 
 
-@checks("MixedPrecisionPolicy(param_dtype_override_fn)")
-def exceptions_from_the_param_dtype() -> None:
+def test_exceptions_from_the_param_dtype() -> None:
     lines = traced_with(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda param: param.dtype)
     assert lines == traced_with()
 
 
-@checks("fully_shard(ignored_params)")
-def ignored() -> None:
+def test_ignored() -> None:
     model = Root()
     build(model, ignored_params={model.unused, model.b0.unused})
     assert not isinstance(model.unused, DTensor)
@@ -672,22 +544,7 @@ def ignored() -> None:
     assert "gather b0    128" in trace(model)
 
 
-@checks("fully_shard(shard_placement_fn)")
-def placements() -> None:
-    model = build(shard_placement_fn=lambda param: Shard(param.dim() - 1))
-    assert model.weight.placements == (Shard(model.weight.dim() - 1),)
-    assert build().weight.placements == (Shard(0),)
-
-
-@checks("fully_shard(offload_policy)")
-def offload() -> None:
-    with simulated_device():
-        assert groups_of(build(offload_policy=CPUOffloadPolicy()))[0].parameters.buffers._stage is not None
-    assert groups_of(build())[0].parameters.buffers._stage is None
-
-
-@checks("fully_shard(dp_mesh_dims)")
-def dims() -> None:
+def test_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     for dims, expected in (
         (DataParallelMeshDims(shard="shards", replicate="replicas"), (Replicate(), Shard(0))),
@@ -699,47 +556,7 @@ def dims() -> None:
         assert module.weight.placements == expected
 
 
-@checks("set_optimizer_in_backward")
-def optimizer_in_backward() -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = model.b0.weight._version
-    model.set_optimizer_in_backward(optimizer)
-    backward(model)
-    assert model.b0.weight._version > before
-    model.set_optimizer_in_backward(None)
-    optimizer.zero_grad()
-    before = model.b0.weight._version
-    backward(model)
-    assert model.b0.weight._version == before
-    assert model.b0.weight.grad.to_local() is not None
-
-
-# ---- the tests -------------------------------------------------------------------------------------------------------
-
-
-def public_methods() -> list[str]:
-    return [name for name, _ in inspect.getmembers(FSDPModule, inspect.isfunction) if not name.startswith("_")]
-
-
-def parameters_of(method: str) -> dict[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(getattr(FSDPModule, method)).parameters)
-    del parameters["self"]
-    return parameters
-
-
-def test_every_method_and_argument_has_a_check() -> None:
-    """A new setter needs one, and a check of a removed one must go."""
-    arguments = [f"fully_shard({name})" for name in inspect.signature(fully_shard).parameters if name != "module"]
-    fields = [f"MixedPrecisionPolicy({field.name})" for field in dataclasses.fields(MixedPrecisionPolicy)]
-    refused = ["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"]  # by each topology's test
-    assert sorted([*CHECKS, *RECURSIVE, *refused]) == sorted([*public_methods(), *arguments, *fields])
-    assert sorted(RECURSIVE) == sorted(name for name in public_methods() if "recurse" in parameters_of(name))
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_has_an_effect(name: str) -> None:
-    CHECKS[name]()
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
 VALID: dict[str, Any] = {
@@ -753,23 +570,35 @@ VALID: dict[str, Any] = {
     "event": None,
     "optimizer": None,
 }
-FLAGS = [
-    (method, name)
-    for method in public_methods()
-    for name, parameter in parameters_of(method).items()
-    if parameter.annotation == "bool"
-]
 
 
-@pytest.mark.parametrize(("method", "flag"), FLAGS)
-def test_values_other_than_bools_are_refused_by_name(method: str, flag: str) -> None:
+def test_values_other_than_bools_are_refused_by_name() -> None:
     """A truthy object must not count as True: nothing has changed then."""
     model = build()
-    for wrong in (1, 0, None, "yes", torch.tensor(True)):
+    flags = {
+        (method, name)
+        for method in public_methods()
+        for name, parameter in parameters_of(method).items()
+        if parameter.annotation == "bool"
+    }
+    assert len(flags) > 20
+    for (method, flag), wrong in itertools.product(flags, (1, 0, None, "yes", torch.tensor(True))):
         arguments = {name: VALID.get(name, True) for name in parameters_of(method)} | {flag: wrong}
         with pytest.raises(TypeError, match=f"^{flag}: expected a bool"):
             getattr(model, method)(**arguments)
     assert look(model) == look(build())
+
+
+OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
+    "set_prefetch_budget": (0,),
+    "set_saved_tensor_hooks": (False,),
+    "set_running_stats_averaging": (False,),
+    "set_debug_level": (1,),
+    "set_manual_backward_finalization": (True,),
+    "finalize_backward": (),
+    "reset_iter_state": (),
+    "set_optimizer_in_backward": (None,),
+}
 
 
 def test_values_that_are_refused() -> None:
@@ -797,10 +626,15 @@ def test_values_that_are_refused() -> None:
         (ValueError, "reduce_scatter: .*wire_dtype", lambda: exchanging.set_custom_reduce_scatter(Collective())),
         (ValueError, "reduce_scatter: .*gradient_codec", lambda: encoding.set_custom_reduce_scatter(Collective())),
         (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
-        (RuntimeError, "root", lambda: model.b0.set_manual_backward_finalization(True)),
-        (RuntimeError, "root", lambda: model.b0.finalize_backward()),
-        (RuntimeError, "root", lambda: model.b0.reset_iter_state()),
-        (RuntimeError, "root", lambda: model.b0.set_optimizer_in_backward(None)),
+        *(
+            (error, "nbytes", lambda wrong=wrong: model.set_prefetch_budget(wrong))
+            for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError))
+        ),
+        *((ValueError, "level", lambda wrong=wrong: model.set_debug_level(wrong)) for wrong in (2, -1, True, "1")),
+        *(
+            (RuntimeError, "root", lambda name=name, values=values: getattr(model.b0, name)(*values))
+            for name, values in OF_THE_ROOT.items()
+        ),
     ]
     for error, text, call in refused:
         with pytest.raises(error, match=text):
@@ -849,45 +683,6 @@ def test_settings_of_communication_hold_together(settings: tuple[str, ...]) -> N
         "sum": group.comms.reduces.force_sum,
     }
     assert in_force == {name: name in settings for name in COMMUNICATION}
-
-
-def test_an_accumulation_without_resharding_gathers_once() -> None:
-    """set_reshard_after_backward(False): gathers in the first micro-batch only, and again after an optimizer step."""
-    model = build(reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    lines = record(model)
-    for _ in range(2):
-        lines.clear()
-        for i in range(3):
-            model.set_requires_gradient_sync(i == 2)
-            backward(model)
-            assert sorted(gathers(lines)) == ["b0", "b1", "root"], f"micro-batch {i}"
-        for param in model.parameters():
-            param.grad = None if param.grad is None else torch.zeros_like(param)
-        optimizer.step()
-        optimizer.zero_grad()
-    model.set_reshard_after_backward(True)
-    backward(model)
-    lines.clear()
-    backward(model)
-    assert sorted(gathers(lines)) == ["b0", "b1", "root"]
-
-
-def test_viewed_storage_is_freed_if_the_user_wants_that() -> None:
-    """set_free_viewed_storage: while a hook has a view of a weight."""
-
-    def is_left(free: bool) -> bool:
-        model, kept = build(reshard_after_forward=True), []
-        model.set_free_viewed_storage(free)
-        model.b0.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(torch.ones(2, 4))
-        return groups_below(model.b0)[0].parameters.buffers.storage.nbytes() > 0
-
-    assert is_left(False)
-    assert not is_left(True)
 
 
 def test_kept_storage_has_a_stable_address() -> None:

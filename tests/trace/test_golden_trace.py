@@ -11,39 +11,12 @@ from unittest import mock
 
 import expecttest
 import torch
-from recorder import Marked, record
+from recorder import Root, record
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
 from fsdp2.features import large_submodules
 from helpers import fake_world
-
-
-class Block(Marked):
-    def __init__(self, label: str) -> None:
-        super().__init__()
-        self.label = label
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.begin()
-        return self.end(torch.relu(self.linear(x)))
-
-
-class Root(Marked):
-    def __init__(self, recomputes: bool = False) -> None:
-        super().__init__()
-        self.label = "root"
-        self.b0, self.b1, self.b2 = Block("b0"), Block("b1"), Block("b2")
-        self.head = torch.nn.Linear(4, 2)
-        self.recomputes = recomputes
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.begin()
-        for block in (self.b0, self.b1, self.b2):
-            x = checkpoint(block, x, use_reentrant=True) if self.recomputes else block(x)
-        return self.end(self.head(x))
 
 
 class WithLoss(Root):
@@ -65,7 +38,7 @@ class WithLoss(Root):
             return torch.nn.functional.linear(x, **named).sum()
 
     def trace_of_second_iteration(self) -> str:
-        for module in (self.b0, self.b1, self.b2, self.head, self):
+        for module in (*self.blocks(), self.head, self):
             fully_shard(module)
         lines = record(self)
         for _ in range(2):
@@ -76,7 +49,7 @@ class WithLoss(Root):
 
 
 def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
-    for module in (model.b0, model.b1, model.b2, model):
+    for module in (*model.blocks(), model):
         fully_shard(module, **kwargs)
     return trace_of_the_second(model)
 
@@ -86,7 +59,7 @@ def trace_of_the_second(model: Root) -> str:
     for _ in range(2):
         lines.clear()
         # Reentrant checkpointing works only on inputs that need a gradient.
-        model(torch.ones(2, 4, requires_grad=model.recomputes)).sum().backward()
+        model(torch.ones(2, 4, requires_grad=bool(model.reentrant))).sum().backward()
         model.zero_grad()
     return "\n".join(lines)
 
@@ -165,7 +138,7 @@ reduce b0    128""",
     def test_lists(self) -> None:
         """Three modules as one group: gathered at the first one's forward and freed after the last one's; and back."""
         model = Root()
-        fully_shard([model.b0, model.b1, model.b2], reshard_after_forward=True)
+        fully_shard(model.blocks(), reshard_after_forward=True)
         fully_shard(model)
         self.assertExpectedInline(
             trace_of_the_second(model),
@@ -191,7 +164,7 @@ reduce b0    256""",
     def test_checkpoint_reentrant(self) -> None:
         """A block runs again in backward, and its gradients come in a backward inside backward."""
         self.assertExpectedInline(
-            trace_of_second_iteration(Root(recomputes=True)),
+            trace_of_second_iteration(Root(reentrant=True)),
             """\
 gather root  128
 gather b0    128

@@ -1,16 +1,21 @@
-"""The gradients of a bucket lie in one tensor as their shards lie in the shard buffer, so both are one tensor."""
+"""The gradients of a bucket lie in one tensor as their shards lie in the shard buffer, so both are one tensor. A step
+on gradients that lie otherwise is exact.
+"""
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.engine.compat import local_of
 from fsdp2.engine.state import groups_below
-from helpers import fake_world
+from helpers import assert_same, fake_world, full, run_ranks
 
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -70,3 +75,43 @@ def test_vectors_lie_behind_matrices() -> None:
         offsets = zip(buffers.layout.shard_offsets, group.params, strict=True)
         dims = [len(param.shape) for _, param in sorted(offsets, key=lambda item: item[0])]
         assert dims == sorted(dims, reverse=True)
+
+
+def placed(*placements: Any) -> Callable[[Any], DTensor]:
+    return lambda gradient: gradient.redistribute(placements=placements)
+
+
+# The last two have the shape of this rank's shard.
+OTHERWISE: dict[str, Callable[[Any], DTensor]] = {
+    "whole": placed(Replicate(), Replicate()),
+    "columns": placed(Replicate(), Shard(1)),
+    "whole, by torch's class": lambda g: distribute_tensor(full(g), g.device_mesh, [Replicate(), Replicate()]),
+    "halves to add": lambda g: DTensor.from_local(g.to_local() / 2, g.device_mesh, [Partial(), Shard(0)]),
+    "other axes": placed(Shard(1), Shard(0)),
+}
+
+
+def test_steps_on_gradients_that_lie_otherwise_are_exact() -> None:
+    """Users may set any. A local step would take what this rank has for what belongs to its rows."""
+
+    def body(rank: int, _: int) -> list[str]:
+        mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), []
+        for name, change in OTHERWISE.items():
+            layer = nn.Linear(4, 4, bias=False)
+            before = torch.arange(16.0).view(4, 4)
+            if name == "other axes":
+                layer.weight = nn.Parameter(distribute_tensor(before, mesh["shard"], [Shard(1)]))
+                fully_shard(layer, mesh=mesh["replicate"])
+            else:
+                layer.weight = nn.Parameter(before.clone())
+                fully_shard(layer, mesh=mesh)
+            gradient = torch.randn(4, 4)
+            layer.weight.grad = distribute_tensor(gradient, mesh, layer.weight.placements)
+            layer.weight.grad = change(torch.zeros_like(layer.weight).copy_(layer.weight.grad))
+            assert layer.weight.grad.placements != layer.weight.placements, name
+            torch.optim.SGD(layer.parameters(), lr=0.5).step()
+            assert_same(full(layer.weight), before - 0.5 * gradient, 0, 0, name)
+            found.append(name)
+        return found
+
+    assert run_ranks(4, body) == [[*OTHERWISE]] * 4

@@ -19,6 +19,8 @@ from benchmarks.models import PRECISIONS, Shape, make_vectors
 from benchmarks.wrapping import LAYERS, Chain
 from helpers import fake_world
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 # (parameters of a block, precision) -> most per group. Counted in November 2026 with torch 2.13 and 2.15, plus a
 # twentieth. In 2.11 DTensor asks our class, in Python, about each attribute.
 CALLS_PER_GROUP = {
@@ -59,10 +61,10 @@ def test_each_group_costs_a_bounded_number(
 ) -> None:
     """Work per step that is quadratic in the groups would show, and per-parameter work that creeps in."""
     with fake_world(8):
-        few, more, many = (above_plain(count, blocks, label, precision) for blocks in (4, 6, 8))
+        few, more, many = (above_plain(count, blocks, label, precision) for blocks in (3, 4, 5))
     assert many - more == more - few, "each group costs the same"
-    assert (more - few) / 2 <= most[label, precision]
-    assert few <= 6 * most[label, precision], "four blocks, the root's norm, and what comes once a step"
+    assert more - few <= most[label, precision]
+    assert few <= 5 * most[label, precision], "three blocks, the root's norm, and what comes once a step"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -89,9 +91,9 @@ def test_start_up_costs_a_bounded_number_for_each_parameter(world_size: int) -> 
             return count_calls(lambda: library.shard(model, mesh)(batch))
 
         count(1)  # what is done once in a process
-        few, more, many = count(2), count(4), count(6)
+        few, more, many = count(2), count(3), count(4)
     assert many - more == more - few, "each block costs the same"
-    assert (more - few) / (2 * 2 * LAYERS) <= START_UP_CALLS
+    assert (more - few) / (2 * LAYERS) <= START_UP_CALLS
 
 
 def test_a_step_does_not_ask_for_the_innermost_transform() -> None:
@@ -131,7 +133,7 @@ def test_an_elementwise_step_costs_what_it_costs_on_plain_parameters(options: di
         return count_calls(optimizer.step)
 
     with fake_world(8):
-        few, more, many = (count(blocks, True) - count(blocks, False) for blocks in (2, 4, 6))
+        few, more, many = (count(blocks, True) - count(blocks, False) for blocks in (1, 2, 3))
     assert many - more == more - few, "each block costs the same"
-    assert (more - few) / (2 * 2 * LAYERS) <= 10
-    assert few <= 10 * 2 * 2 * LAYERS + 100
+    assert (more - few) / (2 * LAYERS) <= 10
+    assert few <= 10 * 2 * LAYERS + 100

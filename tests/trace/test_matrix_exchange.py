@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.optim.whole_matrix import newton_schulz_cost
 from helpers import fake_world
 
 LAYERS, WIDTH, HIDDEN, KEYS = 32, 4096, 14336, 1024  # Llama 3 8B
@@ -102,13 +101,6 @@ def test_bytes_and_operations_for_the_shapes_of_llama(ranks: int) -> None:
         numel = sum(param.numel() for param in model.parameters())
         assert mean_bytes(optimizer) + 7 * LAYERS <= 1.02 * 4 * numel / ranks * (ranks - 1) / ranks
         (loads,) = optimizer.plan().loads.values()
-        costs = [newton_schulz_cost(*param.shape) for param in model.parameters()]
-        mean = sum(costs) / ranks
-        assert sum(loads) == sum(costs)
-        if len(costs) > ranks:
-            assert max(loads) <= 1.1 * mean
-        else:  # more ranks than matrices: one matrix each at most, and the costliest takes longest
-            assert max(loads) == max(costs)
         # What rank 0 computes: five iterations of what it owns, and nothing else.
         assert counted.flop == 5 * loads[0]
         assert counted.collectives == {"all_to_all": 2 * len(optimizer.plan().buckets), "all_reduce": 1}

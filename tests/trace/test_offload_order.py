@@ -11,8 +11,7 @@ import expecttest
 import pytest
 import torch
 import torch.distributed as dist
-from recorder import record
-from test_golden_trace import Root
+from recorder import Root, record
 from torch import Tensor, nn
 
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
@@ -42,7 +41,7 @@ class TestOrder(expecttest.TestCase):
         start_in = SimulatedTransfers.start_in
         with fake_world(4), simulated_device() as transfers, mock.patch.object(SimulatedTransfers, "start_in", begin):
             model = Root()
-            for module in (model.b0, model.b1, model.b2, model):
+            for module in (*model.blocks(), model):
                 fully_shard(module, offload_policy=OFFLOAD)
             transfers.log = lines = record(model)
             for _ in range(2):

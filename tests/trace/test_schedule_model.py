@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from recorder import Marked, record
-from torch import Tensor, nn
+from recorder import Root, record
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import AsIs, Cast
 from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
 
@@ -162,38 +161,10 @@ class Schedule:
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-class Block(Marked):
-    def __init__(self, label: str) -> None:
-        super().__init__()
-        self.label, self.linear = label, nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.begin()
-        return self.end(torch.relu(self.linear(x)))
-
-
-class Root(Marked):
-    """Runs the blocks `runs`, and then its own head."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__()
-        self.label, self.recompute, self.runs = "root", way.recompute, ()
-        for i in range(way.depth):
-            self.add_module(f"b{i}", Block(f"b{i}"))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.begin()
-        for i in self.runs:
-            block = self.get_submodule(f"b{i}")
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute == "non-reentrant" else block(x)
-        return self.end(self.head(x))
-
-
 def traces(way: Way) -> list[list[str]]:
     """Returns the lines of each iteration."""
-    model, mesh = Root(way), init_device_mesh("cpu", (RANKS // way.shards, way.shards))
-    blocks = [model.get_submodule(f"b{i}") for i in range(way.depth)]
+    model: Any = Root(way.depth, reentrant=False if way.recompute == "non-reentrant" else None)
+    blocks, mesh = model.blocks(), init_device_mesh("cpu", (RANKS // way.shards, way.shards))
     for module in (*blocks, model):
         if way.recompute == "composable" and module is not model:
             composable_checkpoint(module)
@@ -220,6 +191,10 @@ POLICIES = (
     (BF16, (2, 4, 4)),
     (dataclasses.replace(BF16, wire_dtype=torch.bfloat16), (2, 2, 4)),
     (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), (4, 2, 2)),
+    (MixedPrecisionPolicy(reduce_dtype=torch.float64), (4, 8, 8)),
+    (MixedPrecisionPolicy(reduce_dtype=torch.float64, wire_dtype=torch.float32), (4, 4, 8)),
+    (MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)), (4, 2, 4)),
+    (MixedPrecisionPolicy(gradient_codec=AsIs()), (4, 4, 4)),
 )
 
 

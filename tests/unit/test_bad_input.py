@@ -505,28 +505,6 @@ def test_positional_options_are_refused() -> None:
 # ---- the methods
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda m: m.unshard(async_op="yes"), "async_op: expected a bool, got 'yes'"),
-        (lambda m: m.set_requires_gradient_sync(1), "requires_gradient_sync: expected a bool, got 1"),
-        (lambda m: m.set_requires_gradient_sync(None), "requires_gradient_sync: expected a bool, got None"),
-        (lambda m: m.set_requires_gradient_sync(True, recurse="no"), "recurse: expected a bool, got 'no'"),
-        (lambda m: m.set_reshard_after_forward("no"), "reshard_after_forward: expected a bool, got 'no'"),
-        (lambda m: m.set_reshard_after_forward(None), "reshard_after_forward: expected a bool, got None"),
-        (lambda m: m.set_reshard_after_forward(True, recurse=0), "recurse: expected a bool, got 0"),
-    ],
-)
-def test_methods_refuse_wrong_types(call: Callable[[Any], Any], match: str) -> None:
-    """`set_requires_gradient_sync(some_tensor)` would train on, unsynchronised or not, by its truth value."""
-    with fake_world(2):
-        model = sharded(Block())
-        with pytest.raises(TypeError, match=match):
-            call(model)
-        model(torch.ones(2, 4)).sum().backward()
-        assert isinstance(model.inner.weight.grad, DTensor)
-
-
 def test_methods_need_a_sharded_module() -> None:
     """A class of the user's that inherits from FSDPModule is not sharded by that."""
 

@@ -1,4 +1,4 @@
-"""Tests that padding is counted chunk by chunk, bounded, a multiple of 16 bytes, and least along the chosen dim."""
+"""Tests that padding is counted chunk by chunk, a multiple of 16 bytes, and least along the chosen dim."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -80,17 +80,6 @@ def payloads(name: str, world_size: int) -> Iterator[tuple[int, int]]:
     specs = specs_of(name, world_size)
     yield 2, gathered_nbytes(gather_layout(tuple(specs), world_size, DIRECT_MIN_BYTES[0]))
     yield 4, sum(bucket.payload_nbytes for bucket in reductions(specs, DIRECT_MIN_BYTES[0], None))
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_padding_is_bounded(name: str) -> None:
-    """By (W - 1) rows of each parameter, and 15 bytes of each rank in each collective that packs; it is no negative."""
-    for world_size in WORLDS[1:]:
-        for itemsize, payload in payloads(name, world_size):
-            own = sum(torch.Size(shape).numel() for shape in SHAPES[name]) * itemsize
-            rows = sum(torch.Size(shape[1:]).numel() for shape in SHAPES[name]) * itemsize
-            collectives = 1 if itemsize == 2 else MAX_BUCKETS_OF_COPIES
-            assert 0 <= world_size * payload - own <= (world_size - 1) * rows + 15 * world_size * collectives
 
 
 @pytest.mark.parametrize(("wire", "parts"), [(F32, 8), (BF16, 4)])

@@ -1,6 +1,7 @@
 """Tests that what the READMEs name exists, and that the READMEs name what exists."""
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -8,14 +9,15 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from documents import PATHS, ROOT, anchors, code_blocks
+from documents import PATHS, ROOT, anchors, code_blocks, table_rows
 from fsdp2.module import public_methods
 from list_modules import FOLDERS as MODULE_FOLDERS
 from list_modules import LIST, list_modules
 
 ARCHITECTURE = (ROOT / "fsdp2" / "README.md").read_text()
 FOR_USERS = (ROOT / "README.md").read_text() + (ROOT / "examples" / "README.md").read_text()
-TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in PATHS}
+BEHAVIOURS = ROOT / "tests" / "BEHAVIOURS.md"
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (*PATHS, BEHAVIOURS)}
 PROSE = {file: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for file, text in TEXTS.items()}
 TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 
@@ -24,22 +26,41 @@ def named(pattern: str, texts: dict[str, str] = TEXTS) -> list[tuple[str, str]]:
     return sorted({(file, name) for file, text in texts.items() for name in re.findall(pattern, text)})
 
 
-@pytest.mark.parametrize(("file", "name"), named(r"test_\w+\.py(?:::\w+)?"))
-def test_a_test_that_is_named_exists(file: str, name: str) -> None:
-    module, _, function = name.partition("::")
-    assert module in TESTS
-    if function:
-        tree = ast.parse(TESTS[module].read_text())
-        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+@functools.cache
+def names_in(file: Path) -> set[str]:
+    """Returns tests, and functions and classes that something in the file uses: a check that nobody runs is no test."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    defined = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {n.name for n in defined if n.name.startswith("test_") or n.name in used or n.decorator_list}
+
+
+def test_tests_that_are_named_exist() -> None:
+    """A file without tests counts as none; so does a function that no test runs."""
+    without_headings = {file: re.sub(r"^#.*$", "", text, flags=re.M) for file, text in TEXTS.items()}
+    found = named(r"\btest_\w+\.py(?:::\w+)?", without_headings)
+    assert len(found) > 200
+    parts = [(file, *name.partition("::")) for file, name in found]
+    missing = [each for each in parts if each[1] not in TESTS or each[3] not in {"", *names_in(TESTS[each[1]])}]
+    assert missing == []
+
+
+def test_each_behaviour_has_a_test_or_a_reason() -> None:
+    rows = [row for rows in table_rows(BEHAVIOURS).values() for row in rows]
+    assert len(rows) > 90
+    named = re.compile(r"`(?:unit|trace|ranks|cuda)/test_\w+\.py|not offered: .{20}")
+    assert [row for row in rows if not row[0] or not named.search(row[1])] == []
 
 
 def test_each_file_of_tests_has_tests() -> None:
     assert [name for name, path in TESTS.items() if not re.search(r"^ *def test_", path.read_text(), re.M)] == []
 
 
-@pytest.mark.parametrize(("file", "name"), named(r"(?<![\w./-])(?:examples|benchmarks|tests)/[a-z0-9_./-]+\.\w+"))
-def test_a_file_that_is_named_exists(file: str, name: str) -> None:
-    assert (ROOT / name).is_file() or (ROOT / file).parent.joinpath(name).is_file()
+def test_files_that_are_named_exist() -> None:
+    found = named(r"(?<![\w./-])(?:examples|benchmarks|tests)/[a-z0-9_./-]+\.\w+")
+    assert len(found) > 20
+    folders = {file: (ROOT, (ROOT / file).parent) for file in TEXTS}
+    assert [each for each in found if not any((folder / each[1]).is_file() for folder in folders[each[0]])] == []
 
 
 @pytest.mark.parametrize(("file", "link"), named(r"\]\(([^)]+)\)", PROSE))

@@ -1,5 +1,6 @@
 """Tests that the script that runs the tests on several releases of torch counts the results that pytest reports."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +25,8 @@ def test_has_an_error(broken): pass
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ((), Outcome(passed=2, failed=2, skipped=1)),
-        (("-k", "passes"), Outcome(passed=2)),
-        (("-k", "nothing"), Outcome(note="pytest left with 5")),
-    ],
-    ids=["all", "good", "none"],
+    [((), Outcome(passed=2, failed=2, skipped=1)), (("-k", "nothing"), Outcome(note="pytest left with 5"))],
+    ids=["all", "none"],
 )
 def test_reports_are_counted(tmp_path: Path, arguments: tuple[str, ...], expected: Outcome) -> None:
     tests, report = tmp_path / "test_some.py", tmp_path / "report.xml"
@@ -38,13 +35,9 @@ def test_reports_are_counted(tmp_path: Path, arguments: tuple[str, ...], expecte
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
     code = subprocess.run([*command, *arguments, tests], cwd=tmp_path, capture_output=True, timeout=60).returncode
     outcome = read(report, code)
-    assert (outcome.passed, outcome.failed, outcome.skipped, outcome.note) == (
-        expected.passed,
-        expected.failed,
-        expected.skipped,
-        expected.note,
-    )
-    assert outcome.is_good == (arguments == ("-k", "passes"))
+    assert dataclasses.replace(outcome, seconds=expected.seconds) == expected
+    assert not outcome.is_good
+    assert Outcome(passed=2).is_good
 
 
 def test_the_table_names_every_release() -> None:

@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,10 +89,11 @@ class Source:
     def nodes(self, *kinds: type) -> Iterator[ast.AST]:
         return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
 
-    def names(self) -> Problems:
-        """Yields each dotted name from outside that is imported, or used through an import, with its line."""
-        yield from ((line, dotted) for line, dotted, *_ in self.imports)
-        yield from ((node.lineno, self.resolve(node)) for node in self.nodes(ast.Attribute, ast.Name))
+    @cached_property
+    def names(self) -> list[tuple[int, str]]:
+        """Each dotted name from outside that is imported, or used through an import, with its line."""
+        used = [(node.lineno, self.resolve(node)) for node in self.nodes(ast.Attribute, ast.Name)]
+        return [(line, dotted) for line, dotted, *_ in self.imports] + [each for each in used if each[1]]
 
     def strings(self) -> Problems:
         docstrings = {id(node.value) for node in self.nodes(ast.Expr)}
@@ -109,7 +110,7 @@ def read(path: Path) -> Source:
 def only_comms_call_collectives(source: Source) -> Problems:
     if source.place in COMMS:
         return
-    for line, dotted in source.names():
+    for line, dotted in source.names:
         parent, _, name = dotted.rpartition(".")
         if (
             COLLECTIVES.fullmatch(name)
@@ -134,7 +135,7 @@ def private_names_of_torch_stand_in_compat(source: Source) -> Problems:
         for node in source.nodes(ast.Call)
         if ast.unparse(node.func) in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant)
     ]
-    for line, dotted in (*source.names(), *source.strings(), *looked_up):
+    for line, dotted in (*source.names, *source.strings(), *looked_up):
         if found := PRIVATE.match(dotted):
             yield line, f"{found[0]} is private to torch: it belongs in a compat.py"
 
