@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +21,8 @@ from ..engine.compat import local_of
 from ..engine.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from ..engine.replacements import REPLACE_BEFORE
-from .compat import DISPATCHES_TO_SUBCLASSES, name_of
+from .compat import DISPATCHES_TO_SUBCLASSES, name_of, overloads
 from .crossings import owner_of
-from .foreach_operations import overloads
 from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
 from .wrapped_after import advice_about_caller
 
@@ -42,6 +42,12 @@ _OPERATIONS = (
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"),
 )
 
+_COLLECTIVES = (
+    *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("alltoall_", "alltoall_base_", "recv_any_source_"),
+)
 _UNKNOWN = "a DTensor"
 NO_DTENSORS = (
     "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
@@ -54,7 +60,8 @@ _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 def explain_mixed_operands() -> None:
     """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
-    They begin with the parameter's name if an operand is a parameter or its gradient.
+    They begin with the parameter's name if an operand is a parameter or its gradient. The collectives of
+    `torch.distributed` raise such an error, too.
     """
     for each in _OPERATORS:
         name, reflected = f"__{each}__", f"__r{each}__"
@@ -64,6 +71,8 @@ def explain_mixed_operands() -> None:
         for op in overloads(_OPERATIONS):
             handle_operations([op], partial(_explained, handler_of(op)))
     explain_errors(_explain)
+    collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
+    handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
 
 def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,3 +202,21 @@ def _owner_of(tensor: DTensor) -> Owned | None:
     """Returns the owner of the parameter that `tensor` is, is a view of, or is computed from."""
     param = sharded_in(local_of(tensor))
     return owner_of(tensor) if param is None else sharded_owner(param.sharded)
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a collective on a DTensor.
+
+    Raises:
+        NotImplementedError: always, on every rank.
+    """
+    name = op._schema.name.removeprefix("c10d::").strip("_")
+    first = next(each for each in tensors_in(args, kwargs) if isinstance(each, DTensor))
+    advice = advice_about_caller() or (
+        "Call full_tensor(), on every rank, for the whole tensor. Gradients of sharded parameters are averaged "
+        "already. To give all ranks the same weights, do so before fully_shard, or load them afterwards."
+    )
+    raise NotImplementedError(
+        f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another shard "
+        f"of it. {advice}"
+    )

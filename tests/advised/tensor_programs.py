@@ -513,16 +513,6 @@ def optimizers_from_inside() -> None:
     train(model, plain, optimizer=sgd(model))
 
 
-@follows("Write norm = norm.full_tensor() before, on every rank, or {} in place of {}")
-def negative_norms() -> None:
-    model, plain = pair()
-    expected = plain.head.weight.detach().norm() - 100
-    norm = model.head.weight.detach().norm()
-    refused(lambda: norm.sub_(100.0))
-    same(norm.full_tensor().sub_(100.0), expected, "full_tensor")
-    same(full(norm.sub(100.0)), expected, "sub")
-
-
 @follows("Use full_tensor(), on every rank, after the same torch.manual_seed")
 def random_slopes() -> None:
     model, plain = pair()
