@@ -18,6 +18,7 @@ there the handlers are in torch's own table, the mesh of the arguments decides, 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -128,9 +129,12 @@ class UnreducedDTensor(ShardedDTensor):
     """Is the result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
 
     It is reduced before an operation computes with it, and is a ShardedDTensor from then on. All ranks must call that
-    operation. Copies of the reference (`detach`) don't compute; `stack` and `cat` of such results, as in clipping,
-    leave the reduction to what computes with all of them.
+    operation. `stack` and `cat` of such results, as in clipping, leave the reduction to what computes with all of them.
+    `to_local()` returns this rank's part.
     """
+
+    # The tensor that this one was detached from, with which it shares memory: autograd, too, detaches what it saves.
+    _detached_from: weakref.ref[DTensor] | None = None
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -138,24 +142,40 @@ class UnreducedDTensor(ShardedDTensor):
             return NotImplemented
         if op in _JOINS:
             args = (_reduced_where_unlike(args[0]), *args[1:])
-        if op in _JOINS or op in _ALIASES:
             return super().__torch_dispatch__(op, types, args, kwargs)
+        if op is _aten.detach.default or op is _aten.alias.default:
+            detached = super().__torch_dispatch__(op, types, args, kwargs)
+            detached._detached_from = weakref.ref(args[0])
+            return detached
         for each in tensors_in(args, kwargs):
             if isinstance(each, UnreducedDTensor):
                 if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
-                    raise _unreduced_item(each)
+                    raise _unreduced_item(spec_of(each))
                 each._reduce()
         return op(*args, **(kwargs or {}))
 
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Returns what DTensor.full_tensor returns."""
+        self._reduce()
+        return self.full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """Returns what DTensor.redistribute returns."""
+        self._reduce()
+        return self.redistribute(*args, **options)
+
     def _reduce(self) -> None:
-        whole = reduced(self)
-        set_local_and_spec(self, local_of(whole), whole)
+        """Becomes a ShardedDTensor."""
+        origin = None if self._detached_from is None else self._detached_from()
+        if isinstance(origin, UnreducedDTensor):
+            origin._reduce()
+        whole = reduced(self) if origin is None else origin
+        set_local_and_spec(self, local_of(whole).detach(), whole)
         self.__class__ = ShardedDTensor  # type: ignore[assignment]
 
 
 _aten = torch.ops.aten
 _JOINS = (_aten.stack.default, _aten.cat.default)
-_ALIASES = (_aten.detach.default, _aten.alias.default)
 # The operations that leave results Partial if no argument is. Where torch calls no class for operations, as before
 # 2.13, these reduce at once.
 _LEAVE_PARTIAL = (
@@ -166,11 +186,11 @@ _LEAVE_PARTIAL = (
 )
 
 
-def _unreduced_item(tensor: DTensor) -> RuntimeError:
+def _unreduced_item(spec: DTensorSpec) -> RuntimeError:
     """Returns the error for `item()`, which one rank alone may call, to print the number. The truth of a bool is
     reduced instead, because all ranks execute `if p.isnan().any():`.
     """
-    placement = next(each for each in tensor.placements if each.is_partial())
+    placement = next(each for each in spec.placements if each.is_partial())
     return RuntimeError(
         f"item() of a DTensor of placement {placement}: this rank holds a value that is still to be reduced. "
         "Call full_tensor().item() instead, on every rank."
@@ -395,7 +415,22 @@ def _explain_plan(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
 def _reduced_at_once(result: Any) -> Any:
     if type(result) is list or type(result) is tuple:
         return type(result)(map(_reduced_at_once, result))
-    return reduced(result) if isinstance(result, DTensor) and is_partial(result) else as_sharded(result)
+    if not isinstance(result, DTensor) or not is_partial(result):
+        return as_sharded(result)
+    whole = reduced(result)
+    vars(whole)[_UNREDUCED] = spec_of(result)
+    return whole
+
+
+# An attribute of what has been reduced at once: the spec of the result before. `item()` raises as in newer torch.
+_UNREDUCED = "_fsdp2_unreduced"
+
+
+def refuse_item(tensor: DTensor) -> None:
+    """Refuses `item()` of a number that newer torch has not reduced yet."""
+    spec = vars(tensor).get(_UNREDUCED)
+    if spec is not None and tensor.dtype != torch.bool:
+        raise _unreduced_item(spec)
 
 
 def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

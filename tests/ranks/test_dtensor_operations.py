@@ -338,6 +338,7 @@ def test_operands_distributed_alike_are_not_planned() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="each norm is reduced at once")
 @pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
 def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
     """As torch's `clip_grad_norm_` stacks them, where a mesh axis shards some parameters only."""

@@ -238,7 +238,8 @@ def counted_collective() -> bool:
     p = weight()
     with CommDebugMode() as counted:
         torch.stack([p.norm(), (2 * p).norm()]).norm()
-    return counted.get_total_counts() == 1
+    at_once = torch.__version__ < "2.13"  # each norm is reduced
+    return counted.get_total_counts() == (2 if at_once else 1)
 
 
 # Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
