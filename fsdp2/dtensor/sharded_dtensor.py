@@ -85,6 +85,7 @@ class _Sharded(DTensor):
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
+        refuse_reduced(self, "to_local")
         notices.note_returned()
         return super().to_local(**options)
 
@@ -150,7 +151,7 @@ class UnreducedDTensor(ShardedDTensor):
         for each in tensors_in(args, kwargs):
             if isinstance(each, UnreducedDTensor):
                 if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
-                    raise _unreduced_item(spec_of(each))
+                    raise _is_unreduced(spec_of(each), "item")
                 each._reduce()
         return op(*args, **(kwargs or {}))
 
@@ -186,13 +187,13 @@ _LEAVE_PARTIAL = (
 )
 
 
-def _unreduced_item(spec: DTensorSpec) -> RuntimeError:
+def _is_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
     """Returns the error for `item()`, which one rank alone may call, to print the number. The truth of a bool is
     reduced instead, because all ranks execute `if p.isnan().any():`.
     """
     placement = next(each for each in spec.placements if each.is_partial())
     return RuntimeError(
-        f"item() of a DTensor of placement {placement}: this rank holds a value that is still to be reduced. "
+        f"{method}() of a DTensor of placement {placement}: this rank holds a value that is still to be reduced. "
         "Call full_tensor().item() instead, on every rank."
     )
 
@@ -422,15 +423,17 @@ def _reduced_at_once(result: Any) -> Any:
     return whole
 
 
-# An attribute of what has been reduced at once: the spec of the result before. `item()` raises as in newer torch.
+# An attribute of what has been reduced at once: the spec of the result before.
 _UNREDUCED = "_fsdp2_unreduced"
 
 
-def refuse_item(tensor: DTensor) -> None:
-    """Refuses `item()` of a number that newer torch has not reduced yet."""
+def refuse_reduced(tensor: DTensor, method: str) -> None:
+    """Refuses a method of a number that newer torch has not reduced yet: `item()` raises there, too, and `to_local()`
+    returns this rank's part.
+    """
     spec = vars(tensor).get(_UNREDUCED)
     if spec is not None and tensor.dtype != torch.bool:
-        raise _unreduced_item(spec)
+        raise _is_unreduced(spec, method)
 
 
 def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
