@@ -275,8 +275,8 @@ def overloads(names: Iterable[str]) -> list[Any]:
 
 
 def name_of(op: Any) -> str:
-    """Returns the name of an ATen operation without its namespace."""
-    name: str = op._schema.name
+    """Returns the name of an ATen operation without its namespace, or of a function of torch."""
+    name: str = op._schema.name if hasattr(op, "_schema") else op.__name__
     return name.removeprefix("aten::")
 
 

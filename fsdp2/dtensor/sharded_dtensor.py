@@ -496,7 +496,12 @@ if not DISPATCHES_TO_SUBCLASSES:
         if func is Tensor.__deepcopy__:
             return _deepcopy(*args)
         with no_torch_function():
-            return as_sharded(func(*args, **(kwargs or {})))
+            try:
+                return as_sharded(func(*args, **(kwargs or {})))
+            except RuntimeError as error:  # of plain tensors, which C++ refuses before any Python runs
+                for explain in _explainers:
+                    explain(error, func, args, kwargs or {})
+                raise
 
     def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:

@@ -19,10 +19,10 @@ from .counted_collectives import count_collectives_of_shards
 from .crossings import average_in_plain_tensors
 from .data_attribute import follow_data
 from .foreach_operations import operate_on_lists
-from .mixed_operands import explain_mixed_operands
 from .optimizer_steps import follow_optimizer_steps
 from .random_ops import randomize_like_plain_tensors
 from .reductions import average_losses, count_dims, reduce_full_tensors
+from .refusals import explain_refusals
 from .sharded_dtensor import reduce_results
 from .views import write_through_views
 from .writes import write_to_shards
@@ -175,7 +175,7 @@ FIXES = (
         "errors about plain tensors among DTensors, and about missing rules, name no parameter; collectives of "
         "`torch.distributed` on a sharded tensor mix the ranks' shards, or fail",
         "they name it, and say what to write; collectives raise",
-        explain_mixed_operands,  # the last, because it wraps the handlers of the others
+        explain_refusals,
         situations=5,
     ),
     Fix(

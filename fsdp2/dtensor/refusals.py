@@ -1,19 +1,15 @@
-"""Explains errors of operations that DTensor refuses: those with plain tensors (`torch.gather(p, 0, rows)`), and those
-that it has no rule for.
+"""Says what to write where an operation on a sharded tensor is refused: one with a plain tensor, as in
+`torch.gather(p, 0, rows)`, one that DTensor has no rule for, a collective of `torch.distributed`.
 
-Torch's errors say neither which parameter is meant nor what to do. It refuses plain tensors in C++, before any of its
-Python runs. So handlers of operations explain the error. For arithmetic, which tensor parallelism runs many times in
-each step, Python's operators do, because a handler would slow it down.
+Torch's errors say neither which parameter is meant nor what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.callers import optimizer_that_calls
@@ -21,26 +17,10 @@ from ..engine.compat import local_of
 from ..engine.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from ..engine.replacements import REPLACE_BEFORE
-from .compat import DISPATCHES_TO_SUBCLASSES, name_of, overloads
+from .compat import name_of
 from .crossings import owner_of
-from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
+from .sharded_dtensor import explain_errors, handle_operations
 from .wrapped_after import advice_about_caller
-
-_OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
-_OPERATIONS = (
-    *("add_", "sub_", "mul_", "div_", "pow_", "copy_", "lerp_", "lerp", "addcmul_", "addcmul", "addcdiv_", "addcdiv"),
-    *("index", "index_put", "index_put_", "index_select", "index_add", "index_add_", "index_copy", "index_copy_"),
-    *("index_fill", "index_fill_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
-    *("take", "put", "put_", "masked_fill", "masked_fill_", "masked_select", "masked_scatter", "masked_scatter_"),
-    *("where", "eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isin", "searchsorted", "bucketize", "clamp"),
-    *("maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "atan2", "hypot", "logaddexp", "cat", "stack"),
-    *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "repeat_interleave"),
-    *("dot", "vdot", "mv", "addmv", "addr", "addbmm", "baddbmm", "dist", "_cdist_forward", "_trilinear"),
-    *("linalg_cross", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "cholesky_solve"),
-    *("embedding", "embedding_renorm_", "_embedding_bag", "_embedding_bag_forward_only", "_weight_norm_interface"),
-    *("convolution", "native_batch_norm", "native_group_norm", "_prelu_kernel", "grid_sampler_2d"),
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"),
-)
 
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
@@ -54,66 +34,20 @@ NO_DTENSORS = (
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
     'rank\'s shards, as "QLoRA and 8-bit optimizers" in examples/README.md shows.'
 )
+# Python's writes in place, as torch before 2.13 names them here.
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
-def explain_mixed_operands() -> None:
+def explain_refusals() -> None:
     """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
     They begin with the parameter's name if an operand is a parameter or its gradient. The collectives of
     `torch.distributed` raise such an error, too.
     """
-    for each in _OPERATORS:
-        name, reflected = f"__{each}__", f"__r{each}__"
-        replace_attribute(name, partial(_explained_operator, name))
-        replace_attribute(reflected, partial(_reflected, name))
-    if not DISPATCHES_TO_SUBCLASSES:
-        for op in overloads(_OPERATIONS):
-            handle_operations([op], partial(_explained, handler_of(op)))
     explain_errors(_explain)
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
-
-
-def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reflected operator that also calls the operator of the plain tensor at the left, as Python would next.
-    The error of that is explained, too, unless the DTensor is a user's own.
-    """
-    of_left, explained = getattr(Tensor, name), _explained_operator(name, reflected)
-
-    @wraps(explained)
-    def operate(self: DTensor, other: Any) -> Any:
-        result = explained(self, other)
-        if result is not NotImplemented or type(other) is not Tensor:
-            return result
-        try:
-            return of_left(other, self)
-        except RuntimeError as error:
-            if not describe([self]).startswith(_UNKNOWN):
-                _explain_mixed(error, name, [self])
-            raise
-
-    return operate
-
-
-def _explained_operator(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def operate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        except RuntimeError as error:
-            _explain_mixed(error, name, (self, *args))
-            raise
-
-    return operate
-
-
-def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return handler(op, args, kwargs)
-    except RuntimeError as error:
-        _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
-        raise
 
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -160,7 +94,7 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
         return NO_DTENSORS.format(type(optimizer).__name__)
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
-    if name.endswith("_") and not name.endswith("__"):
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         return f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {constant}"
     return "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 
