@@ -6,20 +6,22 @@ Torch's errors say neither which parameter is meant nor what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of
 from ..engine.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from ..engine.replacements import REPLACE_BEFORE
-from .compat import name_of
+from .compat import name_of, spec_of
 from .crossings import owner_of
-from .sharded_dtensor import explain_errors, handle_operations
+from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
 from .wrapped_after import advice_about_caller
 
 _COLLECTIVES = (
@@ -43,11 +45,29 @@ _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 def explain_refusals() -> None:
     """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
     They begin with the parameter's name if an operand is a parameter or its gradient. The collectives of
-    `torch.distributed` raise such an error, too.
+    `torch.distributed` raise such an error, too, and so does tensor parallelism of a model that is sharded already.
     """
+    replace_attribute("device_mesh", lambda _: property(_device_mesh))
     explain_errors(_explain)
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
+
+
+def _device_mesh(self: DTensor) -> DeviceMesh:
+    """Returns the mesh of a sharded parameter. `distribute_tensor` asks for it first.
+
+    Raises:
+        ValueError: that asks, to distribute a parameter over another mesh, as parallelize_module does.
+    """
+    mesh = spec_of(self).mesh
+    if not torch.compiler.is_compiling():
+        frame = sys._getframe(1)
+        if frame.f_code is distribute_tensor.__code__ and frame.f_locals["device_mesh"] != mesh:
+            raise ValueError(
+                f"{describe([self])}: fully_shard has sharded it, so it can't be distributed by parallelize_module or "
+                "distribute_module any more. Call these before fully_shard."
+            )
+    return mesh
 
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

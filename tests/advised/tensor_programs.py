@@ -513,6 +513,19 @@ def optimizers_from_inside() -> None:
     train(model, plain, optimizer=sgd(model))
 
 
+@follows("Call these before fully_shard")
+def parallelized_afterwards() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(build(lambda: nn.Sequential(nn.Linear(5, 4))), mesh=mesh["dp"])
+    refused(lambda: parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}))
+    model, plain = (build(lambda: nn.Sequential(nn.Linear(5, 4))) for _ in range(2))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())})
+    fully_shard(model, mesh=mesh["dp"])
+    for each in (model, plain):
+        backward(each, x=batch())
+    same_gradients(model, plain)
+
+
 @follows("Use full_tensor(), on every rank, after the same torch.manual_seed")
 def random_slopes() -> None:
     model, plain = pair()
