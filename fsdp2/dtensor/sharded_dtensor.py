@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from ..engine.compat import local_of, new_dtensor, no_torch_function
@@ -130,8 +130,8 @@ class UnreducedDTensor(ShardedDTensor):
     """Is the result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
 
     It is reduced before an operation computes with it, and is a ShardedDTensor from then on. All ranks must call that
-    operation. `stack` and `cat` of such results, as in clipping, leave the reduction to what computes with all of them.
-    `to_local()` returns this rank's part.
+    operation. Sums and multiples of sums, as in a penalty, and `stack`, as in clipping, are left to DTensor's
+    rules: one reduction serves all. `to_local()` returns this rank's part.
     """
 
     # The tensor that this one was detached from, with which it shares memory: autograd, too, detaches what it saves.
@@ -143,16 +143,17 @@ class UnreducedDTensor(ShardedDTensor):
             return NotImplemented
         if op in _JOINS:
             args = (_reduced_where_unlike(args[0]), *args[1:])
+        unreduced = [each for each in tensors_in(args, kwargs) if isinstance(each, UnreducedDTensor)]
+        if op in _JOINS or (op in _LINEAR and all(map(_is_sum, unreduced))):
             return super().__torch_dispatch__(op, types, args, kwargs)
         if op is _aten.detach.default or op is _aten.alias.default:
             detached = super().__torch_dispatch__(op, types, args, kwargs)
             detached._detached_from = weakref.ref(args[0])
             return detached
-        for each in tensors_in(args, kwargs):
-            if isinstance(each, UnreducedDTensor):
-                if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
-                    raise _is_unreduced(spec_of(each), "item")
-                each._reduce()
+        for each in unreduced:
+            if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
+                raise _is_unreduced(spec_of(each), "item")
+            each._reduce()
         return op(*args, **(kwargs or {}))
 
     def full_tensor(self, **options: Any) -> Tensor:
@@ -177,6 +178,7 @@ class UnreducedDTensor(ShardedDTensor):
 
 _aten = torch.ops.aten
 _JOINS = (_aten.stack.default, _aten.cat.default)
+_LINEAR = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default)
 # The operations that leave results Partial if no argument is. Where torch calls no class for operations, as before
 # 2.13, these reduce at once.
 _LEAVE_PARTIAL = (
@@ -185,6 +187,12 @@ _LEAVE_PARTIAL = (
     *("embedding", "embedding_dense_backward", "nll_loss_forward", "convolution", "convolution_backward"),
     *("native_layer_norm_backward", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
 )
+
+
+def _is_sum(tensor: DTensor) -> bool:
+    """Returns True if each rank has an addend of the value, or of a mean; not for truths, which are no numbers."""
+    kinds = {(type(each), each.reduce_op) for each in spec_of(tensor).placements if isinstance(each, Partial)}
+    return tensor.dtype != torch.bool and kinds <= {(Partial, "sum"), (Partial, "avg")}
 
 
 def _is_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
@@ -204,6 +212,8 @@ def _reduced_where_unlike(tensors: Sequence[Any]) -> Sequence[Any]:
     """
     if len({isinstance(each, DTensor) and each.device_mesh for each in tensors}) > 1:
         return tensors  # torch refuses them
+    if len({id(spec_of(each).placements) for each in tensors}) == 1:
+        return tensors
     for axis in reversed(range(tensors[0].device_mesh.ndim)):
         alike: defaultdict[DTensorSpec, list[int]] = defaultdict(list)
         for i, each in enumerate(tensors):

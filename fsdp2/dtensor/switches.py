@@ -30,7 +30,7 @@ def present_names(names: Sequence[str], former: Mapping[str, str]) -> list[str]:
     for name in names:
         if name in former:
             warnings.warn(
-                f"the fix {name!r} is a part of {former[name]!r} now, which is switched as a whole. Use that name.",
+                f"the fix {name!r} is a part of {former[name]!r} now, which is switched as a whole",
                 FutureWarning,
                 stacklevel=3,
             )

@@ -287,6 +287,11 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
     "largest, negated": lambda t: t.max().neg_(),
     "norm, negated": lambda t: t.norm().neg_(),
     "norm, made negative": lambda t: t.norm().sub_(100.0).add_(t.norm().fill_(-1.0)),
+    "truths, multiplied": lambda t: (t > 0).any() * 2 + (t > 9).any(),
+    "sums of sums": lambda t: 3 * t.sum() - t.mean() + 1 + torch.add(t.sum(), t.sum(), alpha=-2) / -2,
+    "sums, multiplied": lambda t: t.sum() * t.sum() + t.sum() / t.mean() + 2 / t.sum(),
+    "others, multiplied": lambda t: -t.norm() - t.amax() * -2 + torch.add(t.amin(), t.prod(), alpha=-3),
+    "sums beside rows": lambda t: (t.sum(0) - t) * t.norm() + t.sum(0),
     "product of columns": lambda t: t.t() @ t,
     "rows looked up": lambda t: nn.functional.embedding(like(torch.tensor([2, 0, 2]), t), t),
 }
@@ -307,6 +312,20 @@ def test_unreduced_numbers(world_size: int) -> None:
                 assert_same(found.full_tensor(), compute(SIGNED.clone()), 1e-12, 1e-12, case)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="each sum is reduced at once")
+def test_a_penalty_is_one_reduction() -> None:
+    def body(rank: int, _: int) -> None:
+        correct_torch()
+        own = distributed(values(1), Shard(0))
+        with torch.profiler.profile() as profile:
+            total = (0.1 * torch.add(own[0].square().sum(), sum(2 * each.square().sum() for each in own[1:]))).sqrt()
+        assert sum(event.name == "c10d::allreduce_" for event in profile.events() or ()) <= 2
+        expected = [each.square().sum() for each in values(1)]
+        assert_same(total.full_tensor(), (0.1 * (2 * sum(expected) - expected[0])).sqrt(), 1e-12, 1e-12, "penalty")
+
+    run_ranks(2, body)
 
 
 def test_gradients_through_unreduced_numbers() -> None:
