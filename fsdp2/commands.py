@@ -25,7 +25,7 @@ def fixes(arguments: Sequence[str]) -> None:
     details = {
         fix.name: {
             "in force": state_of_fix(fix),
-            "torch": f"{fix.torch} (releases {fix.releases})",
+            "torch": fix.torch,
             "instead": fix.instead,
             "situations": f"{fix.situations} of the tests' situations go wrong without it",
         }

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of
 from ..engine.owners import sharded_in
-from .mixed_operands import NO_DTENSORS, describe
+from .refusals import NO_DTENSORS, describe
 from .sharded_dtensor import replace_attribute
 from .wrapped_after import advice_about_caller
 

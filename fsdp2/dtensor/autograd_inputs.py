@@ -23,8 +23,7 @@ from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.owners import Owned, all_groups, sharded_owner, some_of
 from .compat import finds_accumulator, wrap_engine
-from .crossings import owner_of
-from .differing_numbers import refuse_differing_numbers
+from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
 from .sharded_dtensor import replace_attribute
 from .summed_parts import average_summed_parts, parts

@@ -6,7 +6,7 @@ Names that the engine uses as well are in engine/compat.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -33,10 +33,12 @@ from .wrapped_after import advice_about_caller
 DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
 # True if argmax and similar operations return indices of the full tensor; else they return those of a rank's shard.
 FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
-# True if a number is divided by each rank's unreduced value of a sum.
-DIVIDES_BY_UNREDUCED = torch.__version__ < "2.13"
 # True if `new_empty_strided` of an uneven shard is replicated. Autograd copies gradients to it that others use, too.
 REPLICATES_COPIED_GRADIENTS = torch.__version__ < "2.13"
+
+
+# True if torch takes a negative dim of `select` for another one in backward.
+IS_OLD = torch.__version__ < "2.15"
 
 
 class _Meshes:
@@ -116,20 +118,37 @@ def full_tensor_of(tensor: DTensor) -> Tensor:
     return redistribute_local_tensor(local_of(tensor), spec, replicated)
 
 
-def reduced(tensor: DTensor, axis: int | None = None) -> DTensor:
-    """Returns `tensor` with its Partial placements made Replicate: those of mesh axis `axis`, or all of them.
+def reduced(tensor: DTensor) -> DTensor:
+    """Returns `tensor` with Replicate in place of its Partial placements. Every rank must call it."""
+    spec = spec_of(tensor)
+    replicated = _replicated(spec, range(spec.mesh.ndim))
+    return dtensor(_reduced_local(local_of(tensor), spec, replicated), replicated)
 
-    Every rank must call it.
-    """
-    spec, local = spec_of(tensor), local_of(tensor)
-    placements = tuple(
-        Replicate() if each.is_partial() and axis in (None, i) else each for i, each in enumerate(spec.placements)
-    )
-    if placements == spec.placements:
-        return tensor
-    replicated = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+
+def reduced_together(tensors: Sequence[DTensor], axis: int) -> list[DTensor]:
+    """Returns tensors that are all distributed alike, reduced along one mesh axis, in one collective."""
+    spec = spec_of(tensors[0])
+    replicated = _replicated(spec, [axis])
+    stacked = torch.stack([local_of(each) for each in tensors])
+    whole = _reduced_local(stacked, *(_along(axis, each, stacked) for each in (spec, replicated)))
+    return [dtensor(local, replicated) for local in whole.unbind()]
+
+
+def _along(axis: int, spec: DTensorSpec, local: Tensor) -> DTensorSpec:
+    """Returns a spec of a tensor whose local tensors are like `local`, with the placement of `spec` on one axis."""
+    placements = [spec.placements[i] if i == axis else Replicate() for i in range(spec.mesh.ndim)]
+    return compat.dtensor_spec(spec.mesh, tuple(placements), tuple(local.shape), local.dtype)
+
+
+def _replicated(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:
+    """Returns `spec` with Replicate in place of its Partial placements on mesh axes `axes`."""
+    placements = [Replicate() if i in axes and each.is_partial() else each for i, each in enumerate(spec.placements)]
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def _reduced_local(local: Tensor, spec: DTensorSpec, replicated: DTensorSpec) -> Tensor:
     summable = local.int() if local.dtype == torch.bool else local  # gloo's sum of two bools is a byte of 2
-    return dtensor(redistribute_local_tensor(summable, spec, replicated).to(local.dtype), replicated)
+    return redistribute_local_tensor(summable, spec, replicated).to(local.dtype)
 
 
 def is_partial(tensor: DTensor) -> bool:
@@ -137,46 +156,24 @@ def is_partial(tensor: DTensor) -> bool:
     return any(each.is_partial() for each in spec_of(tensor).placements)
 
 
-def partial_kinds(tensor: Any) -> set[str]:
-    """Returns how the Partial placements of a DTensor are reduced: "sum", "avg", "max", ..., or "norm". It returns an
-    empty set for one without such placements, and for any other tensor.
-    """
-    placements: Sequence[Any] = spec_of(tensor).placements if isinstance(tensor, DTensor) else ()
-    return {_kind_of(each) for each in placements if each.is_partial()}
-
-
-def _kind_of(placement: Any) -> str:
-    return "norm" if hasattr(placement, "norm_type") else str(placement.reduce_op)
-
-
-def set_partial(tensor: DTensor, value: Tensor | float) -> None:
-    """Writes to the local tensor of each rank, so that these reduce to `value`. A norm can't be negative."""
-    local = local_of(tensor)
-    local.copy_(value) if isinstance(value, Tensor) else local.fill_(value)
-    for axis, placement in enumerate(tensor.placements):
-        neutral = _NEUTRAL.get(_kind_of(placement)) if placement.is_partial() else None
-        if neutral is not None and tensor.device_mesh.get_local_rank(axis):
-            local.fill_(neutral)
-
-
-# Values that change nothing when they are reduced with another. The maximum, or the mean, of equal values needs none.
-_NEUTRAL = {"sum": 0, "norm": 0, "product": 1}
-
-
-def is_masked(tensor: DTensor) -> bool:
-    """Returns True for the result of an embedding whose rows are sharded. Torch expects one reduction per lookup."""
-    return any(hasattr(each, "mask_buffer") for each in spec_of(tensor).placements)
-
-
 def is_sharded_nowhere(tensor: DTensor) -> bool:
-    """Returns True if each rank has a number for each element: the element, or a value that is still to be reduced."""
-    placements = spec_of(tensor).placements
-    return all(each.is_replicate() or each.is_partial() for each in placements) and not is_masked(tensor)
+    """Returns True if each rank has all elements."""
+    return all(each.is_replicate() for each in spec_of(tensor).placements)
 
 
 def is_strided(tensor: DTensor) -> bool:
     """Returns True if two mesh axes cut the same dim, the left one last: see engine/compat.py."""
     return any(isinstance(each, _StridedShard) for each in tensor.placements)
+
+
+def may_be_empty(tensor: DTensor) -> bool:
+    """Returns True if some rank may hold no element of `tensor`. The result is the same on all ranks."""
+    ranks = [1] * tensor.dim()
+    for axis, placement in enumerate(tensor.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            ranks[dim] *= tensor.device_mesh.size(axis)
+    return any(n > 1 and (n - 1) * -(-rows // n) >= rows for rows, n in zip(tensor.shape, ranks, strict=True))
 
 
 # ---- graphs
@@ -271,9 +268,15 @@ def look_up_handlers_in(holder: Any, replace: Callable[[dict[Any, Any]], None]) 
     dispatcher.__class__ = type(cls.__name__, (cls,), {"_custom_op_handlers": table})
 
 
+def overloads(names: Iterable[str]) -> list[Any]:
+    """Returns all overloads of the ATen operations of these names."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
 def name_of(op: Any) -> str:
-    """Returns the name of an ATen operation without its namespace."""
-    name: str = op._schema.name
+    """Returns the name of an ATen operation without its namespace, or of a function of torch."""
+    name: str = op._schema.name if hasattr(op, "_schema") else op.__name__
     return name.removeprefix("aten::")
 
 

@@ -9,12 +9,18 @@ A mesh axis on which the DTensor is sharded, or Partial, gives each rank its own
 its gradient is what that rank computes, as in torch. So `sum(p.to_local().square().sum())`, added to each rank's loss,
 is the penalty of the whole model. Parts that ranks exchange by collectives with a gradient are in `summed_parts.py`.
 `grad_placements=` says what gradients are: with them nothing is averaged.
+
+A plain number of this rank, as in `loss + penalty` and `loss.detach() * p.norm()`, makes a plain tensor of a DTensor,
+too: torch assumes that all ranks have the same number. Where no code of fsdp2 runs, as in
+`torch.mul(number, p.norm())`, the graph tells the numbers on which gradients depend, and those that differ between
+ranks are refused.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -26,13 +32,14 @@ from ..engine.comm import Purpose
 from ..engine.compat import local_of
 from ..engine.owners import Owned, sharded_owner
 from ..engine.rank_facts import all_reduce_over
+from ..engine.torch_names import saved_by
 from ..engine.user_code import hides_modes
 from .compat import meshes_in_use
-from .differing_numbers import refuse_differing_numbers
 from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
 from .sharded_dtensor import as_sharded, replace_attribute
 from .summed_parts import note_part
 
+_OPERATORS = ("add", "sub", "mul", "truediv")
 # The key under which the metadata of a graph's node says that the node has a hook of this file.
 _HAS_HOOK = "fsdp2_distributes_gradients"
 
@@ -40,9 +47,16 @@ _HAS_HOOK = "fsdp2_distributes_gradients"
 def average_in_plain_tensors() -> None:
     """Makes `full_tensor` and `to_local` of a ShardedDTensor average gradients over the ranks that have the same. The
     DTensor may be a sharded parameter, or computed from sharded parameters.
+
+    `+ - * /` of a plain tensor without dims and such a DTensor return a plain tensor, made by `full_tensor`, if the
+    plain one has a graph or differs between ranks, and grad is enabled.
     """
     replace_attribute("full_tensor", _crossing_in_full_tensor)
     replace_attribute("to_local", _crossing_in_to_local)
+    for name in _OPERATORS:
+        function, direct, reflected = getattr(operator, name), f"__{name}__", f"__r{name}__"
+        replace_attribute(direct, partial(_crossing_in_operator, function))
+        replace_attribute(reflected, partial(_crossing_in_reflected, function))
 
 
 def _crossing_in_full_tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -65,6 +79,38 @@ def _crossing_in_to_local(original: Callable[..., Tensor]) -> Callable[..., Tens
         return local
 
     return to_local
+
+
+def _crossing_in_operator(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def operate(self: DTensor, other: Any) -> Any:
+        full = _full_if_needed(self, other) if type(other) is Tensor else None
+        return original(self, other) if full is None else function(full, other)
+
+    return operate
+
+
+def _crossing_in_reflected(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the operator of the right operand, which Python calls first because its class is a subclass."""
+
+    @wraps(original)
+    def operate(self: DTensor, other: Any) -> Any:
+        if type(other) is not Tensor:
+            return original(self, other)
+        full = _full_if_needed(self, other)
+        return NotImplemented if full is None else function(other, full)
+
+    return operate
+
+
+def _full_if_needed(tensor: DTensor, number: Tensor) -> Tensor | None:
+    """Returns the full tensor, or None if it is not needed, on all ranks alike. All of them must call it."""
+    if number.dim() or not (tensor.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return None
+    owner = owner_of(tensor)
+    if owner is None or not (number.requires_grad or _differ([number], owner)):
+        return None
+    return tensor.full_tensor()
 
 
 def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_placements: Any) -> None:
@@ -197,3 +243,32 @@ class _Average:
         groups = [group.mesh.mesh.get_group(axis) for axis in self._axes]
         all_reduce_over(total, groups, largest=False, purpose=purpose)
         return total.div_(_divisor(self._owner, self._axes))
+
+
+# ---- plain numbers that differ between ranks
+
+
+def refuse_differing_numbers(tensor: DTensor, owner: Owned) -> None:
+    """Refuses `tensor`, which is computed from `owner`, if its gradients depend on numbers that differ between ranks.
+    All ranks that share `owner` must call it.
+
+    Raises:
+        RuntimeError: a number on which the gradient depends differs between them, on all of them.
+    """
+    saved = [each for node in dtensor_nodes([tensor.grad_fn]) for each in saved_by(node)]
+    numbers = [each for each in saved if type(each) is Tensor and each.numel() == 1]
+    if numbers and _differ(numbers, owner):
+        raise RuntimeError(
+            f"{owner.param.name}: a plain number that differs between ranks is combined with a DTensor that is "
+            "computed from this parameter; torch would use each rank's number as if it were that of all. Call "
+            "full_tensor() on the DTensor, on every rank (`torch.mul(number, penalty.full_tensor())`)."
+        )
+
+
+def _differ(numbers: Sequence[Tensor], owner: Owned) -> bool:
+    """Returns True if the ranks that share `owner` have different numbers. All of them must call it."""
+    mesh = owner.group.mesh
+    own = torch.stack([each.detach().reshape(()).to(mesh.device, torch.float64) for each in numbers]).nan_to_num()
+    extremes = torch.stack([own, -own])
+    all_reduce_over(extremes, mesh.axis_groups, largest=True)
+    return bool(extremes.sum(0).any())

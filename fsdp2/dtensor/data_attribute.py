@@ -29,23 +29,15 @@ _PLAIN: Any = torch.Tensor.data
 
 
 def follow_data() -> None:
-    """Makes assignments to `.data` of a ShardedDTensor take effect, and counts writes to `.data` in its version.
+    """Makes assignments to `.data` of a ShardedDTensor take effect, and counts writes to `.data`, and to the local
+    tensor of a view, in the version of the parameter. The assigned value may be a DTensor, or, for a sharded parameter,
+    the full tensor, of which it takes its shard, as in `vector_to_parameters`.
 
-    The assigned value may be a DTensor, or, for a sharded parameter, the full tensor, of which it takes its shard, as
-    in `vector_to_parameters`.
+    `detach` returns a view in inference mode, too, also of a tensor that was made outside it, which state dicts need.
+    Torch raises an error there.
     """
     replace_attribute("data", lambda _: property(_get, _set))
-
-
-def count_local_writes() -> None:
-    """Counts writes to the local tensor of a view of a sharded parameter in the version of the parameter."""
     replace_attribute("to_local", _counted)
-
-
-def detach_in_inference() -> None:
-    """Makes `detach` return a view in inference mode, also of a tensor that was made outside it, which state dicts
-    need. Torch raises an error there.
-    """
     replace_attribute("detach", _outside_inference)
 
 

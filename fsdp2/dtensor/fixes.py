@@ -23,7 +23,7 @@ from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .data_attribute import AssignedData
 from .optimizer_steps import note_call
 from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
-from .table import FIXES, NAMES, Fix
+from .table import FIXES, FORMER_NAMES, NAMES, Fix
 
 
 class Meshes(Observer):
@@ -69,7 +69,7 @@ def _use_class(cls: type[DTensor]) -> None:
 def correct_torch() -> None:
     """Puts the fixes in force, without those that the environment leaves out."""
     keep_out_of_graphs()
-    switches.read_environment(NAMES)
+    switches.read_environment(NAMES, FORMER_NAMES)
     _attach()
     for fix in FIXES:
         if fix.patch is not None:
@@ -101,6 +101,7 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected a bool, got {enabled!r}")
+    names = tuple(switches.present_names(names, FORMER_NAMES))
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ValueError(f"names: expected some of {', '.join(NAMES)}; got {', '.join(map(str, unknown))}")
@@ -110,23 +111,21 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
 
 
 def describe_fixes() -> str:
-    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, the releases
-    of torch in which torch does that, whether the fix is in force with this release and this environment, and in how
-    many of the tests' situations training goes wrong without it.
+    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, whether it is
+    in force in this environment, and in how many of the tests' situations training goes wrong without it.
     """
-    lines = ["| fix | in force | torch | does | instead | situations |", "|---|---|---|---|---|---|"]
+    lines = ["| fix | in force | torch | instead | situations |", "|---|---|---|---|---|"]
     for fix in FIXES:
-        cells = (fix.name, state_of_fix(fix), fix.releases, fix.torch, fix.instead, str(fix.situations))
+        cells = (fix.name, state_of_fix(fix), fix.torch, fix.instead, str(fix.situations))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def state_of_fix(fix: Fix) -> str:
-    """Returns "yes", "off" or "not needed": if the fix is in force with this release of torch and this environment.
+    """Returns "yes" or "off": if the fix is in force in this environment.
 
     Raises:
         ValueError: the environment names a fix that there is not.
     """
-    switches.read_environment(NAMES)
-    applies = fix.attach is not None or fix.patch is not None
-    return "yes" if applies and switches.is_on(fix.name) else "off" if applies else "not needed"
+    switches.read_environment(NAMES, FORMER_NAMES)
+    return "yes" if switches.is_on(fix.name) else "off"

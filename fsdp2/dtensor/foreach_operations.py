@@ -5,7 +5,7 @@ The plain tensors are ignored parameters, or buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..engine.comm import Purpose
 from ..engine.compat import dtensor_spec, local_if_any
 from ..engine.meshes import sharding_axes
 from ..engine.rank_facts import all_reduce_over
-from .compat import DTensorSpec, dtensor, spec_of
+from .compat import DTensorSpec, dtensor, overloads, spec_of
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
@@ -29,23 +29,14 @@ _FUSED = ("_fused_sgd_", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_")
 
 def operate_on_lists() -> None:
     """Makes these operations possible where plain tensors are among ShardedDTensors, as in an optimizer's step.
-    Operations in place increment the versions of the DTensors, as they do those of plain tensors.
+    Operations in place increment the versions of the DTensors, as they do those of plain tensors. A GradScaler tells
+    all ranks that hold a part of any of the gradients that one of these is not finite.
     """
     names = [name for name in dir(torch) if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE]
     written = [*_FUSED, *(name for name in names if name.endswith("_"))]
     handle_operations(overloads(written), _in_place)
     handle_operations(overloads(name for name in names if name not in written), _out_of_place)
-
-
-def unscale_on_all_ranks() -> None:
-    """Makes a GradScaler tell all ranks that hold a part of any of the gradients that one of these is not finite."""
     handle_operations([_aten._amp_foreach_non_finite_check_and_unscale_.default], _unscale)
-
-
-def overloads(names: Iterable[str]) -> list[Any]:
-    """Returns all overloads of the ATen operations of these names."""
-    packets = [getattr(_aten, name) for name in names]
-    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

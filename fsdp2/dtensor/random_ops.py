@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..engine.compat import local_of
 from ..engine.rank_facts import broadcast_over, moves_data
-from .compat import argument_names, cut, full_tensor_of, is_partial
+from .compat import argument_names, cut, full_tensor_of
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
@@ -76,7 +76,7 @@ def _randomize(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...
 
 
 def _is_left_to_torch(target: DTensor) -> bool:
-    return local_of(target).device.type != "cpu" or is_partial(target)
+    return local_of(target).device.type != "cpu"
 
 
 def _random(plain: Callable[[DTensor], Tensor], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

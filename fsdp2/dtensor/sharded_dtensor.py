@@ -3,6 +3,14 @@
 torch's DTensor computes other results for some operations than plain tensors do, or has no rule for them. The fixes,
 which table.py lists, are attached to this class: other DTensors behave like torch's.
 
+An operation on a ShardedDTensor takes one way:
+
+1. An entry: the function that a fix has set for that operation (`handle_operations`).
+2. Else DTensor's own rule (`call_unhandled`). It refuses what it has no rule for, and plain tensors among DTensors; the
+   error names the parameter and says what to write.
+3. A result that the rule leaves Partial, a norm or a sum for example, is an UnreducedDTensor. It is reduced before an
+   operation computes with it. So no operation takes what each rank has for what all have.
+
 From 2.13 on torch calls `__torch_dispatch__` of a subclass of DTensor for each operation. torch 2.11 and 2.12 do not:
 there the handlers are in torch's own table, the mesh of the arguments decides, and all DTensors pay for the look-up.
 """
@@ -10,26 +18,34 @@ there the handlers are in torch's own table, the mesh of the arguments decides, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from ..engine.compat import local_of, new_dtensor, no_torch_function
+from ..engine.nested import tensors_in
 from ..engine.once import once
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.write_notices import notices
 from .compat import (
     DISPATCHES_TO_SUBCLASSES,
+    DTensorSpec,
     explain_plans,
     follow_local,
+    is_partial,
     look_up_handlers_in,
     meshes_in_use,
+    overloads,
+    reduced,
+    reduced_together,
     set_local_and_spec,
     spec_of,
     written_by,
@@ -60,16 +76,22 @@ class _Sharded(DTensor):
         if is_mutable(op):
             notices.notify()
             return _handlers.get(op, call_unhandled)(op, args, kwargs or {})
-        return as_sharded(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
+        return cls._finished(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
+
+    @staticmethod
+    def _finished(result: Any) -> Any:
+        """Returns the result of an operation, of this class."""
+        return as_sharded(result)
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
+        refuse_reduced(self, "to_local")
         notices.note_returned()
         return super().to_local(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """Returns what DTensor.redistribute returns, of this class."""
-        redistributed: DTensor = as_sharded(super().redistribute(*args, **options))
+        redistributed: DTensor = self._finished(super().redistribute(*args, **options))
         return redistributed
 
     @property
@@ -92,7 +114,7 @@ class _Sharded(DTensor):
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
         """Rebuilds a tensor in graphs that torch.compile makes."""
-        rebuilt: DTensor = as_sharded(DTensor.__tensor_unflatten__(inner, spec, size, stride))
+        rebuilt: DTensor = ShardedDTensor._finished(DTensor.__tensor_unflatten__(inner, spec, size, stride))
         return rebuilt
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -102,6 +124,108 @@ class _Sharded(DTensor):
 
 class ShardedDTensor(_Sharded):
     """Is a DTensor with the fixes that are in force. Results of operations on it have this class, too."""
+
+
+class UnreducedDTensor(ShardedDTensor):
+    """Is the result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
+
+    It is reduced before an operation computes with it, and is a ShardedDTensor from then on. All ranks must call that
+    operation. Sums and multiples of sums, as in a penalty, and `stack`, as in clipping, are left to DTensor's
+    rules: one reduction serves all. `to_local()` returns this rank's part.
+    """
+
+    # The tensor that this one was detached from, with which it shares memory: autograd, too, detaches what it saves.
+    _detached_from: weakref.ref[DTensor] | None = None
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if _has_other_subclasses(types):
+            return NotImplemented
+        if op in _JOINS:
+            args = (_reduced_where_unlike(args[0]), *args[1:])
+        unreduced = [each for each in tensors_in(args, kwargs) if isinstance(each, UnreducedDTensor)]
+        if op in _JOINS or (op in _LINEAR and all(map(_is_sum, unreduced))):
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        if op is _aten.detach.default or op is _aten.alias.default:
+            detached = super().__torch_dispatch__(op, types, args, kwargs)
+            detached._detached_from = weakref.ref(args[0])
+            return detached
+        for each in unreduced:
+            if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
+                raise _is_unreduced(spec_of(each), "item")
+            each._reduce()
+        return op(*args, **(kwargs or {}))
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Returns what DTensor.full_tensor returns."""
+        self._reduce()
+        return self.full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """Returns what DTensor.redistribute returns."""
+        self._reduce()
+        return self.redistribute(*args, **options)
+
+    def _reduce(self) -> None:
+        """Becomes a ShardedDTensor."""
+        origin = None if self._detached_from is None else self._detached_from()
+        if isinstance(origin, UnreducedDTensor):
+            origin._reduce()
+        whole = reduced(self) if origin is None else origin
+        set_local_and_spec(self, local_of(whole).detach(), whole)
+        self.__class__ = ShardedDTensor  # type: ignore[assignment]
+
+
+_aten = torch.ops.aten
+_JOINS = (_aten.stack.default, _aten.cat.default)
+_LINEAR = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default)
+# The operations that leave results Partial if no argument is. Where torch calls no class for operations, as before
+# 2.13, these reduce at once.
+_LEAVE_PARTIAL = (
+    *("sum", "nansum", "mean", "prod", "any", "all", "max", "min", "amax", "amin", "aminmax", "count_nonzero"),
+    *("linalg_vector_norm", "_foreach_norm", "_foreach_max", "mm", "bmm", "addmm", "baddbmm", "dot", "mv"),
+    *("embedding", "embedding_dense_backward", "nll_loss_forward", "convolution", "convolution_backward"),
+    *("native_layer_norm_backward", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+)
+
+
+def _is_sum(tensor: DTensor) -> bool:
+    """Returns True if each rank has an addend of the value, or of a mean; not for truths, which are no numbers."""
+    kinds = {(type(each), each.reduce_op) for each in spec_of(tensor).placements if isinstance(each, Partial)}
+    return tensor.dtype != torch.bool and kinds <= {(Partial, "sum"), (Partial, "avg")}
+
+
+def _is_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
+    """Returns the error for `item()`, which one rank alone may call, to print the number. The truth of a bool is
+    reduced instead, because all ranks execute `if p.isnan().any():`.
+    """
+    placement = next(each for each in spec.placements if each.is_partial())
+    return RuntimeError(
+        f"{method}() of a DTensor of placement {placement}: this rank holds a value that is still to be reduced. "
+        "Call full_tensor().item() instead, on every rank."
+    )
+
+
+def _reduced_where_unlike(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Returns `tensors`, reduced along each mesh axis on which they are not all Partial alike. Those that are alike, as
+    norms are where some parameters are replicated, are reduced together.
+    """
+    if len({isinstance(each, DTensor) and each.device_mesh for each in tensors}) > 1:
+        return tensors  # torch refuses them
+    if len({id(spec_of(each).placements) for each in tensors}) == 1:
+        return tensors
+    for axis in reversed(range(tensors[0].device_mesh.ndim)):
+        alike: defaultdict[DTensorSpec, list[int]] = defaultdict(list)
+        for i, each in enumerate(tensors):
+            alike[spec_of(each)].append(i)
+        if len({spec.placements[axis] for spec in alike}) == 1:
+            continue
+        tensors = [*tensors]
+        for spec, indices in alike.items():
+            if spec.placements[axis].is_partial():
+                for i, each in zip(indices, reduced_together([tensors[i] for i in indices], axis), strict=True):
+                    tensors[i] = each
+    return tensors
 
 
 @once
@@ -151,7 +275,7 @@ def _with_torch_class(tensor: DTensor) -> DTensor:
 def _as_dtensor(value: Any) -> Any:
     """Returns torch's DTensor in place of a ShardedDTensor, below autograd; also in a list or tuple."""
     kind = type(value)
-    if kind is ShardedDTensor:
+    if kind is ShardedDTensor or kind is UnreducedDTensor:
         return new_dtensor(DTensor, local_of(value), spec_of(value))
     if kind is list or kind is tuple:
         return [_as_dtensor(each) for each in value]
@@ -189,6 +313,30 @@ def replace_attribute(name: str, replace: Callable[[Any], Any]) -> None:
 def explain_errors(explain: Explainer) -> None:
     """Calls `explain(error, op, args, kwargs)` with the errors that torch raises about operations."""
     _explainers.append(explain)
+
+
+def reduce_results() -> None:
+    """Has results that DTensor's rule leaves Partial reduced before an operation computes with them.
+
+    Torch takes some of them for reduced ones: it adds norms of parts, counts the ranks that have found something, and
+    writes a number to each rank's addend.
+    """
+    if DISPATCHES_TO_SUBCLASSES:
+        replace_attribute("_finished", lambda _: staticmethod(_marked))
+    else:
+        replace_attribute("_finished", lambda _: staticmethod(_reduced_at_once))
+        handle_operations(overloads(_LEAVE_PARTIAL), call_unhandled)
+
+
+def _marked(result: Any) -> Any:
+    """Makes ShardedDTensors, or UnreducedDTensors, of the DTensors in `result`. Returns `result`."""
+    kind = type(result)
+    if kind is DTensor or kind is ShardedDTensor:
+        result.__class__ = UnreducedDTensor if is_partial(result) else ShardedDTensor
+    elif kind is list or kind is tuple:
+        for each in result:
+            _marked(each)
+    return result
 
 
 def forget_replacements() -> None:
@@ -275,6 +423,29 @@ def _explain_plan(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict
             explain(error, op, args, kwargs)
 
 
+def _reduced_at_once(result: Any) -> Any:
+    if type(result) is list or type(result) is tuple:
+        return type(result)(map(_reduced_at_once, result))
+    if not isinstance(result, DTensor) or not is_partial(result):
+        return as_sharded(result)
+    whole = reduced(result)
+    vars(whole)[_UNREDUCED] = spec_of(result)
+    return whole
+
+
+# An attribute of what has been reduced at once: the spec of the result before.
+_UNREDUCED = "_fsdp2_unreduced"
+
+
+def refuse_reduced(tensor: DTensor, method: str) -> None:
+    """Refuses a method of a number that newer torch has not reduced yet: `item()` raises there, too, and `to_local()`
+    returns this rank's part.
+    """
+    spec = vars(tensor).get(_UNREDUCED)
+    if spec is not None and tensor.dtype != torch.bool:
+        raise _is_unreduced(spec, method)
+
+
 def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_on_mesh_in_use(args, kwargs):
         return _call_without_handler(op, args, kwargs)
@@ -282,7 +453,8 @@ def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if is_mutable(op):
         return result
     is_sharded = any(isinstance(each, ShardedDTensor) for each in _dtensors_in((*args, *kwargs.values())))
-    return as_sharded(result) if is_sharded else _restore_class(result)
+    result = ShardedDTensor._finished(result)
+    return result if is_sharded else _restore_class(result)
 
 
 def _restore_class(result: Any) -> Any:
@@ -334,7 +506,12 @@ if not DISPATCHES_TO_SUBCLASSES:
         if func is Tensor.__deepcopy__:
             return _deepcopy(*args)
         with no_torch_function():
-            return as_sharded(func(*args, **(kwargs or {})))
+            try:
+                return as_sharded(func(*args, **(kwargs or {})))
+            except RuntimeError as error:  # of plain tensors, which C++ refuses before any Python runs
+                for explain in _explainers:
+                    explain(error, func, args, kwargs or {})
+                raise
 
     def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:

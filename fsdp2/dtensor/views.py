@@ -21,11 +21,8 @@ from .compat import (
     dtensor,
     dtensor_like,
     full_tensor_of,
-    is_masked,
-    is_partial,
     is_sharded_nowhere,
     is_strided,
-    refuse_plain_target,
     spec_of,
 )
 from .copied_views import as_views, begin_dispatch
@@ -47,7 +44,7 @@ _VIEWS = (
 
 
 def write_through_views() -> None:
-    """Makes writes to a view of a DTensor write to the DTensor, and makes `p[...] = 0` possible.
+    """Makes writes to a view of a DTensor write to the DTensor.
 
     A write gathers the full tensor. Every rank must take the view, and write to it.
     """
@@ -55,7 +52,6 @@ def write_through_views() -> None:
     handle_operations(_VIEWS, _take_view)
     handle_operations([_aten.view.default], _reshape)
     handle_operations([_aten.detach.default, _aten.alias.default], _share)
-    handle_operations([_aten.fill_.Tensor], _fill)
 
 
 def _take_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,9 +70,7 @@ def _take_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _take_local_view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Takes views of each rank's memory, for tensors that are not sharded. From 2.15 on torch would reduce norms and
-    products into new memory.
-    """
+    """Takes views of each rank's memory, for tensors that are not sharded."""
     views = op(local_of(args[0]), *args[1:], **kwargs)
     return map_tensors(views, partial(dtensor_like, args[0]))
 
@@ -90,9 +84,7 @@ def _view_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _share(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `detach` and `alias` for any DTensor, in less time than torch."""
-    if is_masked(args[0]):
-        return call_unhandled(op, args, kwargs)
+    """Carries out `detach` and `alias` in less time than torch."""
     return dtensor(op(local_of(args[0])), spec_of(args[0]))
 
 
@@ -103,7 +95,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = call_unhandled(op, args, kwargs)
         return as_views(result, base, op, args, kwargs) if _writes_through(base) else result
     except RuntimeError:  # torch raises it when it plans the operation, on every rank
-        if not _writes_through(base) or is_partial(base):
+        if not _writes_through(base):
             raise
     if tuple(args[1]) == tuple(base.shape):
         return dtensor(local_of(base).view(local_of(base).shape), spec_of(base))
@@ -120,13 +112,3 @@ def _writes_through(base: DTensor) -> bool:
     """
     is_activation = torch.is_grad_enabled() and base.grad_fn is not None
     return type(base) in (DTensor, ShardedDTensor) and not is_activation and type(local_of(base)) is Tensor
-
-
-def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fills `target` with a tensor, as `p[:, 1] = 0` does. Torch refuses it."""
-    target, value = args
-    refuse_plain_target(op, target)
-    if is_partial(target):
-        return call_unhandled(op, args, kwargs)
-    local_of(target).fill_(full_tensor_of(value) if isinstance(value, DTensor) else value)
-    return target

@@ -513,14 +513,17 @@ def optimizers_from_inside() -> None:
     train(model, plain, optimizer=sgd(model))
 
 
-@follows("Write norm = norm.full_tensor() before, on every rank, or {} in place of {}")
-def negative_norms() -> None:
-    model, plain = pair()
-    expected = plain.head.weight.detach().norm() - 100
-    norm = model.head.weight.detach().norm()
-    refused(lambda: norm.sub_(100.0))
-    same(norm.full_tensor().sub_(100.0), expected, "full_tensor")
-    same(full(norm.sub(100.0)), expected, "sub")
+@follows("Call these before fully_shard")
+def parallelized_afterwards() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(build(lambda: nn.Sequential(nn.Linear(5, 4))), mesh=mesh["dp"])
+    refused(lambda: parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}))
+    model, plain = (build(lambda: nn.Sequential(nn.Linear(5, 4))) for _ in range(2))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())})
+    fully_shard(model, mesh=mesh["dp"])
+    for each in (model, plain):
+        backward(each, x=batch())
+    same_gradients(model, plain)
 
 
 @follows("Use full_tensor(), on every rank, after the same torch.manual_seed")

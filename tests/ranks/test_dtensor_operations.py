@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp2.dtensor.fixes import correct_torch
 from helpers import assert_same, run_ranks, sharded, world_sizes
@@ -129,9 +129,7 @@ def test_foreach_operations_on_other_tensors_are_left_alone() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         mesh = init_device_mesh("cpu", (2,))
-        whole = torch.ones(4)
-        parts = sharded(whole, mesh, [Shard(0)]).sum(0, keepdim=True)
-        assert parts.placements[0].is_partial()
+        parts = DTensor.from_local(torch.full((1,), 2.0), mesh, [Partial()])
         target = sharded(torch.ones(1), mesh, [Replicate()])
         torch._foreach_add_([target], [parts])
         assert_same(target.full_tensor(), torch.full((1,), 5.0), 0, 0, "sum")
@@ -250,6 +248,11 @@ def test_an_operand_on_another_mesh_is_brought_to_the_targets() -> None:
     run_ranks(4, body)
 
 
+def like(plain: Tensor, tensor: Any) -> Any:
+    mesh = getattr(tensor, "device_mesh", None)
+    return plain if mesh is None else sharded(plain, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+
+
 def put_where(numbers: Any, mask: Callable[[Any], Any]) -> Any:
     numbers[mask(numbers)] = 2.0
     return numbers
@@ -282,6 +285,15 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
     "clamped": lambda t: t.norm().clamp_(min=1e-3),
     "sum, more added": lambda t: t.sum().add_(1.0).sub_(t.max()),
     "largest, negated": lambda t: t.max().neg_(),
+    "norm, negated": lambda t: t.norm().neg_(),
+    "norm, made negative": lambda t: t.norm().sub_(100.0).add_(t.norm().fill_(-1.0)),
+    "truths, multiplied": lambda t: (t > 0).any() * 2 + (t > 9).any(),
+    "sums of sums": lambda t: 3 * t.sum() - t.mean() + 1 + torch.add(t.sum(), t.sum(), alpha=-2) / -2,
+    "sums, multiplied": lambda t: t.sum() * t.sum() + t.sum() / t.mean() + 2 / t.sum(),
+    "others, multiplied": lambda t: -t.norm() - t.amax() * -2 + torch.add(t.amin(), t.prod(), alpha=-3),
+    "sums beside rows": lambda t: (t.sum(0) - t) * t.norm() + t.sum(0),
+    "product of columns": lambda t: t.t() @ t,
+    "rows looked up": lambda t: nn.functional.embedding(like(torch.tensor([2, 0, 2]), t), t),
 }
 
 
@@ -296,9 +308,24 @@ def test_unreduced_numbers(world_size: int) -> None:
         for mesh, placements in meshes:
             for name, compute in OF_PARTS.items():
                 own = sharded(SIGNED, mesh, placements, src_data_rank=None)
-                assert_same(compute(own).full_tensor(), compute(SIGNED.clone()), 1e-12, 1e-12, f"{name}, {placements}")
+                case, found = f"{name}, {placements}", compute(own)
+                assert_same(found.full_tensor(), compute(SIGNED.clone()), 1e-12, 1e-12, case)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="each sum is reduced at once")
+def test_a_penalty_is_one_reduction() -> None:
+    def body(rank: int, _: int) -> None:
+        correct_torch()
+        own = distributed(values(1), Shard(0))
+        with torch.profiler.profile() as profile:
+            total = (0.1 * torch.add(own[0].square().sum(), sum(2 * each.square().sum() for each in own[1:]))).sqrt()
+        assert sum(event.name == "c10d::allreduce_" for event in profile.events() or ()) <= 2
+        expected = [each.square().sum() for each in values(1)]
+        assert_same(total.full_tensor(), (0.1 * (2 * sum(expected) - expected[0])).sqrt(), 1e-12, 1e-12, "penalty")
+
+    run_ranks(2, body)
 
 
 def test_gradients_through_unreduced_numbers() -> None:
@@ -316,24 +343,13 @@ def test_gradients_through_unreduced_numbers() -> None:
     run_ranks(2, body)
 
 
-def test_norms_are_not_made_negative_in_place() -> None:
-    def body(rank: int, _: int) -> None:
-        correct_torch()
-        (own,) = distributed([SIGNED], Shard(0))
-        for write in (Tensor.neg_, lambda norm: norm.fill_(-1.0), lambda norm: norm.sub_(100.0)):
-            with pytest.raises(RuntimeError, match=r"_ on a norm of a DTensor.*a negative number.*full_tensor"):
-                write(own.norm())
-
-    run_ranks(2, body)
-
-
 def test_operands_distributed_alike_are_not_planned() -> None:
     """As a step of Adam that takes parameters one by one."""
 
     def body(rank: int, _: int) -> None:
         correct_torch()
         own, other = distributed([SIGNED, SIGNED], Shard(0))
-        with mock.patch("fsdp2.dtensor.dtensor_operations.write_in_place", side_effect=AssertionError):
+        with mock.patch("fsdp2.dtensor.writes.call_unhandled", side_effect=AssertionError):
             own.mul_(0.5).lerp_(other, 0.1).addcmul_(other, other, value=0.2).addcdiv_(other, other).add_(other).div_(2)
         expected = SIGNED.mul(0.5).lerp(SIGNED, 0.1).addcmul(SIGNED, SIGNED, value=0.2).addcdiv(SIGNED, SIGNED)
         assert_same(own.full_tensor(), (expected + SIGNED) / 2, 0, 1e-6, "written")
@@ -341,6 +357,7 @@ def test_operands_distributed_alike_are_not_planned() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="each norm is reduced at once")
 @pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
 def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
     """As torch's `clip_grad_norm_` stacks them, where a mesh axis shards some parameters only."""
@@ -394,6 +411,9 @@ def test_items() -> None:
         for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
             with pytest.raises(RuntimeError, match=r"still to be reduced\. Call full_tensor\(\)\.item\(\)"):
                 number.item()
+            if torch.__version__ < "2.13":  # which has reduced it already
+                with pytest.raises(RuntimeError, match=r"to_local\(\) of a DTensor .* still to be reduced"):
+                    number.to_local()
 
     run_ranks(2, body)
 

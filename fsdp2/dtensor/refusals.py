@@ -1,110 +1,73 @@
-"""Explains errors of operations that DTensor refuses: those with plain tensors (`torch.gather(p, 0, rows)`), and those
-that it has no rule for.
+"""Says what to write where an operation on a sharded tensor is refused: one with a plain tensor, as in
+`torch.gather(p, 0, rows)`, one that DTensor has no rule for, a collective of `torch.distributed`.
 
-Torch's errors say neither which parameter is meant nor what to do. It refuses plain tensors in C++, before any of its
-Python runs. So handlers of operations explain the error. For arithmetic, which tensor parallelism runs many times in
-each step, Python's operators do, because a handler would slow it down.
+Torch's errors say neither which parameter is meant nor what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of
 from ..engine.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, sharded_in, sharded_owner
 from ..engine.replacements import REPLACE_BEFORE
-from .compat import DISPATCHES_TO_SUBCLASSES, name_of
+from .compat import name_of, spec_of
 from .crossings import owner_of
-from .foreach_operations import overloads
-from .sharded_dtensor import explain_errors, handle_operations, handler_of, replace_attribute
+from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
 from .wrapped_after import advice_about_caller
 
-_OPERATORS = ("add", "sub", "mul", "truediv", "matmul", "pow")
-_OPERATIONS = (
-    *("add_", "sub_", "mul_", "div_", "pow_", "copy_", "lerp_", "lerp", "addcmul_", "addcmul", "addcdiv_", "addcdiv"),
-    *("index", "index_put", "index_put_", "index_select", "index_add", "index_add_", "index_copy", "index_copy_"),
-    *("index_fill", "index_fill_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce"),
-    *("take", "put", "put_", "masked_fill", "masked_fill_", "masked_select", "masked_scatter", "masked_scatter_"),
-    *("where", "eq", "ne", "lt", "le", "gt", "ge", "equal", "allclose", "isin", "searchsorted", "bucketize", "clamp"),
-    *("maximum", "minimum", "fmax", "fmin", "fmod", "remainder", "atan2", "hypot", "logaddexp", "cat", "stack"),
-    *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "repeat_interleave"),
-    *("dot", "vdot", "mv", "addmv", "addr", "addbmm", "baddbmm", "dist", "_cdist_forward", "_trilinear"),
-    *("linalg_cross", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "cholesky_solve"),
-    *("embedding", "embedding_renorm_", "_embedding_bag", "_embedding_bag_forward_only", "_weight_norm_interface"),
-    *("convolution", "native_batch_norm", "native_group_norm", "_prelu_kernel", "grid_sampler_2d"),
-    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"),
+_COLLECTIVES = (
+    *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
-
 _UNKNOWN = "a DTensor"
 NO_DTENSORS = (
     "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
     'rank\'s shards, as "QLoRA and 8-bit optimizers" in examples/README.md shows.'
 )
+# Python's writes in place, as torch before 2.13 names them here.
+_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 
 
-def explain_mixed_operands() -> None:
+def explain_refusals() -> None:
     """Makes the errors of operations with plain tensors, and of those that DTensor has no rule for, say what to do.
-    They begin with the parameter's name if an operand is a parameter or its gradient.
+    They begin with the parameter's name if an operand is a parameter or its gradient. The collectives of
+    `torch.distributed` raise such an error, too, and so does tensor parallelism of a model that is sharded already.
     """
-    for each in _OPERATORS:
-        name, reflected = f"__{each}__", f"__r{each}__"
-        replace_attribute(name, partial(_explained_operator, name))
-        replace_attribute(reflected, partial(_reflected, name))
-    if not DISPATCHES_TO_SUBCLASSES:
-        for op in overloads(_OPERATIONS):
-            handle_operations([op], partial(_explained, handler_of(op)))
+    replace_attribute("device_mesh", lambda _: property(_device_mesh))
     explain_errors(_explain)
+    collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
+    handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
 
 
-def _reflected(name: str, reflected: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reflected operator that also calls the operator of the plain tensor at the left, as Python would next.
-    The error of that is explained, too, unless the DTensor is a user's own.
+def _device_mesh(self: DTensor) -> DeviceMesh:
+    """Returns the mesh of a sharded parameter. `distribute_tensor` asks for it first.
+
+    Raises:
+        ValueError: that asks, to distribute a parameter over another mesh, as parallelize_module does.
     """
-    of_left, explained = getattr(Tensor, name), _explained_operator(name, reflected)
-
-    @wraps(explained)
-    def operate(self: DTensor, other: Any) -> Any:
-        result = explained(self, other)
-        if result is not NotImplemented or type(other) is not Tensor:
-            return result
-        try:
-            return of_left(other, self)
-        except RuntimeError as error:
-            if not describe([self]).startswith(_UNKNOWN):
-                _explain_mixed(error, name, [self])
-            raise
-
-    return operate
-
-
-def _explained_operator(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def operate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        except RuntimeError as error:
-            _explain_mixed(error, name, (self, *args))
-            raise
-
-    return operate
-
-
-def _explained(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return handler(op, args, kwargs)
-    except RuntimeError as error:
-        _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
-        raise
+    mesh = spec_of(self).mesh
+    if not torch.compiler.is_compiling():
+        frame = sys._getframe(1)
+        if frame.f_code is distribute_tensor.__code__ and frame.f_locals["device_mesh"] != mesh:
+            raise ValueError(
+                f"{describe([self])}: fully_shard has sharded it, so it can't be distributed by parallelize_module or "
+                "distribute_module any more. Call these before fully_shard."
+            )
+    return mesh
 
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -151,7 +114,7 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
         return NO_DTENSORS.format(type(optimizer).__name__)
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
-    if name.endswith("_") and not name.endswith("__"):
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         return f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {constant}"
     return "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 
@@ -193,3 +156,21 @@ def _owner_of(tensor: DTensor) -> Owned | None:
     """Returns the owner of the parameter that `tensor` is, is a view of, or is computed from."""
     param = sharded_in(local_of(tensor))
     return owner_of(tensor) if param is None else sharded_owner(param.sharded)
+
+
+def _refuse_collective(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a collective on a DTensor.
+
+    Raises:
+        NotImplementedError: always, on every rank.
+    """
+    name = op._schema.name.removeprefix("c10d::").strip("_")
+    first = next(each for each in tensors_in(args, kwargs) if isinstance(each, DTensor))
+    advice = advice_about_caller() or (
+        "Call full_tensor(), on every rank, for the whole tensor. Gradients of sharded parameters are averaged "
+        "already. To give all ranks the same weights, do so before fully_shard, or load them afterwards."
+    )
+    raise NotImplementedError(
+        f"torch.distributed's {name} of a DTensor of global shape {tuple(first.shape)}: each rank holds another shard "
+        f"of it. {advice}"
+    )
