@@ -613,6 +613,7 @@ def traced_with(**fields: Any) -> list[str]:
     "MixedPrecisionPolicy(reduce_dtype)",
     "MixedPrecisionPolicy(wire_dtype)",
     "MixedPrecisionPolicy(gradient_codec)",
+    "MixedPrecisionPolicy(gather_codec)",
 )
 def dtypes() -> None:
     """The bytes of `b1` that are gathered, of all ranks together, and those that are put into its reduction."""
@@ -624,6 +625,8 @@ def dtypes() -> None:
         ({"wire_dtype": bf16}, 320, 128),
         ({"gradient_codec": Cast(bf16)}, 320, 128),
         ({"gradient_codec": AsIs()}, 320, 256),
+        ({"gather_codec": Cast(bf16)}, 192, 256),
+        ({"gather_codec": AsIs()}, 320, 256),
         ({"reduce_dtype": torch.float64}, 320, 512),
         ({"reduce_dtype": torch.float64, "wire_dtype": torch.float32}, 320, 256),
         ({"param_dtype": bf16, "reduce_dtype": torch.float32, "wire_dtype": bf16}, 192, 128),
