@@ -135,9 +135,9 @@ def record(model: nn.Module) -> list[str]:
 def _recorded_reshard(group: FSDPParamGroup, lines: list[str]) -> Any:
     reshard = group.reshard
 
-    def recorded(free: bool = True) -> None:
+    def recorded(free: bool = True, keeps_secondary: bool = False) -> None:
         if group.phase is not SHARDED:
             lines.append(f"free   {group.name}")
-        reshard(free)
+        reshard(free, keeps_secondary)
 
     return recorded

@@ -344,6 +344,10 @@ TABLE: dict[str, Row] = {
         (W, W, W, W, Refused("only replicates"), W, Refused("only replicates"), W, H),
         options=policy(gradient_codec=Cast(BF16)),
     ),
+    "mp_policy(gather_codec)": Row(
+        (W, W, H, W, Refused("only replicates"), H, Refused("only replicates"), W, H),
+        options=policy(gather_codec=Cast(BF16)),
+    ),
 }
 
 # ---- what can be seen of a model -------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ class Wrong(Cast):
     [
         ("flat", ValueError, r"Wrong.*encode: expected a contiguous tensor \[2, n\]"),
         ("strided", ValueError, r"Wrong.*encode: expected a contiguous tensor \[2, n\]"),
-        ("writes", RuntimeError, "Wrong.*encode has written to the gradients"),
+        ("writes", RuntimeError, "Wrong.*encode has written to the numbers"),
     ],
 )
 def test_what_can_not_travel_is_refused_by_name(how: str, error: type[Exception], text: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.checks.arguments import check_policy
-from fsdp2.codecs import AsIs, Cast
+from fsdp2.codecs import AsIs, Cast, Float8
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
 CODEC = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
@@ -115,7 +115,7 @@ def test_gradients_may_be_sent_in_their_own_dtype(
     "policy",
     [
         MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
-        MixedPrecisionPolicy(gradient_codec=Cast(BF16)),
+        MixedPrecisionPolicy(gradient_codec=Cast(BF16), gather_codec=Float8()),
         OffloadPolicy(),
         CPUOffloadPolicy(),
     ],
@@ -137,7 +137,7 @@ def test_objects_with_the_same_fields_are_policies() -> None:
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
     fields |= {"param_dtype_override_fn": print, "wire_dtype": BF16}
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
-    coded = fields | {"wire_dtype": None, "gradient_codec": Cast(BF16)}
+    coded = fields | {"wire_dtype": None, "gradient_codec": Cast(BF16), "gather_codec": Float8()}
     assert check_policy(SimpleNamespace(**coded)) == MixedPrecisionPolicy(**coded)
     with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.wire_dtype: .*narrower"):
         check_policy(SimpleNamespace(**fields | {"wire_dtype": F64}))
