@@ -81,13 +81,13 @@ def accumulate(
     Each micro-batch gives the *sum* of its losses, and its weight: how many tokens, or samples, that sum is over.
     Behind the block, `.grad` of each parameter is the gradient of (sum of all losses) / (sum of all weights), over all
     micro-batches of all ranks, as if one process had computed the mean over the whole batch. Ranks and micro-batches
-    may have any weights, also 0. They travel in one small collective a step, which runs beside backward. The sums of
-    gradients are divided where they would be divided by the number of ranks otherwise, so a factor of
+    may have any weights, also 0. They travel in one small collective a step, which runs beside backward. Sums of
+    gradients are divided by the total where they would be divided by the number of ranks otherwise: a factor of
     `set_gradient_divide_factor` does not count inside.
 
     Only ranks that share or replicate parameters are counted. Ranks along an axis of tensor parallelism compute the
     same loss, which counts once. With context parallelism on axes that shard, each rank gives the sum and the number of
-    its own tokens. Reductions, clipping and `GradScaler` come behind the block, as ever.
+    its own tokens. Clip, unscale and step behind the block.
 
     If the block ends by an exception, its gradients are dropped, all settings are as they were, and `.grad` is None.
     Every rank must enter it, with the same arguments, and run the same number of micro-batches. Where ranks communicate

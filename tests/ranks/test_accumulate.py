@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -147,6 +148,18 @@ class Wide(OddMLP):
         self.wide, self.narrow = nn.Linear(5, 8), nn.Linear(8, 3)
 
 
+def a_loss_of_tensor_parallelism() -> None:
+    """It is a DTensor, whose value is that of both ranks."""
+    model, plain = tensor_parallel(build(Wide)), build(Wide)
+    mesh = init_device_mesh("cpu", (2, 2))
+    (part,) = draw(model, 0, 1, 1)[0]
+    with fsdp2.accumulate(model, num_batches=1) as acc:
+        loss = DTensor.from_local(loss_sum(model, part), DeviceMesh.from_group(mesh.get_group(1), "cpu"), [Replicate()])
+        acc.backward(loss, weight=part[1].sum())
+    assert acc.mean_loss == pytest.approx(plain_backward(plain, [[part]])[0], rel=1e-12)
+    same(model, plain)
+
+
 def test_four_ranks() -> None:
     """HSDP, and tensor parallelism: its two ranks have the same rows, which count once."""
     cases: list[tuple[str, Callable[[], None]]] = []
@@ -156,7 +169,7 @@ def test_four_ranks() -> None:
         cases.append(
             (f"tp {name}", lambda s=sync, k=known: trains(Wide, tensor_parallel, s, k, data=(dist.get_rank() // 2, 2)))
         )
-    run_checks(4, cases)
+    run_checks(4, [*cases, ("a loss of tensor parallelism", a_loss_of_tensor_parallelism)])
 
 
 # ---- other ways to train ---------------------------------------------------------------------------------------------
@@ -260,8 +273,10 @@ def a_penalty_by_autograd_grad() -> None:
 
 
 def weights_of_any_type() -> None:
-    """Numbers and tensors of any real dtype."""
+    """Numbers and tensors of any real dtype. A factor of the user's does not count inside, and is there again."""
     model, plain = shard(build()), build()
+    model.set_gradient_divide_factor(3.0, recurse=True)
+    before = settings(model)
     rows = build().example(rows=2, seed=0).double()
     with fsdp2.accumulate(model, num_batches=4) as acc:
         for weight in (1, 0.5, torch.tensor([2]), torch.tensor(3, dtype=torch.int16)):
@@ -269,6 +284,7 @@ def weights_of_any_type() -> None:
     plain(rows).sum().backward()
     same(model, plain)
     assert acc.total_weight == 6.5 * dist.get_world_size()
+    assert settings(model) == before
 
 
 def one_small_collective() -> None:
