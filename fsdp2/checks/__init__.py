@@ -1,5 +1,5 @@
 """Checks ranks and users: refuses what would train on without an error and give wrong weights.
 
-table.py lists them, with their switches; observers.py holds what they do in each step. arguments.py and plan.py refuse
+table.py lists them, with their switches; due.py decides when they are due. arguments.py and plan.py refuse
 what fully_shard can't do. headers.py, rollcall.py and named_comm.py compare what ranks are about to communicate.
 """
