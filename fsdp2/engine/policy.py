@@ -56,7 +56,8 @@ class MixedPrecisionPolicy:
             in which they compute. So forward and backward compute with rounded weights. Sharded parameters, the
             optimizer and checkpoints stay exact. It holds for floating-point parameters of two or more dims whose
             dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
-            (`reshard_after_forward=k`) are decoded ones, and travel as without it. Equal on all ranks.
+            (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels, but
+            weights are rounded alike. Equal on all ranks.
 
     Raises:
         TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.
