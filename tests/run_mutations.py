@@ -185,7 +185,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sum that waits for its replicas is lost",
-        r"^( +)self\._output\.as_strided\(shard\.shape, \(1,\), self\._layout\.offsets\[i\]\)\.add_\(shard\)$",
+        r"^( +)self\._output\.as_strided\(shard\.shape, strides, self\._layout\.offsets\[i\]\)\.add_\(shard\)$",
         r"\1pass",
         (ACCUMULATION,),
     ),
