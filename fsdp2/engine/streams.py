@@ -36,10 +36,11 @@ def costs_launches(device: torch.device) -> bool:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
 
-    See the lifetime rule. On a device without streams nothing changes.
+    `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
+    `Comm.follows_stream`. See the lifetime rule. On a device without streams nothing changes.
     """
     if not exist_on(device):
         yield
@@ -50,7 +51,8 @@ def beside(device: torch.device) -> Iterator[None]:
         return
     current = torch.accelerator.current_stream(device)
     stream = _stream_beside(current, device)
-    stream.wait_stream(current)
+    if waits:
+        stream.wait_stream(current)
     with stream:
         yield
 
@@ -172,20 +174,20 @@ def _sum(parts: Rows, output: Tensor, divisor: float, add: Callable[[Rows, Tenso
 
 
 class Transfer(Generic[Result]):
-    """Is a copy that has begun. It keeps alive what it reads and writes."""
+    """Is a copy that has begun. It keeps alive what it reads and writes. `result`: of what runs behind the copy."""
 
     def __init__(self, event: Any, tensors: tuple[Tensor, ...], result: Result) -> None:
-        self._event, self._tensors, self._result = event, tensors, result
+        self._event, self._tensors, self.result = event, tensors, result
 
     def wait(self) -> Result:
         """Makes the current stream wait for the copy."""
         self._event.wait()
-        return self._result
+        return self.result
 
     def finish(self) -> Result:
         """Makes the host wait for the copy."""
         self._event.synchronize()
-        return self._result
+        return self.result
 
 
 class Transfers:
