@@ -228,11 +228,11 @@ class _Stage:
     def wait(self) -> None:
         copy, self._copy = self._copy, None
         assert copy is not None, "a gather is waited for once"
-        work = copy.result
-        if work is None or not self._follows:
-            copy.wait()
+        work = copy.pass_on() if self._follows else copy.wait()
         if work is not None:
             work.wait()
+        elif self._follows:
+            copy.wait()
         self.free()
 
     def free(self) -> None:

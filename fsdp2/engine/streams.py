@@ -174,20 +174,24 @@ def _sum(parts: Rows, output: Tensor, divisor: float, add: Callable[[Rows, Tenso
 
 
 class Transfer(Generic[Result]):
-    """Is a copy that has begun. It keeps alive what it reads and writes. `result`: of what runs behind the copy."""
+    """Is a copy that has begun. It keeps alive what it reads and writes."""
 
     def __init__(self, event: Any, tensors: tuple[Tensor, ...], result: Result) -> None:
-        self._event, self._tensors, self.result = event, tensors, result
+        self._event, self._tensors, self._result = event, tensors, result
 
     def wait(self) -> Result:
         """Makes the current stream wait for the copy."""
         self._event.wait()
-        return self.result
+        return self._result
+
+    def pass_on(self) -> Result:
+        """Returns what was launched behind the copy. Whoever waits for that has waited for the copy."""
+        return self._result
 
     def finish(self) -> Result:
         """Makes the host wait for the copy."""
         self._event.synchronize()
-        return self.result
+        return self._result
 
 
 class Transfers:

@@ -94,13 +94,13 @@ class _Ends:
     """Is a collective or a copy in flight, which ends at a time. A copy has a result."""
 
     def __init__(self, clocks: Clocks, end: float, tensors: Sequence[Tensor] = (), result: Any = None) -> None:
-        self._clocks, self._end, self._tensors, self.result = clocks, end, tensors, result
+        self._clocks, self._end, self._tensors, self._result = clocks, end, tensors, result
 
     def wait(self) -> Any:
         self._clocks.wait(self._end)
-        return self.result
+        return self._result
 
-    finish = wait
+    finish = pass_on = wait
 
 
 class RanksOfSizes(SimulatedGroup):
