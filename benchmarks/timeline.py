@@ -15,7 +15,7 @@ from .libraries import Library
 from .phantom_gpu import PLAIN, Record
 from .report import Row, timed_row
 
-MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B"}
+MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B", "gpt2": "GPT-2"}
 EXPERTS = 64  # of a block of the last one: over more ranks, both libraries shard experts by their second dimension
 TOKENS = (4096, 512)
 STEPS, QUICK_STEPS = 5, 3

@@ -48,6 +48,8 @@ class LateTransfer:
         self._owner.run_until(self)
         return self._result
 
+    pass_on = wait  # nothing was launched before
+
     def finish(self) -> Tensor:
         if not self._has_run:
             self._owner.land(self)

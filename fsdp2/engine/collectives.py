@@ -59,6 +59,7 @@ class CustomComm:
     """
 
     direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
+    follows_stream = False
 
     def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
         self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter

@@ -71,6 +71,9 @@ class Comm(Protocol):
     force_sum: bool
     # Each rank itself sums what other ranks send it, in `reduce_scatter`, too: then an exchange costs no more.
     sums_on_arrival: bool
+    # A collective begins behind all that the current stream was given before. So whoever waits for its Work is behind
+    # all that, too.
+    follows_stream: bool
     purpose: Purpose
 
     @property
@@ -169,7 +172,7 @@ class AnyComm:
 
     direct_min_bytes = 512 * 1024
     force_sum = True
-    sums_on_arrival = False
+    sums_on_arrival = follows_stream = False  # it may run on the current stream, with a Work that is done
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.purpose = group, group.rank(), purpose
@@ -226,6 +229,7 @@ class CoalescedComm:
     # one takes no longer than the packed ones, which are copied and exist twice; less than this saves nothing.
     direct_min_bytes = 1024
     sums_on_arrival = False
+    follows_stream = True
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
@@ -296,6 +300,7 @@ class SoloComm:
     """Is the Comm of one rank, which has nothing to communicate, and never calls a collective."""
 
     group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
+    follows_stream = False
     purpose = Purpose()
 
     def all_gather(self, *_: object) -> Work:

@@ -23,6 +23,7 @@ class PairwiseComm:
 
     direct_min_bytes = 512 * 1024  # measured on two ranks
     force_sum = sums_on_arrival = True  # gloo has no average
+    follows_stream = False  # there are no streams
 
     # The tag of the messages. No message of a user should have it.
     _TAG = 0x0F5D_0000

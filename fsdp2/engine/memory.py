@@ -161,7 +161,7 @@ class Memory:
         if self._stage is not None:
             if plan.has_memory:
                 plan.allocate()  # on the stream that computes, which will free it
-            self._stage.start(partial(plan.start, comm, more_outputs, more_inputs))
+            self._stage.start(partial(plan.start, comm, more_outputs, more_inputs), comm.follows_stream)
             return PendingGather(self, plan, self._stage, more_inputs)
         return PendingGather(self, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
 
@@ -222,18 +222,24 @@ class _Stage:
         self.memory = torch.empty_like(shards, device=device)
         self._storage = self.memory.untyped_storage()
         self._copy: Transfer[Work | None] | None = None
+        self._follows = False
 
-    def start(self, start_gather: Callable[[], Work | None]) -> None:
-        """Begins to copy the shards, and to gather behind that, beside what the device computes."""
+    def start(self, start_gather: Callable[[], Work | None], follows: bool) -> None:
+        """Begins to copy the shards, and to gather behind that, beside what the device computes. `follows`: whoever
+        waits for the gather has waited for the copy.
+        """
         self._storage.resize_(self._shards.nbytes)
         self._copy = self._transfers.start_in(self.memory, self._shards, start_gather)
+        self._follows = follows
 
     def wait(self) -> None:
         copy, self._copy = self._copy, None
         assert copy is not None, "a gather is waited for once"
-        work = copy.wait()
+        work = copy.pass_on() if self._follows else copy.wait()
         if work is not None:
             work.wait()
+        elif self._follows:
+            copy.wait()
         self.free()
 
     def free(self) -> None:

@@ -262,6 +262,8 @@ class GroupSettings:
         reduce_when: chosen by extensions.
         max_reductions: how many reductions may be in flight while the next is packed.
         divide_factor: what the sum over all ranks is divided by. None: their number.
+        divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
+            of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
@@ -281,6 +283,7 @@ class GroupSettings:
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
     max_reductions: int = 1
     divide_factor: float | None = None
+    divide_late: Callable[[Tensor], None] | None = None
     reduce_hook: Callable[[Tensor], None] | None = None
     keep_storage: bool = False
     free_viewed_storage: bool = False

@@ -142,7 +142,7 @@ class PendingReduce(Pending):
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
             held = work, [*inputs, *carried.values()]
-            with streams.beside(output.device):
+            with streams.beside(output.device, waits=not reduction.shards.follows_stream):
                 self.advance()
             self._held_beside = held
 

@@ -36,10 +36,11 @@ def costs_launches(device: torch.device) -> bool:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
 
-    See the lifetime rule. On a device without streams nothing changes.
+    `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
+    `Comm.follows_stream`. See the lifetime rule. On a device without streams nothing changes.
     """
     if not exist_on(device):
         yield
@@ -50,7 +51,8 @@ def beside(device: torch.device) -> Iterator[None]:
         return
     current = torch.accelerator.current_stream(device)
     stream = _stream_beside(current, device)
-    stream.wait_stream(current)
+    if waits:
+        stream.wait_stream(current)
     with stream:
         yield
 
@@ -180,6 +182,10 @@ class Transfer(Generic[Result]):
     def wait(self) -> Result:
         """Makes the current stream wait for the copy."""
         self._event.wait()
+        return self._result
+
+    def pass_on(self) -> Result:
+        """Returns what was launched behind the copy. Whoever waits for that has waited for the copy."""
         return self._result
 
     def finish(self) -> Result:

@@ -100,7 +100,7 @@ class _Ends:
         self._clocks.wait(self._end)
         return self._result
 
-    finish = wait
+    finish = pass_on = wait
 
 
 class RanksOfSizes(SimulatedGroup):

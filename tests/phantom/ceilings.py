@@ -47,12 +47,16 @@ STEPS = {
     "1B, N=512": "--model 1B --layers 2 --ranks 512",
     "8B, N=64": "--model 8B --layers 2 --ranks 64",
     "experts, N=64": "--model moe --layers 2 --ranks 64",
+    "GPT-2, N=8": "--model gpt2 --layers 2 --ranks 8 --tokens 1024",
+    "GPT-2, N=64": "--model gpt2 --layers 2 --ranks 64 --tokens 1024",
     "1B, HSDP 2 x 4": "--model 1B --layers 2 --ranks 4 --replicas 2",
     "1B, N=8, offloaded": "--model 1B --layers 2 --ranks 8 --offload",
     "1B, N=8, recomputed, 512 tokens": "--model 1B --layers 2 --ranks 8 --checkpoint --tokens 512",
 }
 LIBRARIES = ("fsdp2", "torch")
 SLACK = 0.01  # of bytes
+# Columns that are shown and no ceilings: torch makes a new event while NCCL's watchdog has given none back.
+UNSTEADY = {"events"}
 Numbers = tuple[float, ...]
 
 
@@ -121,6 +125,8 @@ def exceeded(found: Mapping[Case, Numbers], table: Mapping[Case, Numbers]) -> li
             told.append(f"{case}: not in {PATH.name}")
             continue
         for column, number, expected in zip(QUANTITIES, numbers, table[case], strict=True):
+            if column in UNSTEADY:
+                continue
             slack = SLACK * expected if "MiB" in column else 0
             if number > expected + slack:
                 told.append(f"{case}: {number:g} {name_of(column)}, expected at most {expected:g}")

@@ -1,7 +1,7 @@
 """Counts what each library makes CUDA and NCCL do in a step, and what its caching allocator holds:
 
     python -m phantom.run -m phantom.compare [--model 1B] [--layers 0] [--ranks 8] [--tokens 4096] [LIBRARY ...]
-    python -m phantom.run -m phantom.compare --all     1B, 8B and a model of experts, each over 8, 64 and 512 ranks
+    python -m phantom.run -m phantom.compare --all     1B, 8B, a model of experts and GPT-2, over 8, 64, 512 ranks
 
 Each library is counted in a process of its own. All options: --help. What a step would take: `phantom.timeline`.
 """

@@ -100,6 +100,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             module.fully_shard(unit, **options)
         module.fully_shard(model, **options)
     model.to_empty(device=device)
+    models.tie(model)
     if args.offload:  # CPU arithmetic is real here
         for param in model.parameters():
             (param.to_local() if isinstance(param, DTensor) else param).data.zero_()
@@ -199,7 +200,7 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     """Trains and logs. It calls `turn` before each step that is measured."""
     model, shape = build(library, args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if args.optimizer else None
-    ids = torch.randint(shape.vocab, (args.rows, args.tokens)).cuda()
+    ids = models.make_ids(shape, args.rows, args.tokens)
     for _ in range(3):
         run_step(model, ids, optimizer, _mark_nothing)
     gc.collect()

@@ -107,7 +107,7 @@ class _TimedTransfer:
         self._work.wait()
         return self._result
 
-    finish = wait
+    finish = pass_on = wait
 
 
 class TimedTransfers:

@@ -559,7 +559,7 @@ class _Copy:
     def wait(self) -> Any:
         return self._result
 
-    finish = wait
+    finish = pass_on = wait
 
 
 class _OtherMemory:

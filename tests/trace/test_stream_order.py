@@ -24,6 +24,7 @@ from vector_clocks import Simulation, Stream
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.engine import buckets, comm, streams
 from fsdp2.engine import group as groups
+from fsdp2.engine.collectives import CustomComm
 from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.home_streams import GroupStreams
 from fsdp2.engine.mesh import DataMesh
@@ -100,10 +101,21 @@ class Allocating:
         return (group._allgather_base if op is None else group._reduce_scatter_base)(output_tensor, input_tensor)
 
 
-def own_collectives(model: Any) -> Any:
+class OnCurrentStream(Allocating):
+    """A user's own collective that runs on the current stream, and returns no work."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool, op: Any = None) -> Any:
+        size = group.size()
+        if op is None:
+            output_tensor.view(size, -1).copy_(input_tensor.clone())
+        else:
+            output_tensor.copy_(input_tensor.view(size, -1)[group.rank()])
+
+
+def own_collectives(model: Any, kind: type[Allocating] = Allocating) -> Any:
     for block in model.blocks:
-        block.set_custom_all_gather(Allocating())
-        block.set_custom_reduce_scatter(Allocating())
+        block.set_custom_all_gather(kind())
+        block.set_custom_reduce_scatter(kind())
     return model
 
 
@@ -190,6 +202,8 @@ MODELS = {
     "extensions": extended,
     "offload": offloaded,
     "offload hsdp": lambda: offloaded(hsdp),
+    "offload hsdp own": lambda: own_collectives(offloaded(hsdp), OnCurrentStream),
+    "hsdp own here": lambda: own_collectives(hsdp(), OnCurrentStream),
 }
 
 
@@ -680,6 +694,16 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] 
         lambda: mock.patch.object(streams, "beside", unordered),
         "race",
         run_program("bf16", Program.step),
+    ),
+    "a gather that does not follow its copy": (
+        lambda: mock.patch.object(CustomComm, "follows_stream", True),
+        "race",
+        run_program("offload hsdp own", Program.step),
+    ),
+    "a reduction that does not follow its stream": (
+        lambda: mock.patch.object(CustomComm, "follows_stream", True),
+        "race",
+        run_program("hsdp own here", Program.step),
     ),
     "one stream beside two": (one_for_all, "early free", run_two_models),
     "parameters freed where they were used": (
