@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import matrix
+from conditional_models import Conditional, Counting, Dropped, Mixture, Multimodal, Nested, Passed
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -85,7 +86,7 @@ LONGEST_S = 0.003
 TOPOLOGIES = {
     "1": Topology(1, lambda: init_device_mesh("cpu", (1,)), has_replicas=False),
     "2": Topology(2, lambda: init_device_mesh("cpu", (2,)), has_replicas=False),
-    "1x2": Topology(2, lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES)),
+    "1x2": Topology(2, lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES), has_replicas=False),
     "4": Topology(4, lambda: init_device_mesh("cpu", (4,)), has_replicas=False),
     **matrix.TOPOLOGIES,
 }
@@ -97,6 +98,12 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     **{each.__name__: each for each in (MixedDtypes, Adapted)},
     "TiedGPT": functools.partial(TinyGPT, tied=True),
 }
+CONDITIONAL: dict[str, Callable[[], Any]] = {
+    **{each.__name__: each for each in (Multimodal, Dropped, Mixture, Nested, Passed, Counting)},
+    "Dropped, recomputed": functools.partial(Dropped, recompute=False),
+    "Dropped, recomputed reentrantly": functools.partial(Dropped, recompute=True),
+}
+"""Models of which each rank leaves out other modules in each step."""
 
 
 def children(model: nn.Module) -> list[nn.Module]:
@@ -248,6 +255,10 @@ class Draw:
             or (self.precision == "fp16" and self.model != "Normed")
             or (self.program.startswith("ranks that") and self.model not in ("Odd", "SkippedModule"))
             or (self.wrap == "blocks" and "GPT" not in self.model)
+            or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
+            # See `test_conditional_modules_with_an_optimizer_in_backward`.
+            or (self.model in CONDITIONAL and self.program == "optimizer in backward")
+            or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel == "all to all"))
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
@@ -268,7 +279,7 @@ class Draw:
     def plain(self, seed: int = 1) -> TinyModel:
         """Returns the same initial model, on every rank and in the plain process."""
         torch.manual_seed(seed)
-        model = MODELS[self.model]()
+        model = (MODELS | CONDITIONAL)[self.model]()
         return model.double() if self.precision == "fp64" else model
 
     def batch(self, model: TinyModel, seed: int) -> Tensor:
@@ -277,7 +288,7 @@ class Draw:
 
     def tolerance(self) -> dict[str, float]:
         """A norm adds up squares of other pieces than a plain one does; an unsharded parameter is contiguous."""
-        if self.program != "clip" and self.model != "Strided":
+        if self.program != "clip" and self.model != "Strided" and self.model not in CONDITIONAL:
             return EXACT
         return {"rtol": 1e-10, "atol": 1e-12} if self.precision == "fp64" else {"rtol": 1e-5, "atol": 1e-6}
 
@@ -287,8 +298,12 @@ class Draw:
             reshard = self.shards // 2 if self.reshard == "half" else RESHARDS[self.reshard]
             options |= {"reshard_after_forward": reshard, "shard_placement_fn": PLACES[self.place]}
             options |= {"offload_policy": OFFLOADS[self.rests]}
-        for each in (*WRAPS[self.wrap](model), model):
-            TOPOLOGIES[self.topology].function(each, **options)
+        if isinstance(model, Conditional):
+            for module, conditional in model.groups():
+                TOPOLOGIES[self.topology].function(module, conditional=conditional, **options)
+        else:
+            for each in (*WRAPS[self.wrap](model), model):
+                TOPOLOGIES[self.topology].function(each, **options)
         SETTINGS[self.setting](model)
         return model
 
@@ -350,10 +365,12 @@ class Side:
     optimizer: torch.optim.Optimizer
     # What rounding has taken from the gradient of a parameter, on each rank.
     lost: dict[tuple[int, str], Tensor]
+    # Ranks reduce zeros for what nobody uses.
+    fills = False
 
     def __init__(self, draw: Draw) -> None:
         self.draw, self.shown = draw, list[tuple[str, str, Any]]()
-        self.steps_in_backward = self.ranks_differ = False
+        self.steps_in_backward, self.ranks_differ = False, draw.model in CONDITIONAL
 
     def start(self, model: TinyModel) -> None:
         self.model, self.lost = model, dict[tuple[int, str], Tensor]()
@@ -448,11 +465,12 @@ class Plain(Side):
                     grad = param.grad.to(policy.reduce_dtype or stored.dtype)
                     self.waiting[rank][name] = self.waiting[rank].get(name, 0) + grad
         if mode != "wait":
-            for row, partial in zip(self.replicas, self.partial, strict=True):
-                for name, param in self.model.named_parameters() if self.ranks_differ else ():
-                    for rank in row:
+            for name, param in self.model.named_parameters():
+                if self.fills or any(name in waits for waits in self.waiting.values()):
+                    for waits in self.waiting.values():
                         zeros = torch.zeros_like(param, dtype=policy.reduce_dtype or param.dtype)
-                        self.waiting[rank].setdefault(name, zeros)
+                        waits.setdefault(name, zeros)
+            for row, partial in zip(self.replicas, self.partial, strict=True):
                 for name in list(self.waiting[row[0]]):
                     mean = self.mean([self.leave(rank, name) for rank in row])
                     partial[name] = partial.get(name, 0) + mean
@@ -480,8 +498,12 @@ class Plain(Side):
 
     @torch.no_grad()
     def evaluate(self, seed: int) -> None:
-        low = self.cast()
-        self.show("own", f"evaluated {seed}", [low(self.rows(seed, rank)) for rank in range(self.draw.ranks)])
+        low, outputs = self.cast(), []
+        for rank in range(self.draw.ranks):
+            if self.ranks_differ:
+                low.before_step(seed + rank)
+            outputs.append(low(self.rows(seed, rank)))
+        self.show("own", f"evaluated {seed}", outputs)
 
 
 class Sharded(Side):
@@ -556,6 +578,8 @@ class Sharded(Side):
 
     @torch.no_grad()
     def evaluate(self, seed: int) -> None:
+        if self.ranks_differ:
+            self.model.before_step(seed + dist.get_rank())
         self.show("own", f"evaluated {seed}", self.model(self.own(seed)))
 
 
@@ -704,7 +728,7 @@ def frozen_for_a_step(side: Side) -> None:
 @program
 def ranks_that_differ(side: Side) -> None:
     """Each uses other parameters, and reduces zeros for those that it does not use; they carry what was not sent."""
-    side.ranks_differ = True
+    side.ranks_differ = side.fills = True
     if side.sharded:
         side.sharded.set_reduce_scatter_unused_params(True)
     for step in range(3):
@@ -812,12 +836,17 @@ def sampled(seed: int = 0, candidates: int = 1500) -> list[Draw]:
         chosen = {name: generator.choice(values) for name, values in CHOICES.items()}
         if TOPOLOGIES[chosen["topology"]].function is replicate:  # it has no such options
             chosen |= {"place": "rows", "reshard": "by default", "rests": "on the device"}
+        if generator.random() < 0.1:
+            chosen["model"] = generator.choice(tuple(CONDITIONAL))
         if "vectors" in chosen["precision"]:
             chosen["model"] = "Odd"
         if chosen["precision"] == "fp16":
             chosen["model"] = "Normed"
         if chosen["program"].startswith("ranks that"):  # in parameters, not in modules
             chosen |= {"model": generator.choice(("Odd", "SkippedModule")), "wrap": "whole"}
+        if chosen["model"] in CONDITIONAL:
+            # It says itself what its groups are. When a group is reduced depends on who has used it.
+            chosen |= {"wrap": "whole", "precision": "fp64"}
         return Draw(**chosen)
 
     drawn = (draw() for _ in itertools.count())

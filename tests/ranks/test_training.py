@@ -29,13 +29,12 @@ def test_training(draw: Draw, found: dict[Draw, list[str]]) -> None:
     assert not found[draw], "\n".join(found[draw])
 
 
-OPEN = Draw(
-    *("1", "OddMLP", "children", "fp64", "rows", "by default", "staged", "packed", "sgd"),
-    *("prefetch everything", "optimizer in backward"),
-)
+# ---- what is not exact yet -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.xfail(reason="what backward has left behind is gathered ahead again while its optimizer steps")
 def test_shards_that_are_stepped_on_are_not_gathered_ahead() -> None:
     """Lists for `set_modules_to_backward_prefetch` may name modules whose gradients have been reduced."""
-    assert not differing([OPEN])[OPEN]
+    names = ("1", "OddMLP", "children", "fp64", "rows", "by default", "staged", "packed", "sgd")
+    draw = Draw(*names, "prefetch everything", "optimizer in backward")
+    assert not differing([draw])[draw]
