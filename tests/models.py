@@ -222,6 +222,161 @@ class MixedDtypes(TinyModel):
         return self.last(torch.tanh(low).float())
 
 
+class ConvStack(TinyModel):
+    """Has weights of 1, 2 and 3 dims that are uneven along each, and even ones that are large enough to go direct."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 7)
+        self.split = nn.Conv1d(1, 6, 3)
+        self.mix = nn.Conv1d(6, 3, 2)
+        self.even = nn.Linear(12, 24)
+        self.down = nn.Linear(24, 5)
+        self.scale = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.split(torch.tanh(self.up(x * self.scale)).unsqueeze(1)))
+        return self.down(torch.tanh(self.even(self.mix(hidden).flatten(1))))
+
+
+class FewExperts(TinyModel):
+    """Has three experts and one that all tokens go through: fewer rows than most numbers of ranks, but many columns."""
+
+    row_shape = (32,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 3)
+        self.up = nn.Parameter(torch.randn(3, 32, 40) * 0.2)
+        self.down = nn.Parameter(torch.randn(3, 40, 32) * 0.2)
+        self.shared = nn.Parameter(torch.randn(1, 32, 32) * 0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("bi,eih->beh", x, self.up))
+        outputs = torch.einsum("beh,eho->beo", hidden, self.down)
+        mixed = (outputs * self.gate(x).softmax(-1).unsqueeze(-1)).sum(1)
+        return mixed + torch.tanh(x @ self.shared[0])
+
+
+class Odd(TinyModel):
+    """Has even, uneven and one-row matrices, a vector and a scalar; a forward may use the left or the right alone."""
+
+    row_shape = (16,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 24, bias=False), nn.Linear(16, 7, bias=False)
+        self.out = nn.Linear(31, 5, bias=False)
+        self.shift, self.scale = nn.Parameter(torch.randn(24)), nn.Parameter(torch.tensor(1.5))
+        self.short = nn.Parameter(torch.ones(1, 5))
+        self.use = "lr"
+
+    def before_step(self, step: int) -> None:
+        self.use = ("lr", "l", "r")[step % 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left(x) + self.shift if "l" in self.use else x.new_zeros(len(x), 24)
+        right = self.right(x) if "r" in self.use else x.new_zeros(len(x), 7)
+        return self.out(torch.tanh(torch.cat([left, right], 1)).to(x.dtype)) * self.scale * self.short
+
+
+class Strided(TinyModel):
+    """Has parameters that are not contiguous: a transposed matrix, channels last, a part of a larger tensor."""
+
+    row_shape = (48,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.matrix = nn.Parameter(torch.randn(4, 5).T)
+        self.part = nn.Parameter(torch.randn(8, 4)[::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.view(-1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+        return torch.tanh(self.conv(images)).mean((2, 3)) @ self.matrix @ self.part
+
+
+class Scaled(TinyModel):
+    """Has scalars, as CLIP does: one that is trained, beside others, one of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.shift = nn.Parameter(torch.tensor(0.5))
+        self.fixed = nn.Parameter(torch.tensor(3.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logit_scale.exp() * torch.tanh(self.layer(x)) / self.fixed + self.shift
+
+
+class Nothing(nn.Module):
+    """Has a weight without elements, trained or frozen."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 5), trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x @ self.weight.T], 1)
+
+
+class WithNothing(TinyModel):
+    """Has groups that hold no elements, in front of one that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.frozen = Nothing(True), Nothing(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.empty(x)))
+
+
+class Normed(TinyModel):
+    """Has each norm without statistics over the batch, between layers."""
+
+    row_shape = (2, 7)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv1d(2, 6, 3), nn.Linear(5, 3)
+        self.group, self.layer = nn.GroupNorm(3, 6), nn.LayerNorm((6, 5))
+        self.instance, self.rms = nn.InstanceNorm1d(6, affine=True), nn.RMSNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(torch.tanh(self.group(self.conv(x))))
+        return self.last(self.rms(torch.tanh(self.instance(x))))
+
+
+class DoRALinear(LoRALinear):
+    """Computes m * (W + B A) / |W + B A| x, row by row: a norm over frozen and trained weights; m is trained."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__(in_features, out_features, rank)
+        self.magnitude = nn.Parameter(self.base.weight.norm(dim=1, keepdim=True).detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.merged(), self.base.bias)
+
+    def merged(self) -> Tensor:
+        direction = self.base.weight + self.up @ self.down
+        return self.magnitude * direction / direction.norm(dim=1, keepdim=True).detach()
+
+
+class Adapted(TinyModel):
+    """Has a layer with a DoRA adapter around one that is frozen altogether, and one with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = DoRALinear(5, 7, rank=2)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.last = LoRALinear(7, 5, rank=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+
+
 class TanhBlock(nn.Module):
     """Is a residual block of two Linear layers."""
 

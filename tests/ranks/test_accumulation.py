@@ -4,7 +4,6 @@ Each scenario is drawn over topologies, ways to wrap and settings, see matrix.py
 reduced within replicas ("scatter"); where there are no replicas, "scatter" is all there is to reduce.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
 from helpers import assert_same, full, run_ranks
-from matrix import MODES, TOPOLOGIES, Matrix, MatrixRun, Towers, set_mode, transformer
-from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+from matrix import MODES, TOPOLOGIES, Matrix, MatrixRun, Towers, set_mode
 from scenarios import WRAPS, MayFail, Net, Run, Wrap, blocks, kept, leaves, loss_of, sgd, whole
 
 matrix = Matrix()
@@ -55,21 +53,6 @@ def fail(_: Tensor) -> None:
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
-MODELS = (OddMLP, FrozenMix, SkippedModule, TinyGPT, functools.partial(TinyGPT, tied=True))
-
-
-@matrix.over(WITH_REPLICAS, build=MODELS, wrap=(whole, transformer), optimizer=("sgd", "adamw"))
-@matrix.over(WITH_REPLICAS, build=MODELS[:3], wrap=(blocks, kept, leaves), optimizer=("sgd", "adamw"))
-def training(run: MatrixRun, build: Callable[[], TinyModel], wrap: Wrap, optimizer: str) -> None:
-    """A gradient that misses a replica, or is divided for it twice; replicas that drift apart."""
-    model, chosen = begin(run, wrap, build)
-    if optimizer == "adamw":
-        chosen = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
-    for step in range(3):
-        model.before_step(step)
-        run.step(f"step {step}", model, chosen, mean_loss(model(run.example(model, step))))
 
 
 # ---- accumulation ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Tests that LoRA and DoRA adapters of frozen weights are trained, saved and merged as on the plain model.
+"""Tests that LoRA and DoRA adapters of frozen weights are saved and merged as on the plain model.
 
-`trace/test_frozen.py` counts what frozen weights cost, `test_autograd` has frozen modules in general,
+`trace/test_frozen.py` counts what frozen weights cost, `test_training` trains them,
 `examples/lora.py` is a whole program.
 """
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers import alone, assert_same, run_checks
 from models import LoRALinear
-from scenarios import TOLERANCE, WIDTH, Run, Wrap, blocks, check, kept, loss_of, whole
+from scenarios import TOLERANCE, WIDTH, Run, blocks, loss_of
 
 INNER, RANK = 7, 2
 
@@ -66,21 +66,6 @@ def adapters_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def test_training() -> None:
-    """Also with a clip over the adapters, and recomputed in backward."""
-
-    def scenario(run: Run, kind: type[LoRA], wrap: Wrap, recomputes: bool) -> None:
-        model = run.build(Adapted, kind)
-        model.recomputes = recomputes
-        wrap(run, model)
-        optimizer = torch.optim.AdamW(adapters_of(model), lr=0.05, eps=1e-3, fused=True)
-        for step in range(3):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-        run.value("frozen gradients", [p.grad is None for p in model.parameters() if not p.requires_grad])
-
-    check(scenario, world_size=3, kind=(LoRA, DoRA), wrap=(whole, blocks, kept), recomputes=(False, True))
 
 
 def trained(run: Run, kind: type[LoRA]) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,7 +6,9 @@ continue bitwise like these.
 
 import copy
 import dataclasses
+import functools
 import io
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +31,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+import training
 from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch, world_sizes
+from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch
 from models import FrozenMix, OddMLP, TinyGPT, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
-WORLD_SIZES = world_sizes(1, 2, 3, nightly=[4])
+TOPOLOGIES = ("1", "2", "3", "2x2 across")
+PLACES = {"1": None, "2": None, "3": training.PLACES["various"], "2x2 across": training.PLACES["last"]}
+"""Along which dims parameters are cut: others than where they were saved."""
 ROWS = 12
 BEFORE, AFTER = 2, 2
 """Steps before and after the checkpoint."""
@@ -60,6 +65,12 @@ def blocks(model: nn.Module, shard: Callable[..., Any] = fully_shard) -> None:
     for block in getattr(model, "blocks", ()):
         shard(block)
     shard(model)
+
+
+def on(topology: str) -> Callable[..., Any]:
+    """Returns fully_shard on that mesh, which each rank must have made. See `PLACES`."""
+    mesh = training.TOPOLOGIES[topology].make()
+    return functools.partial(fully_shard, mesh=mesh, shard_placement_fn=PLACES[topology])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,26 +174,26 @@ def run_checks(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of every case by every number of ranks, and by torch's own fully_shard on 2."""
+    """Checkpoints of every case on every topology, and by torch's own fully_shard on 2 ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
-    def save(shard: Callable[..., Any], kind: str) -> Callable[[Case, int, int], None]:
+    def save(kind: str) -> Callable[[Case, int, int], None]:
         def save_and_go_on(case: Case, rank: int, world_size: int) -> None:
-            model, optimizer = case.make(shard=shard)
+            model, optimizer = case.make(shard=torch_fully_shard if kind == "torch2" else on(kind))
             train(model, optimizer, 0, BEFORE)
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optimizer_state}
-            dcp.save(state, checkpoint_id=folder / f"{kind}{world_size} {case.name}")
+            dcp.save(state, checkpoint_id=folder / f"{kind} {case.name}")
             train(model, optimizer, BEFORE, AFTER)
             result = values(model)
             if rank == 0:
-                torch.save(result, folder / f"{kind}{world_size} {case.name}.result")
+                torch.save(result, folder / f"{kind} {case.name}.result")
 
         return save_and_go_on
 
-    for world_size in WORLD_SIZES:
-        run_checks(world_size, [save(fully_shard, "")])
-    run_checks(2, [save(torch_fully_shard, "torch")])
+    for topology in TOPOLOGIES:
+        run_checks(training.TOPOLOGIES[topology].ranks, [save(topology)])
+    run_checks(2, [save("torch2")])
     return folder
 
 
@@ -196,22 +207,23 @@ def load(case: Case, folder: Path, shard: Callable[..., Any] = fully_shard) -> t
     return model, optimizer
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_saved_on_some_ranks_and_loaded_on_others(world_size: int, saved: Path) -> None:
-    """Rows, padding, empty shards and optimizer state all lie elsewhere on another number of ranks."""
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_saved_on_some_ranks_and_loaded_on_others(topology: str, saved: Path) -> None:
+    """Rows, padding, empty shards and optimizer state all lie elsewhere on another mesh; replicas read the same."""
 
     def load_and_go_on(case: Case, rank: int, world_size: int) -> None:
         expected = values(uninterrupted(case)[0])  # here: torch 2.15 refuses to fork after a backward pass
-        own, others = str(world_size), [str(size) for size in WORLD_SIZES if size != world_size]
-        for kind in (own, *(others if case is CASES[0] else others[:1]), "torch2"):
-            model, optimizer = load(case, saved / f"{kind} {case.name}")
+        others = [each for each in TOPOLOGIES if each != topology]
+        shard = on(topology)
+        for kind in (topology, *(others if case is CASES[0] else others[-1:]), "torch2"):
+            model, optimizer = load(case, saved / f"{kind} {case.name}", shard)
             train(model, optimizer, BEFORE, AFTER)
             assert_values(model, expected, exact=False, name=f"from {kind}")
-            if kind == own:
+            if kind == topology:
                 same = torch.load(saved / f"{kind} {case.name}.result")
                 assert_values(model, same, exact=True, name=f"from {kind}")
 
-    run_checks(world_size, [load_and_go_on])
+    run_checks(training.TOPOLOGIES[topology].ranks, [load_and_go_on])
 
 
 def test_torch_loads_our_checkpoints(saved: Path) -> None:
@@ -227,14 +239,14 @@ def test_torch_loads_our_checkpoints(saved: Path) -> None:
 
 def test_a_checkpoint_has_the_size_of_its_tensors(saved: Path) -> None:
     """Local tensors are views of one buffer per group: a careless writer would save the whole buffer for each."""
-    for case in CASES:
-        folder = saved / f"2 {case.name}"
+    for case, topology in itertools.product(CASES, ("2", "2x2 across")):  # each replica is written once
+        folder = saved / f"{topology} {case.name}"
         payload = sum(file.stat().st_size for file in folder.glob("*.distcp"))
         model = case.plain()
         states = 3 if case.optimizer is adamw else 2
         elements = sum(p.numel() * (states if p.requires_grad else 1) for p in model.parameters())
         tensors = sum(1 for _ in model.parameters()) * 2 * states
-        assert payload < elements * 4 + tensors * 2500, case.name  # a torch.save of its own each
+        assert payload < elements * 4 + tensors * 2500, (case.name, topology)  # a torch.save of its own each
 
 
 # ---- state dicts

@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp2 import FSDPModule
 from fsdp2.engine.gloo import PairwiseComm
-from scenarios import Block, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd
+from scenarios import Block, Net, Run, Wrap, blocks, check, leaves, loss_of, sgd
 
 LONGEST = 0.003
 
@@ -54,25 +54,6 @@ def late(where: str, seed: int) -> Iterator[Callable[[], None]]:
         for name, change in changes.items():
             stack.enter_context(mock.patch.object(PairwiseComm, name, change))
         yield nap
-
-
-def test_training_with_delays() -> None:
-    def scenario(run: Run, where: str, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        optimizer = sgd(model)
-        with late(where, 7 * run.rank) as nap:
-            for step in range(2):
-                loss = loss_of(model(run.batch(seed=step)))
-                if where in ("after forward", "everywhere"):
-                    nap()
-                loss.backward()
-                if where in ("before the step", "everywhere"):
-                    nap()
-                run.step(f"step {step}", model, optimizer)
-
-    places = ("all_gather", "reduce_scatter", "after forward", "before the step", "everywhere")
-    check(scenario, 2, where=places, wrap=(blocks, kept, leaves))
 
 
 def test_gathers_by_hand_between_a_users_own_collectives() -> None:

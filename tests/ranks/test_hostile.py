@@ -1,32 +1,18 @@
-"""Tests training where collectives complete as late as possible, and memory that must not be read is NaN: a few cases.
-
-All tests of this folder can run so, see hostile.py.
-"""
+"""Tests the hostile scheduler. test_training.py trains under it; all tests of this folder can, see hostile.py."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch import Tensor
 
-from fsdp2 import MixedPrecisionPolicy
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.comm import Purpose, Work
-from helpers import full, run_checks, world_sizes
+from helpers import run_checks
 from hostile import hostile
-from scenarios import Net, Run, check, loss_of, sgd
 
 BYTES = 24
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
-"""For what is cast to fp32; NaN or a gradient too few is far beyond."""
-
-
-# ---- the scheduler itself --------------------------------------------------------------------------------------------
 
 
 def gathering() -> tuple[Work, Tensor, Tensor]:
@@ -116,59 +102,3 @@ def test_the_scheduler_is_hostile() -> None:
         complains_of_what_is_freed_and_never_waited_for,
     )
     run_checks(2, [(check.__name__, check) for check in checks])
-
-
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
-def by_blocks() -> dict[str, Any]:
-    return {}
-
-
-def by_columns() -> dict[str, Any]:
-    """Packed, and copied out of what was gathered."""
-    return {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
-
-
-def cast() -> dict[str, Any]:
-    """A cast before the gather, and another dtype in the reduction."""
-    return {"mp_policy": MixedPrecisionPolicy(torch.float32, torch.float64, torch.float64)}
-
-
-def part_stays() -> dict[str, Any]:
-    """After forward, what this rank can gather again from itself."""
-    return {"reshard_after_forward": 1}
-
-
-def replicas() -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))}
-
-
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
-def test_training_under_a_hostile_scheduler(world_size: int) -> None:
-    def scenario(run: Run, options: Callable[[], dict[str, Any]]) -> None:
-        model = run.build(Net)
-        with hostile(run.rank) if run.sharded else nullcontext():
-            if run.sharded:
-                chosen = options()
-                for module in (*model.blocks, model.head, model):
-                    run.shard(module, **chosen)
-            train(run, model)
-
-    check(scenario, world_size, TOLERANCE, options=(by_blocks, by_columns, cast, part_stays, replicas))
-
-
-def train(run: Run, model: nn.Module) -> None:
-    optimizer = sgd(model)
-    for step in range(2):
-        run.set_sync(model, False)
-        loss_of(model(run.batch(seed=10 + step))).backward()
-        run.set_sync(model, True)
-        with torch.no_grad():
-            run.rows("evaluated", model(run.batch(seed=step)))
-        loss_of(model(run.batch(seed=step))).backward()
-        for name, param in model.named_parameters():
-            assert param.grad is not None
-            run.value(f"step {step}: {name}.grad", full(param.grad))
-        optimizer.step()
-        optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """Tests layers that keep statistics or use random numbers: norms in mixed precision, dropout under recomputation.
 
-All other layers are in the models of test_parity and test_random_models.
+All other layers are in the models of test_training and test_random_models.
 """
 
 import functools

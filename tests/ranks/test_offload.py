@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, full_params
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import buckets
 from fsdp2.engine.write_notices import notices
@@ -52,64 +52,6 @@ def show(run: Run, name: str, model: nn.Module, mesh: tuple[int, int] | None) ->
 
 
 # ---- copies that are late --------------------------------------------------------------------------------------------
-
-MODES = ("", "a change", "gradients add up", "accumulation", "clip", "prefetch", "evaluation", "kept", "by hand")
-
-
-def trains(run: Run, mode: str, mesh: tuple[int, int] | None = None) -> None:
-    model = run.build(Net)
-    with offloaded(run, model, mesh, reshard_after_forward=False if mode == "kept" else None):
-        optimizer = sgd(model)
-        if mode == "prefetch" and isinstance(model, FSDPModule):
-            model.set_modules_to_forward_prefetch([model.stem, *model.blocks])
-            model.head.set_modules_to_backward_prefetch([*model.blocks, model.stem])
-            model.set_prefetch_budget(1 << 20)
-        for step in range(3):
-            if mode in ("accumulation", "gradients add up"):
-                run.set_sync(model, mode == "gradients add up")
-                loss_of(model(run.batch(seed=step + 10))).backward()
-                run.set_sync(model, True)
-            loss = loss_of(model(run.batch(seed=step)))
-            if mode == "evaluation":
-                with torch.no_grad():
-                    run.rows("evaluated", model(run.batch(seed=7)))
-            if mode == "a change":  # when the host may be ahead of the device
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(1.25)
-                loss = loss_of(model(run.batch(seed=step)))
-            if mode == "by hand" and isinstance(model, FSDPModule):
-                model.set_manual_backward_finalization(True)
-            loss.backward()
-            run.mean("loss", loss)
-            if mode == "by hand":
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(1.25)
-                if isinstance(model, FSDPModule):
-                    model.finalize_backward()
-            if mode == "clip":
-                run.value("norm", clip_grad_norm_(model.parameters(), 0.05))
-            if mesh is None:
-                run.grads(f"step {step}", model)
-            optimizer.step()
-            show(run, f"step {step}", model, mesh)
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[:3]), (2, MODES), (3, MODES[:2])])
-def test_copies_are_waited_for(world_size: int, modes: tuple[str, ...]) -> None:
-    check(trains, world_size, mode=modes)
-
-
-def test_copies_are_waited_for_by_replicas() -> None:
-    check(trains, 2, mode=("", "accumulation"), mesh=((1, 2), (2, 1)))
-
-
-def test_copies_are_waited_for_in_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than may be on their way at once."""
-    monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)
-    check(trains, 2, mode=("", "gradients add up"))
 
 
 def test_a_step_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

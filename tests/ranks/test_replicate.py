@@ -1,7 +1,8 @@
-"""Tests `replicate`, axes of a larger mesh given by name, and parameters that compute in their own dtype."""
+"""Tests `replicate` around other modules, axes of a larger mesh given by name, and parameters that compute in their own
+dtype. test_training.py has `replicate` alone.
+"""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from unittest import mock
 
@@ -16,20 +17,10 @@ from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine import buckets
 from fsdp2.engine.streams import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
-from models import OddMLP, TinyGPT, TinyModel, mean_loss
+from models import OddMLP, mean_loss
 from scenarios import train_beside
 
 WIDTH = 8
-
-
-def replicated_trains(build: Callable[[], TinyModel], policy: MixedPrecisionPolicy) -> None:
-    plain = build()
-    model = copy.deepcopy(plain)
-    for inner in getattr(model, "blocks", ()):
-        replicate(inner, mp_policy=policy)
-    replicate(model, mp_policy=policy)
-    assert {param.placements for param in model.parameters()} == {(Replicate(),)}
-    train_beside(model, plain, lambda seed: plain.example(rows=12, seed=seed))
 
 
 def sharded_in_replicated() -> None:
@@ -39,15 +30,6 @@ def sharded_in_replicated() -> None:
     fully_shard(first)
     replicate(model)
     train_beside(model, plain, lambda seed: plain.example(rows=12, seed=seed))
-
-
-FP64 = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
-REPLICATED = [
-    ("odd shapes", lambda: replicated_trains(OddMLP, MixedPrecisionPolicy())),
-    ("tied and nested", lambda: replicated_trains(lambda: TinyGPT(tied=True), MixedPrecisionPolicy())),
-    ("cast, hence not the same memory", lambda: replicated_trains(OddMLP, FP64)),
-    ("around a sharded module", sharded_in_replicated),
-]
 
 
 class Positions(nn.Module):
@@ -184,8 +166,8 @@ def some_keep_their_dtype() -> None:
 
 
 def test_replicated_and_own_dtypes_on_two_ranks() -> None:
-    more = [("goes on", a_gradient_that_backward_goes_on_with), ("some keep their dtype", some_keep_their_dtype)]
-    run_checks(2, [*REPLICATED, *more])
+    checks = (sharded_in_replicated, a_gradient_that_backward_goes_on_with, some_keep_their_dtype)
+    run_checks(2, [(each.__name__, each) for each in checks])
 
 
 def test_named_axes_on_four_ranks() -> None:

@@ -4,6 +4,7 @@ The oracle is a plain model on the whole batch: the ranks of one tensor-parallel
 fp64, so that another order of summation is far below the tolerance.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -49,7 +50,7 @@ from helpers import (
     run_ranks,
     shard_batch,
 )
-from models import NormedBlock, TinyModel, mean_loss
+from models import NormedBlock, Scaled, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
@@ -460,6 +461,29 @@ def test_after_fully_shard_it_is_refused() -> None:
         parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tp"], {"0": ColwiseParallel()})
 
     run_ranks(2, body)
+
+
+def test_a_scalar() -> None:
+    """A DTensor that both axes replicate."""
+
+    def body(rank: int, _: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plain = Scaled()
+        model: Any = copy.deepcopy(plain)
+        for name, param in plain.named_parameters():
+            target, _, leaf = name.rpartition(".")
+            whole = nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()]), param.requires_grad)
+            setattr(model.get_submodule(target), leaf, whole)
+        fully_shard(model, mesh=mesh["dp"])
+        assert model.logit_scale.placements == (Replicate(), Replicate())
+        whole = plain.example(rows=ROWS, seed=0)
+        own = DTensor.from_local(whole.chunk(2)[mesh.get_local_rank("dp")], mesh["tp"], [Replicate()])
+        mean_loss(model(own).to_local()).backward()
+        mean_loss(plain(whole)).backward()
+        for (name, param), twin in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(param.grad, twin.grad, 1e-5, 1e-6, name)
+
+    run_ranks(4, body)
 
 
 INITIALISERS = (nn.init.orthogonal_, nn.init.xavier_normal_, nn.init.trunc_normal_, nn.init.eye_)
