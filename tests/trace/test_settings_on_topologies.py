@@ -514,6 +514,7 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
     name = {"FSDP2_DEBUG": "set_debug_level", "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy"}.get(setting, setting)
+    name = "MixedPrecisionPolicy" if setting.startswith("mp_policy") else name
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
     text = " ".join((owner or fully_shard).__doc__.split())
     if owner is None:  # one of its arguments
