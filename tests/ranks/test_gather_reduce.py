@@ -143,7 +143,7 @@ def check_gather_once(case: Case, rank: int, world_size: int) -> None:
         if work is not None:
             work.wait()
         plan.finish()
-        if plan.packs_apart:
+        if plan.has_memory:
             plan.free()
         assert torch.equal(shards, at_rest), "the shards at rest must not change"
         for i, spec in enumerate(specs):

@@ -514,8 +514,8 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 @pytest.mark.parametrize("setting", [setting for setting, row in TABLE.items() if H in row.cells[:-1]])
 def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
-    policies = {"CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy", "mp_policy(gather_codec)": "MixedPrecisionPolicy"}
-    name = {"FSDP2_DEBUG": "set_debug_level", **policies}.get(setting, setting)
+    name = {"FSDP2_DEBUG": "set_debug_level", "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy"}.get(setting, setting)
+    name = "MixedPrecisionPolicy" if setting.startswith("mp_policy") else name
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
     text = " ".join((owner or fully_shard).__doc__.split())
     if owner is None:  # one of its arguments
