@@ -18,7 +18,7 @@ from training import Draw, differing, of_each_number_of_ranks, sampled
 def found(request: pytest.FixtureRequest) -> dict[Draw, list[str]]:
     """Returns the differences of each draw that this run of pytest has selected."""
     items: Any = [item for item in request.session.items if item.path == request.path]
-    draws = [item.callspec.params["draw"] for item in items]
+    draws = [item.callspec.params["draw"] for item in items if hasattr(item, "callspec")]
     return {draw: texts for some in of_each_number_of_ranks(draws) for draw, texts in differing(some).items()}
 
 
