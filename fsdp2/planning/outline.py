@@ -21,6 +21,7 @@ from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolic
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..module import sharded_class
+from .compat import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting
 
@@ -97,7 +98,10 @@ class Outline:
         shells = [kind(i) for i, kind in enumerate(self.kinds)]
         for parent, name, child in self.children:
             shells[parent]._modules[name] = shells[child]
-        parameters = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in self.parameters]
+        with no_dispatch():  # nobody counts them: they are gone when they are cut
+            wholes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self.parameters]
+        parameters = [nn.Parameter(w, p.requires_grad) for w, p in zip(wholes, self.parameters, strict=True)]
+        del wholes
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         for module, name, i in self.slots:
             shells[module]._parameters[name] = parameters[i]
