@@ -27,6 +27,8 @@ from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
+from .simulation import kind_of
+
 # What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
 Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
@@ -85,7 +87,7 @@ class Codec(Protocol):
 
 def sum_rows(parts: Rows, output: Tensor) -> None:
     """Writes the sum of `parts` to `output`, added in their order and in the dtype of `output`."""
-    if isinstance(parts, Tensor) and parts.device.type != "cpu":
+    if isinstance(parts, Tensor) and kind_of(parts.device) != "cpu":
         # One launch. On CPU it would first cast all parts.
         torch.sum(parts, 0, dtype=output.dtype, out=output)
         return
@@ -104,7 +106,7 @@ def sum_decoded(codec: Codec, rows: Rows, total: Tensor) -> None:
     It takes memory for one more row; on a device for all of them, where it takes a few launches instead of a few for
     each row.
     """
-    if isinstance(rows, Tensor) and rows.device.type != "cpu":
+    if isinstance(rows, Tensor) and kind_of(rows.device) != "cpu":
         numbers = total.new_empty(len(rows), total.numel())
         codec.decode(rows, numbers)
         sum_rows(numbers, total)
@@ -245,6 +247,11 @@ class Encoder:
         self._first_seed, self._calls = zlib.crc32(name.encode()) << 31, 0
         # Parameter index -> what has not been sent: [W, shard_numel], in the packed dtype.
         self._residuals: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what has not been sent: what this rank keeps between steps."""
+        return sum(residual.nbytes for residual in self._residuals.values())
 
     def discard(self) -> None:
         """Drops what has not been sent."""

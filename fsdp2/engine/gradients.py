@@ -141,6 +141,11 @@ class GroupGradients:
         """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
         return bool(self.unsynchronized or self.partial or (self.group.queue and self.group.queue.has(self)))
 
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes that codecs with feedback keep between steps."""
+        return sum(encoder.nbytes for encoder in self._encoders.values())
+
     # ---- plans
 
     def use(self, reduction: Reduction) -> None:

@@ -334,7 +334,12 @@ def exchange_and_sum(
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    """Returns True if both lie in one storage, or, as those that other libraries have wrapped, in two at one address.
+    Storages on the meta device have the address 0.
+    """
+    address = one.untyped_storage().data_ptr()
+    is_one_address = address != 0 and address == other.untyped_storage().data_ptr()
+    return is_one_address or compat.storage_id(one) == compat.storage_id(other)
 
 
 def resume(

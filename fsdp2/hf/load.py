@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,68 +211,124 @@ def _find_sources(
     if reading is not None:
         table.converted, adapters = reading.sources, reading.adapters
         add_copies(model, tensors, reading.sources)
-    scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
-    wrong: dict[str, str] = {}
-    in_files: dict[str, list[str]] = {}
-    sources: _Sources = {}
-    used, left_out = set[str](), set[str]()
+    matching = _Matching(files, table, report)
     for tensor in tensors:
-        lacks: list[str] = []
-        for name in tensor.names:
-            try:
-                source = table.find(name)
-                if source is None:
-                    left_out.add(name)  # what a file has under that name, too
-                    continue
-                shape, leaves = as_view(source).resolve(lambda key: files[key].shape)
-            except KeyError as error:
-                lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
-                continue
-            except ValueError as error:
-                raise ValueError(f"{name}: names: {error}") from error
-            if shape != tensor.shape:
-                where = f"{leaves[0].name} of {files[leaves[0].name].file}"
-                wrong[name] = f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}"
-                in_files[name] = [*dict.fromkeys(leaf.name for leaf in leaves)]
-                continue
-            sources.setdefault(tensor, []).append(leaves)
-            for leaf in leaves:
-                used.add(leaf.name)
-                if files[leaf.name].dtype != tensor.dtype:
-                    _refuse_conversion(tensor, files[leaf.name])
-                    if leaf.name in scaled and files[leaf.name].dtype.itemsize == 1:
-                        raise NotImplementedError(
-                            f"{tensor.name}: {files[leaf.name].file} has it quantised ({files[leaf.name].dtype}, with "
-                            f"{scaled[leaf.name]}), and fsdp2.hf moves values only. Dequantise the files before: load "
-                            "them by from_pretrained with dequantize=True in the quantization_config, and save that."
-                        )
-                    report.converted[tensor.name] = (files[leaf.name].dtype, tensor.dtype)
-        if tensor in sources:
-            tensor.locate()
-        elif lacks and tensor not in adapters:
-            report.missing.append(lacks[0])
-        if len(tensor.names) > 1:
-            report.tied[tensor.name] = tensor.names[1:]
+        matching.match(tensor, may_lack=tensor in adapters)
     table.refuse_unused()
-    if wrong:
-        more = f", and {len(wrong) - 1} more have other shapes: {some([*wrong][1:])}" if len(wrong) > 1 else ""
-        name, found = next(iter(in_files.items()))
-        rest = f"unexpected={json.dumps(found)}" if len(found) < 4 else "strict=False"
-        raise ValueError(
-            f"{wrong[name]}{more}. Build the model from the configuration of the files; or leave each out: "
-            f'names={{"{name}": None}}, {rest}.'
-        )
-    report.num_loaded = len(sources)
+    matching.refuse_shapes()
+    report.num_loaded = len(matching.sources)
     ignored = [*may_be]
     if reading is not None:
         ignored += [re.compile(f".*?(?:{pattern}).*") for pattern in reading.unexpected]
         missing = re.compile("|".join(reading.missing) or "(?!)")
         report.missing = [name for name in report.missing if not missing.search(name)]
-    for name in files:
-        if name not in used:
-            expected = name in left_out or any(pattern.fullmatch(name) for pattern in ignored)
-            (report.ignored if expected else report.unexpected).append(name)
-    return sources
+    matching.note_unused(ignored)
+    return matching.sources
+
+
+class _OtherShape(NamedTuple):
+    """Says that files have another shape than the model: the sentence for an error, and the tensors in the files."""
+
+    text: str
+    in_files: list[str]
+
+
+class _Matching:
+    """Matches the tensors of a model with those of files.
+
+    `sources`: what is loaded from where.
+
+    Args:
+        files: all tensors in the files, by name.
+        table: says what a tensor is called there.
+        report: gets what is missing, converted, tied, unexpected and ignored.
+    """
+
+    def __init__(self, files: Mapping[str, FileTensor], table: NameTable, report: LoadReport) -> None:
+        self._files, self._table, self._report = files, table, report
+        self.sources: _Sources = {}
+        # Names in the files from which something is loaded; and those that the user leaves out.
+        self._used, self._left_out = set[str](), set[str]()
+        self._wrong: dict[str, _OtherShape] = {}
+        # Tensors of quantised checkpoints -> that with their scales.
+        self._scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
+
+    def match(self, tensor: ModelTensor, may_lack: bool) -> None:
+        """Finds one tensor of the model, under each of its names. `may_lack`: it need not be there."""
+        lacks: list[str] = []
+        for name in tensor.names:
+            try:
+                found = self._look_up(name)
+            except KeyError as error:
+                lacks.append(name if error.args[0] == name else f"{name} ({error.args[0]} in the files)")
+                continue
+            if found is None:
+                self._left_out.add(name)  # what a file has under that name, too
+            else:
+                self._take(tensor, name, *found)
+        if tensor in self.sources:
+            tensor.locate()
+        elif lacks and not may_lack:
+            self._report.missing.append(lacks[0])
+        if len(tensor.names) > 1:
+            self._report.tied[tensor.name] = tensor.names[1:]
+
+    def _look_up(self, name: str) -> tuple[tuple[int, ...], list[Leaf]] | None:
+        """Returns the shape in the files of what is called so in the model, and of what it consists there; None if it
+        is left out.
+
+        Raises:
+            KeyError: no file has it.
+            ValueError: the view that `names` has for it is wrong.
+        """
+        try:
+            source = self._table.find(name)
+            return None if source is None else as_view(source).resolve(lambda key: self._files[key].shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: names: {error}") from error
+
+    def _take(self, tensor: ModelTensor, name: str, shape: tuple[int, ...], leaves: list[Leaf]) -> None:
+        """Takes what was found for a tensor under one name, unless that has another shape."""
+        if shape != tensor.shape:
+            where = f"{leaves[0].name} of {self._files[leaves[0].name].file}"
+            text = f"{name}: expected shape {list(tensor.shape)}, got {list(shape)} in {where}"
+            self._wrong[name] = _OtherShape(text, [*dict.fromkeys(leaf.name for leaf in leaves)])
+            return
+        self.sources.setdefault(tensor, []).append(leaves)
+        for leaf in leaves:
+            self._used.add(leaf.name)
+            stored = self._files[leaf.name]
+            if stored.dtype != tensor.dtype:
+                _refuse_conversion(tensor, stored)
+                self._refuse_quantised(tensor, stored)
+                self._report.converted[tensor.name] = (stored.dtype, tensor.dtype)
+
+    def _refuse_quantised(self, tensor: ModelTensor, stored: FileTensor) -> None:
+        if stored.name in self._scaled and stored.dtype.itemsize == 1:
+            raise NotImplementedError(
+                f"{tensor.name}: {stored.file} has it quantised ({stored.dtype}, with {self._scaled[stored.name]}), "
+                "and fsdp2.hf moves values only. Dequantise the files before: load them by from_pretrained with "
+                "dequantize=True in the quantization_config, and save that."
+            )
+
+    def refuse_shapes(self) -> None:
+        """Raises ValueError if some tensors have other shapes in the files."""
+        if not self._wrong:
+            return
+        (name, first), *others = self._wrong.items()
+        more = f", and {len(others)} more have other shapes: {some([other for other, _ in others])}" if others else ""
+        rest = f"unexpected={json.dumps(first.in_files)}" if len(first.in_files) < 4 else "strict=False"
+        raise ValueError(
+            f"{first.text}{more}. Build the model from the configuration of the files; or leave each out: "
+            f'names={{"{name}": None}}, {rest}.'
+        )
+
+    def note_unused(self, ignored: Sequence[re.Pattern[str]]) -> None:
+        """Adds to the report what nothing was loaded from. `ignored`: patterns of names that may be there."""
+        for name in self._files:
+            if name not in self._used:
+                expected = name in self._left_out or any(pattern.fullmatch(name) for pattern in ignored)
+                (self._report.ignored if expected else self._report.unexpected).append(name)
 
 
 def _refuse_conversion(tensor: ModelTensor, stored: FileTensor) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..shards.find import original_class
-from ..shards.tensors import STATE
+from ..shards.find import attributes_of, original_class
 from .tensors import WRAPPERS, ModelTensor
 
 # What an error says where other libraries compute what is saved.
@@ -58,7 +57,7 @@ def make_skeleton(
         cls: Any = original_class(module)
         new: Any = object.__new__(cls)  # the class may want arguments
         made[module] = new
-        attributes = {name: value for name, value in vars(module).items() if name != STATE}
+        attributes = attributes_of(module)
         for name, value in without_hooks.items():
             attributes[name] = type(value)() if isinstance(value, dict) else value
         kinds: Any = {"_parameters": module._parameters, "_buffers": module._buffers}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..engine.compat import local_if_any
 from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.root import Root
 from ..engine.state import groups_below, require_state
 from ..tools.watched_comms import Collective, watch
 from .prediction import Prediction
+
+if TYPE_CHECKING:
+    from .plan import PlanRow
 
 __all__ = ["CheckedValue", "PlanCheck"]
 TOLERANCE = 0.03
@@ -86,7 +92,7 @@ class StepMeter(Observer):
         self._device = root.group.mesh.device
         self._cuda = self._device if self._device.type == "cuda" else None
         self._first = root.num_backwards
-        self._unwatch: Any = None
+        self._unwatch: Callable[[], object] | None = None
         self._allocations: _Allocations | None = None
         self.moved: Counter[str] = Counter()
         self.forward_peak: float | None = None
@@ -97,7 +103,7 @@ class StepMeter(Observer):
 
     # ---- events
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         self._end()
         if root.num_backwards - self._first > 1:
             root.remove(self)
@@ -115,17 +121,17 @@ class StepMeter(Observer):
             self.problem = self._allocations.problem
             self._step_hook = register_optimizer_step_pre_hook(self._end)
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         if self._unwatch is not None and root.num_backwards - self._first == 1 and root.backward is None:
             if self._cuda is not None:
                 self.forward_peak = torch.cuda.max_memory_allocated(self._cuda) - self._before
             elif self._allocations is not None:
                 self._allocations.mark(_FORWARD)
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         self._end()
 
-    def backward_ended(self, root: Any) -> None:
+    def backward_ended(self, root: Root) -> None:
         self.num_steps = root.num_backwards + 1 - self._first
         if self._unwatch is None:
             return
@@ -136,7 +142,7 @@ class StepMeter(Observer):
         self._unwatch()
         self._unwatch = None
 
-    def _end(self, *in_step: Any) -> None:
+    def _end(self, *in_step: object) -> None:
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
@@ -167,7 +173,9 @@ class StepMeter(Observer):
 
     # ---- comparison
 
-    def compare(self, model: nn.Module, row: Any, predicted: Prediction, optimizer: Any) -> PlanCheck:
+    def compare(
+        self, model: nn.Module, row: PlanRow, predicted: Prediction, optimizer: torch.optim.Optimizer | None
+    ) -> PlanCheck:
         """Returns what `predicted` says beside what was measured.
 
         Raises:
@@ -193,12 +201,12 @@ class StepMeter(Observer):
         return PlanCheck(tuple(values), tuple(notes))
 
 
-def _shard_nbytes(group: Any) -> int:
+def _shard_nbytes(group: FSDPParamGroup) -> int:
     buffers = group.parameters.buffers
     return buffers.shards.nbytes if buffers is not None and group.params else 0
 
 
-def _state_nbytes(optimizer: Any) -> int:
+def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
     tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
     return sum(local_if_any(tensor).nbytes for tensor in tensors)
 

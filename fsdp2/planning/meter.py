@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -51,7 +50,6 @@ class StorageMeter(PlainDispatchMode):
             storage.__class__ = _SizedStorage
             storage.entry = entry = _Entry(self, tensor.device.type) if counts else None
             if entry is not None:
-                finalize(storage, entry.resize, 0).atexit = False
                 entry.resize(storage.nbytes())
 
 
@@ -70,9 +68,13 @@ class _Entry:
 
 
 class _SizedStorage(torch.UntypedStorage):
-    """Is the class of a storage that a meter has seen: the meter hears when its size changes."""
+    """Is the class of a storage that a meter has seen: the meter hears when its size changes, and when it goes."""
 
     entry: _Entry | None
+
+    def __del__(self) -> None:
+        if self.entry is not None:
+            self.entry.resize(0)
 
     def resize_(self, nbytes: int) -> Any:
         super().resize_(nbytes)

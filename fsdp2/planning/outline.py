@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
-from ..engine.codec import AsIs, Cast
+from ..engine.codec import Codec
 from ..engine.mesh import DataMesh
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..module import sharded_class
+from .compat import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting
 
@@ -98,7 +98,10 @@ class Outline:
         shells = [kind(i) for i, kind in enumerate(self.kinds)]
         for parent, name, child in self.children:
             shells[parent]._modules[name] = shells[child]
-        parameters = [nn.Parameter(torch.empty_like(p), p.requires_grad) for p in self.parameters]
+        with no_dispatch():  # nobody counts them: they are gone when they are cut
+            wholes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self.parameters]
+        parameters = [nn.Parameter(w, p.requires_grad) for w, p in zip(wholes, self.parameters, strict=True)]
+        del wholes
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         for module, name, i in self.slots:
             shells[module]._parameters[name] = parameters[i]
@@ -110,11 +113,8 @@ class Outline:
 
         for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            if type(policy.gradient_codec) not in (AsIs, Cast, NoneType):
-                raise NotImplementedError(
-                    f"plan: expected no gradient_codec but Cast or AsIs, got {policy.gradient_codec!r}: what another "
-                    "one allocates is not known. Plan with wire_dtype=torch.bfloat16 in its place."
-                )
+            if policy.gradient_codec is not None:
+                _check_codec(policy.gradient_codec)
             if policy.gather_codec is not None:
                 raise NotImplementedError(
                     f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "
@@ -138,6 +138,27 @@ class Outline:
             options |= dict.fromkeys([state, *state.parts], chosen)
         root: Root = require_state(shells[0]).root
         return root, options
+
+
+def _check_codec(codec: Codec) -> None:
+    """Refuses a codec that reads values, which tensors of a plan do not have. It must run on the simulated device.
+
+    Raises:
+        NotImplementedError: encoding or decoding a few numbers on the meta device has failed.
+    """
+    if not codec.exchanges:
+        return
+    try:
+        numbers = torch.empty(2, 64, dtype=codec.packed_dtype(torch.float32), device="meta")
+        wire = codec.encode(numbers, 0)
+        codec.decode(wire, torch.empty_like(numbers))
+        codec.sum(wire, torch.empty(64, dtype=torch.float32, device="meta"))
+    except Exception as error:  # whatever a user's codec raises without values
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise NotImplementedError(
+            f"plan: expected a gradient_codec that runs on the meta device, to count what it allocates, got {codec!r}, "
+            f"which raises there: {text[:200]}. Plan with wire_dtype=torch.bfloat16 in its place."
+        ) from error
 
 
 def outline_of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +81,10 @@ class _Wrapping:
     has_activations: bool
 
 
+# The name of a wrap policy, and how many blocks are in one call.
+_Key = tuple[str, int]
+
+
 class Plan:
     """Holds the predictions of `plan`, and shards the model as one of them says.
 
@@ -91,7 +97,7 @@ class Plan:
     def __init__(
         self,
         model: nn.Module,
-        wrappings: Mapping[tuple[str, int], _Wrapping],
+        wrappings: Mapping[_Key, _Wrapping],
         rows: Sequence[PlanRow],
         notes: Iterable[str],
         machine: Machine,
@@ -115,7 +121,7 @@ class Plan:
         return [*self._wrapping_of(row or self.best).groups]
 
     def _wrapping_of(self, row: PlanRow) -> _Wrapping:
-        return self._wrappings[row.setting.policy, row.setting.blocks_per_call]
+        return self._wrappings[_key_of(row.setting)]
 
     def __str__(self) -> str:
         return table.plan_text(self)
@@ -153,7 +159,7 @@ class Plan:
         wrapping = self._wrapping_of(row)
         machine = apply.machine_of(mesh, self._machine)
         # What runs may differ from what was planned for: by its device, or its process group.
-        prediction = _predict(self._model, wrapping, row.setting, machine, self._optimizer, {})
+        prediction = _Predictor(self._model, machine, self._optimizer).predict(row.setting, wrapping)
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
         self._meter = StepMeter(model)
@@ -288,31 +294,14 @@ def plan(
         if each is not None and not callable(each):
             raise TypeError(f"expected functions for batch and loss, got {type(each).__name__}")
     chosen = arguments.read_settings(settings, worlds, [*policies], machine)
-    notes: list[str] = []
-    wrappings: dict[tuple[str, int], _Wrapping] = {}
-    again = any(setting.checkpointing for setting in chosen)
-    for name, each in policies.items():
-        counts = {setting.blocks_per_call for setting in chosen if setting.policy == name}
-        found = _wrap(model, each, precision, batch, loss, again, notes, counts - {1})
-        wrappings |= {(name, count): wrapping for count, wrapping in found.items()}
     read_optimizer(optimizer, 1)
-    rows = []
-    copies: dict[Setting, ShardedCopy] = {}
-    for setting in chosen:
-        if (setting.policy, setting.blocks_per_call) not in wrappings:
-            if settings is not None:
-                raise ValueError(
-                    f"settings: blocks_per_call={setting.blocks_per_call}: expected blocks of one class side by side "
-                    "in a ModuleList or a Sequential, which the policy wraps one by one; found none"
-                )
-            continue
-        wrapping = wrappings[setting.policy, setting.blocks_per_call]
-        if setting.checkpointing and wrapping.checkpointed is None and (wrapping.has_activations or settings is None):
-            continue
-        states = sum(_optimizer_nbytes(group, setting, optimizer) for group in wrapping.groups)
-        prediction = _predict(model, wrapping, setting, machine, optimizer, copies)
-        on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
-        rows.append(PlanRow(setting, prediction, states, budget, wrapping.has_activations, on_host))
+    notes: list[str] = []
+    with _without_collections():
+        recorder = _Recorder(model, precision, batch, loss, any(setting.checkpointing for setting in chosen), notes)
+        wrappings = recorder.wrap_all(policies, chosen)
+        predictor = _Predictor(model, machine, optimizer)
+        possible = _possible(chosen, wrappings, are_users=settings is not None)
+        rows = [predictor.row(setting, wrappings[_key_of(setting)], budget) for setting in possible]
     if any(row.setting.offload for row in rows):
         notes.append(
             "CPU offload: the optimizer's step on the CPU counts as no time, so such a setting is the best only if "
@@ -324,56 +313,124 @@ def plan(
     return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine, optimizer)
 
 
-# ---- predictions
-
-
-def _wrap(
-    model: nn.Module,
-    policy: Any,
-    precision: MixedPrecisionPolicy,
-    batch: Any,
-    loss: Any,
-    checkpoints: bool,
-    notes: list[str],
-    counts: Iterable[int],
-) -> dict[int, _Wrapping]:
-    """Returns the wrapping of a policy under 1, and under each of `counts` that in which so many blocks are in one
-    call, unless there are no such blocks.
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Context: nothing is searched for garbage, which takes an eighth of a plan: copies of the model are many objects,
+    which stay until the plan is made.
     """
-    calls = wrap_groups(model, policy)
-    if not calls:
-        why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
-        notes.append(f"Nothing but the model itself is wrapped: {why}.")
-    if batch is None:
-        notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
-    outline, groups = find_groups(model, calls, precision)
-    found = {1: _wrapping(model, calls, outline, groups, batch, loss, checkpoints, notes)}
-    for count in counts:
-        joined = join_blocks(model, calls, count)
-        if len(joined) < len(calls):
-            outline, own = find_groups(model, joined, precision)
-            same = _renumbered(found[1], groups, joined, outline, own)
-            found[count] = same or _wrapping(model, joined, outline, own, batch, loss, checkpoints, [])
-    return found
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _wrapping(
-    model: nn.Module,
-    calls: list[WrapGroup],
-    outline: Outline,
-    groups: list[PlannedGroup],
-    batch: Any,
-    loss: Any,
-    checkpoints: bool,
-    notes: list[str],
-) -> _Wrapping:
-    plain = again = None
-    if batch is not None:
-        blocks = apply.blocks(calls)
-        plain = _record(model, groups, batch, loss, (), notes)
-        again = _record(model, groups, batch, loss, blocks, notes) if checkpoints and blocks and plain else None
-    recording = plain or without_activations(model, groups)
-    return _Wrapping(calls, outline, [group.on_meta() for group in groups], recording, again, plain is not None)
+def _key_of(setting: Setting) -> _Key:
+    return setting.policy, setting.blocks_per_call
+
+
+def _possible(chosen: Sequence[Setting], wrappings: Mapping[_Key, _Wrapping], are_users: bool) -> Iterator[Setting]:
+    """Yields the settings that the model can have. `are_users`: the user has named them.
+
+    Raises:
+        ValueError: the user has named several blocks in one call, and there are none side by side.
+    """
+    for setting in chosen:
+        wrapping = wrappings.get(_key_of(setting))
+        if wrapping is None:
+            if are_users:
+                raise ValueError(
+                    f"settings: blocks_per_call={setting.blocks_per_call}: expected blocks of one class side by side "
+                    "in a ModuleList or a Sequential, which the policy wraps one by one; found none"
+                )
+            continue
+        can_checkpoint = wrapping.checkpointed is not None or (are_users and not wrapping.has_activations)
+        if can_checkpoint or not setting.checkpointing:
+            yield setting
+
+
+# ---- recordings
+
+
+class _Recorder:
+    """Records the step of a model under wrap policies.
+
+    Args:
+        model: the plain module.
+        precision: dtypes, for calls whose options have none.
+        batch, loss: as for `plan`.
+        checkpoints: also record a step with checkpointing.
+        notes: gets what could not be recorded, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: MixedPrecisionPolicy,
+        batch: Callable[[], Any] | None,
+        loss: Callable[[Any], Tensor] | None,
+        checkpoints: bool,
+        notes: list[str],
+    ) -> None:
+        self._model, self._precision, self._batch = model, precision, batch
+        self._loss, self._checkpoints, self._notes = loss or arguments.default_loss, checkpoints, notes
+
+    def wrap_all(self, policies: Mapping[str, Any], chosen: Sequence[Setting]) -> dict[_Key, _Wrapping]:
+        """Returns the wrappings of policies, by their names, and by how many blocks are in one call."""
+        found: dict[_Key, _Wrapping] = {}
+        for name, policy in policies.items():
+            counts = {setting.blocks_per_call for setting in chosen if setting.policy == name}
+            found |= {(name, count): wrapping for count, wrapping in self._wrap(policy, counts - {1}).items()}
+        return found
+
+    def _wrap(self, policy: Any, counts: Iterable[int]) -> dict[int, _Wrapping]:
+        """Returns the wrapping of a policy under 1, and under each of `counts` that in which so many blocks are in one
+        call, unless there are no such blocks.
+        """
+        calls = wrap_groups(self._model, policy)
+        if not calls:
+            why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
+            self._notes.append(f"Nothing but the model itself is wrapped: {why}.")
+        if self._batch is None:
+            self._notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
+        outline, groups = find_groups(self._model, calls, self._precision)
+        found = {1: self._record_with(calls, outline, groups, self._notes)}
+        for count in counts:
+            joined = join_blocks(self._model, calls, count)
+            if len(joined) < len(calls):
+                outline, own = find_groups(self._model, joined, self._precision)
+                same = _renumbered(found[1], groups, joined, outline, own)
+                found[count] = same or self._record_with(joined, outline, own, [])
+        return found
+
+    def _record_with(
+        self, calls: list[WrapGroup], outline: Outline, groups: list[PlannedGroup], notes: list[str]
+    ) -> _Wrapping:
+        """Records a step with these calls. `notes`: gets what could not be recorded."""
+        plain = again = None
+        if self._batch is not None:
+            blocks = apply.blocks(calls)
+            plain = self._record(self._batch, groups, (), notes)
+            again = self._record(self._batch, groups, blocks, notes) if self._checkpoints and blocks and plain else None
+        recording = plain or without_activations(self._model, groups)
+        return _Wrapping(calls, outline, [group.on_meta() for group in groups], recording, again, plain is not None)
+
+    def _record(
+        self, batch: Callable[[], Any], groups: Sequence[PlannedGroup], blocks: Sequence[nn.Module], notes: list[str]
+    ) -> Recording | None:
+        """Records a step, in which `blocks` run again in backward. Returns None if it can't run without values."""
+        modules = [(module, *group.casts) for module, group in modules_of(groups)]
+        dtypes = {p: dtype for group in groups for p, dtype in zip(group.parameters, group.compute_dtypes, strict=True)}
+        try:
+            return record(self._model, modules, dtypes, batch, self._loss, blocks)
+        except Exception as error:  # whatever the user's forward raises without values
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            left_out = "Peaks are those of parameters and gradients alone: the"
+            what = "Checkpointing is left out: its" if blocks else left_out
+            notes.append(f"{what} step could not run without values ({text[:200]}).")
+            return None
 
 
 def _renumbered(
@@ -399,51 +456,49 @@ def _renumbered(
     return _Wrapping(calls, outline, light, renumbered(wrapping.plain, *numbers), again, wrapping.has_activations)
 
 
-def _record(
-    model: nn.Module,
-    groups: Sequence[PlannedGroup],
-    batch: Any,
-    loss: Any,
-    blocks: Sequence[nn.Module],
-    notes: list[str],
-) -> Recording | None:
-    modules = [(module, *group.casts) for module, group in modules_of(groups)]
-    dtypes = {p: dtype for group in groups for p, dtype in zip(group.parameters, group.compute_dtypes, strict=True)}
-    try:
-        return record(model, modules, dtypes, batch, loss or arguments.default_loss, blocks)
-    except Exception as error:  # whatever the user's forward raises without values
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        what = "Checkpointing is left out: its" if blocks else "Peaks are those of parameters and gradients alone: the"
-        notes.append(f"{what} step could not run without values ({text[:200]}).")
-        return None
+# ---- predictions
 
 
-def _predict(
-    model: nn.Module,
-    wrapping: _Wrapping,
-    setting: Setting,
-    machine: Machine,
-    optimizer: str | float | None,
-    copies: dict[Setting, ShardedCopy],
-) -> Prediction:
-    """Returns what a step takes. `copies`: those of the model that have been sharded, to which another is added."""
-    recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    # With offload the CPU steps, in a time that no plan knows.
-    traffic = 0.0 if setting.offload else sum(_optimizer_traffic(g, setting, optimizer) for g in wrapping.groups)
-    key = key_of(setting)
-    if key not in copies:
-        copies[key] = ShardedCopy(wrapping.outline, setting, machine)
-    return copies[key].predict(setting, recording, buffers, traffic)
+class _Predictor:
+    """Predicts steps of a model on one machine. Settings share copies of the model that are sharded alike.
+
+    Args:
+        model: the plain module.
+        machine: what each rank computes and communicates with.
+        optimizer: its name, or bytes for each element, as for `plan`.
+    """
+
+    def __init__(self, model: nn.Module, machine: Machine, optimizer: str | float | None) -> None:
+        self._machine, self._optimizer = machine, optimizer
+        self._buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self._copies: dict[Setting, ShardedCopy] = {}
+
+    def row(self, setting: Setting, wrapping: _Wrapping, memory: float | None) -> PlanRow:
+        """Returns what a setting takes, beside the `memory` that there is."""
+        states = sum(_optimizer_nbytes(group, setting, self._optimizer) for group in wrapping.groups)
+        on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
+        prediction = self.predict(setting, wrapping)
+        return PlanRow(setting, prediction, states, memory, wrapping.has_activations, on_host)
+
+    def predict(self, setting: Setting, wrapping: _Wrapping) -> Prediction:
+        """Returns what a step takes."""
+        recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
+        # With offload the CPU steps, in a time that no plan knows.
+        groups = () if setting.offload else wrapping.groups
+        traffic = sum(_optimizer_traffic(group, setting, self._optimizer) for group in groups)
+        key = key_of(setting)
+        if key not in self._copies:
+            self._copies[key] = ShardedCopy(wrapping.outline, setting, self._machine)
+        return self._copies[key].predict(setting, recording, self._buffers, traffic)
 
 
-def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: Any) -> int:
+def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: str | float | None) -> int:
     return sum(
         int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for s in _stepped(group, setting)
     )
 
 
-def _optimizer_traffic(group: PlannedGroup, setting: Setting, optimizer: Any) -> float:
+def _optimizer_traffic(group: PlannedGroup, setting: Setting, optimizer: str | float | None) -> float:
     """Returns the bytes that a fused step reads and writes: it reads gradients, and reads and writes parameters and
     states. AdamW in fp32: 28 for each element.
     """

@@ -1,9 +1,9 @@
 """Plays a recorded step with a sharded model's own hooks: bytes, order, collectives and time, without computing.
 
 The model is a copy of an outline (outline.py), on a device whose tensors have no memory (device.py). Its modules are
-called in the order of the recording. Its graph is a chain of nodes without elements, one for each mark of the recorded
-backward: autograd reaches outputs, inputs and parameters in the recorded order, and runs the engine's hooks there as in
-training.
+called in the order of the recording. Its graph is a chain of nodes without elements: autograd reaches outputs and
+inputs in the recorded order, and runs the engine's hooks there as in training. Gradients of parameters come in between,
+as autograd would accumulate them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.compat import post_accumulate_hooks_of
 from ..engine.root import Root
 from .compat import no_dispatch
 from .device import DeviceOfSizes
@@ -83,8 +84,9 @@ class Playback:
         for marks in reversed(self._backward):
             kind, subject, call = marks[0].kind, marks[0].subject, marks[0].call
             dtype = (self._groups[subject].state.input_dtype or torch.float32) if kind == INPUTS else x.dtype
-            parameter = self._parameters[subject].unsharded if kind == GRADIENT else None
-            x = _Node.apply(x, parameter, self, marks, dtype)
+            x = _Node.apply(x, self, marks, dtype)
+            if kind == GRADIENT:
+                continue
             x.register_hook(_Arrival(self, marks[0]))
             if kind == INPUTS:
                 self._inputs[subject, call] = x
@@ -111,6 +113,19 @@ class Playback:
             self._marks, self._next = marks, 1
             with torch.enable_grad(), suppress(_EndOfMarks):
                 self._modules[mark.subject](torch.empty(0, device="meta"))
+        elif mark.kind == GRADIENT:
+            for each in marks:
+                self.follow(each)
+                self._accumulate(self._parameters[each.subject].unsharded)
+
+    def _accumulate(self, unsharded: nn.Parameter) -> None:
+        """Does what autograd does when it has computed the gradient of a parameter. Only `.grad` holds it then."""
+        if unsharded.grad is None:
+            unsharded.grad = self._meter.empty(unsharded.shape, unsharded.dtype)
+        else:
+            unsharded.grad.add_(self._meter.empty(unsharded.shape, unsharded.dtype))
+        for hook in tuple((post_accumulate_hooks_of(unsharded) or {}).values()):
+            hook(unsharded)
 
     # ---- forward
 
@@ -144,7 +159,7 @@ class Playback:
 
 def _split(marks: Sequence[Mark]) -> tuple[list[Mark], list[list[Mark]]]:
     """Returns the marks of the forward, and those of backward: a list for each node of the chain, which has one mark,
-    or those of a forward that runs again.
+    those of a forward that runs again, or those of gradients that come one after the other.
     """
     kinds = (REACHED, INPUTS, GRADIENT)
     first = next(
@@ -156,6 +171,8 @@ def _split(marks: Sequence[Mark]) -> tuple[list[Mark], list[list[Mark]]]:
         if depth and mark.kind in (BEGIN, END):
             nodes[-1].append(mark)
             depth += 1 if mark.kind == BEGIN else -1
+        elif nodes and mark.kind == nodes[-1][0].kind == GRADIENT:
+            nodes[-1].append(mark)
         else:
             nodes.append([mark])
             depth = int(mark.kind == BEGIN)
@@ -173,14 +190,11 @@ class _Arrival:
 
 
 class _Node(torch.autograd.Function):
-    """Is a node of the chain. If it is about a parameter, that gets its gradient."""
+    """Is a node of the chain."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, parameter: nn.Parameter | None, playback: Playback, marks: Sequence[Mark], dtype: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, playback: Playback, marks: Sequence[Mark], dtype: torch.dtype) -> Tensor:
         ctx.playback, ctx.marks, ctx.dtype = playback, marks, x.dtype
-        ctx.like = None if parameter is None else (tuple(parameter.shape), parameter.dtype)
         with no_dispatch():
             return torch.empty(0, dtype=dtype, device="meta")
 
@@ -190,5 +204,4 @@ class _Node(torch.autograd.Function):
         if gradient.dtype != ctx.dtype:
             with no_dispatch():
                 gradient = torch.empty(0, dtype=ctx.dtype, device="meta")
-        own = None if ctx.like is None else torch.empty(ctx.like[0], dtype=ctx.like[1], device="meta")
-        return gradient, own, None, None, None
+        return gradient, None, None, None

@@ -19,7 +19,8 @@ class Prediction:
     Args:
         shards: bytes of the parameters' shards, on whichever device they rest.
         buffers: bytes of the model's buffers, which rest on the device.
-        resting: bytes on the device between steps: shards that are not offloaded, and buffers; no optimizer states.
+        resting: bytes on the device between steps: shards that are not offloaded, buffers, and what codecs with
+            feedback keep; no optimizer states.
         forward_peak: most bytes above resting until the model's forward has returned.
         step_peak: most bytes above resting until backward ends, which includes all sharded gradients.
         peak_at: what ran when the step had its peak.
@@ -31,6 +32,7 @@ class Prediction:
         compute_time, time: seconds of computation alone, and of the step with the optimizer's; None without speeds.
         launched: how many collectives a step launches, by their kind.
         optimizer_time: seconds of the optimizer's step; None without speeds.
+        feedback: bytes that codecs with feedback keep between steps.
     """
 
     shards: int
@@ -47,6 +49,7 @@ class Prediction:
     time: float | None = None
     launched: dict[str, int] = field(default_factory=dict)
     optimizer_time: float | None = None
+    feedback: int = 0
 
     @property
     def exposed_time(self) -> float | None:
@@ -108,11 +111,12 @@ class ShardedCopy:
         self._knows_order = True
         has_speeds = self._machine.has_speeds
         buffers_of = [(group.parameters.buffers, group.transfers) for group in root.groups if group.params]
+        feedback = sum(group.gradients.kept_nbytes for group in root.groups)
         shards = [(each.shards.nbytes, transfers) for each, transfers in buffers_of if each is not None]
         return Prediction(
             shards=sum(nbytes for nbytes, _ in shards),
             buffers=buffers,
-            resting=sum(nbytes for nbytes, transfers in shards if transfers is None) + buffers,
+            resting=sum(nbytes for nbytes, transfers in shards if transfers is None) + buffers + feedback,
             forward_peak=playback.forward_peak - resting,
             step_peak=meter.peak - resting,
             peak_at=meter.peak_at,
@@ -124,6 +128,7 @@ class ShardedCopy:
             time=clocks.now - clocks.began if has_speeds else None,
             launched=dict(clocks.launched),
             optimizer_time=optimizer_time if has_speeds else None,
+            feedback=feedback,
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from ..engine.step import cast_floating
 from .compat import fake_mode, flop_formulas, is_fake
 from .meter import StorageMeter
 from .structure import PlannedGroup
+
+if TYPE_CHECKING:
+    from .compat import FakeTensorMode
 
 # Kinds of marks. `subject` is the index of a group's module, or of a parameter for GRADIENT.
 BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gradient"
@@ -70,21 +73,21 @@ def renumbered(recording: Recording, modules: Sequence[int], parameters: Sequenc
 
 
 class _Counter(StorageMeter):
-    """Counts bytes of living storages that operations have made, and floating-point operations."""
+    """Counts bytes of living storages that operations have made since `is_on`, and floating-point operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self._formulas = flop_formulas()
-        self.flops = 0
+        self.flops, self.is_on = 0, False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Counts what an operation has computed."""
+        if not self.is_on:
+            return
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         self.see(out)
-        return out
 
 
 def record(
@@ -108,7 +111,7 @@ def record(
     counter, marks = _Counter(), Recording()
     arguments = batch()
     with ExitStack() as stack, torch.enable_grad():
-        mode = fake_mode()
+        mode = fake_mode(counter.count)
         parameters = stack.enter_context(_on_fakes(model, mode, compute_dtypes))
         args, kwargs = _as_call(_to_fake(arguments, mode))
         counter.leave_out(tensors_in(args, kwargs))
@@ -123,7 +126,7 @@ def record(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(hooks.gradient, i))
         stack.enter_context(mode)
-        stack.enter_context(counter)
+        counter.is_on = True
         result = loss(model(*args, **kwargs))
         if not isinstance(result, Tensor) or result.numel() != 1:
             raise TypeError(f"loss: expected a function that returns a scalar tensor, got {type(result).__name__}")
@@ -200,7 +203,9 @@ def _forward_again(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _on_fakes(model: nn.Module, mode: Any, compute_dtypes: dict[Tensor, torch.dtype]) -> Iterator[list[Tensor]]:
+def _on_fakes(
+    model: nn.Module, mode: FakeTensorMode, compute_dtypes: dict[Tensor, torch.dtype]
+) -> Iterator[list[Tensor]]:
     """Puts tensors without memory, on the CPU, in place of all that the modules have. Yields the new parameters, in the
     order of `compute_dtypes`.
     """
@@ -236,12 +241,12 @@ def _put(module: nn.Module, slots: dict[str, Any], name: str, tensor: Tensor) ->
         slots[name] = tensor
 
 
-def _fake_like(tensor: Tensor, mode: Any, dtype: torch.dtype) -> Tensor:
+def _fake_like(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
     with mode:
         return torch.empty(tuple(tensor.shape), dtype=dtype, device="cpu")
 
 
-def _to_fake(value: Any, mode: Any) -> Any:
+def _to_fake(value: Any, mode: FakeTensorMode) -> Any:
     def convert(tensor: Tensor) -> Tensor:
         if is_fake(tensor):
             raise TypeError("batch: expected real tensors, or tensors on meta")

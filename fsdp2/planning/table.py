@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..tools.describe import aligned, dtype_text, dtypes_text, size_text
+from .settings import Setting
+
+if TYPE_CHECKING:
+    from .check import PlanCheck
+    from .plan import Plan, PlanRow
+    from .structure import PlannedGroup
 
 _GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
 _ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "sent", "time", "exposed", "fits")
 
 
-def plan_text(plan: Any) -> str:
+def plan_text(plan: Plan) -> str:
     """Returns the table of groups, their order, the table of settings, and the notes."""
     best = plan.best
     lines = [*_ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
@@ -30,7 +36,7 @@ def plan_text(plan: Any) -> str:
     return "\n".join(lines)
 
 
-def setting_text(setting: Any, among: Sequence[Any] = ()) -> str:
+def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
     """Returns what a setting chooses. `among`: the number of ranks, and the policy, are named if these differ in it."""
     parts = []
     if len({each.policy for each in among}) > 1:
@@ -51,7 +57,7 @@ def setting_text(setting: Any, among: Sequence[Any] = ()) -> str:
     return ", ".join(parts)
 
 
-def check_text(check: Any, tolerance: float) -> str:
+def check_text(check: PlanCheck, tolerance: float) -> str:
     """Returns the table of predicted and measured bytes."""
     rows = [("", "predicted", "measured", "off by")]
     for each in check.values:
@@ -65,7 +71,7 @@ def check_text(check: Any, tolerance: float) -> str:
 # ---- rows
 
 
-def _group_rows(plan: Any) -> list[tuple[str, ...]]:
+def _group_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Returns a row for each group; equal ones share one."""
     setting, alike = plan.best.setting, Counter[tuple[str, ...]]()
     names: dict[tuple[str, ...], list[str]] = {}
@@ -80,7 +86,7 @@ def _group_rows(plan: Any) -> list[tuple[str, ...]]:
     return rows
 
 
-def _group_cells(group: Any, setting: Any) -> tuple[str, ...]:
+def _group_cells(group: PlannedGroup, setting: Setting) -> tuple[str, ...]:
     specs, policy = group.specs(setting.num_shards), group.policy
     trainable = [s for s, p in zip(specs, group.parameters, strict=True) if p.requires_grad]
     dtypes = [
@@ -99,7 +105,7 @@ def _group_cells(group: Any, setting: Any) -> tuple[str, ...]:
     )
 
 
-def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
+def _cells(row: PlanRow, is_best: bool, among: Sequence[Setting]) -> tuple[str, ...]:
     taken = row.prediction
     exposed = "-" if taken.exposed_time is None else _seconds(taken.exposed_time)
     time = "-" if taken.time is None else _seconds(taken.time)
@@ -119,7 +125,7 @@ def _cells(row: Any, is_best: bool, among: Sequence[Any]) -> tuple[str, ...]:
     )
 
 
-def _verdict(plan: Any) -> str:
+def _verdict(plan: Plan) -> str:
     best = plan.best
     text = setting_text(best.setting)
     if best.memory is None:

@@ -10,9 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import compare_initial_weights
-from ..engine.owners import owners_by_id, sharded_owner
+from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
+from ..engine.parameter import USER_CLASS
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.state import state_of
+from ..engine.state import STATE, state_of
+from ..engine.torch_names import is_sharded_by_fsdp1
 from ..engine.write_notices import notices
 from .ours import OurGroup, OurParam, OurShards, plain_class
 from .ours import place_of as place_in_group
@@ -22,16 +24,20 @@ from .torch_fsdp2 import TorchParam, TorchShards, is_sharded_by_torch
 from .torch_fsdp2 import plain_class as plain_class_of_torchs
 
 __all__ = [
+    "attributes_of",
     "before_write",
     "check_weights",
     "find_params",
     "groups_managing",
+    "has_users_class",
     "is_sharded",
+    "is_sharded_by_fsdp1",
     "is_unsynchronized",
     "original_class",
     "place_of",
     "refuse_written",
     "shard_of",
+    "sharded_name_of",
     "shards_of",
 ]
 
@@ -134,6 +140,22 @@ def find_params(tensors: Iterable[Tensor]) -> list[OurParam | None]:
     owners = owners_by_id()
     found = (owners.get(id(tensor)) for tensor in tensors)
     return [None if owner is None else OurParam(owner.group, owner.param) for owner in found]
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that a module has by itself, by name: without what sharding it has added."""
+    return {name: value for name, value in vars(module).items() if name != STATE}
+
+
+def has_users_class(parameter: Tensor) -> bool:
+    """Returns True if a sharded parameter is of a class of the user's, with attributes and methods of its own."""
+    return USER_CLASS in vars(parameter)
+
+
+def sharded_name_of(parameter: Tensor) -> str | None:
+    """Returns the name under which a plain parameter was sharded, of which it is a left-over since; else None."""
+    name: str | None = getattr(parameter, SHARDED_AS, None)
+    return name
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

@@ -1,7 +1,7 @@
 """Shares small facts between ranks, and whole values: the collectives of tools, over process groups.
 
 Each function takes process groups, one for each axis of a mesh (`Ranks.axis_groups`), and must be called by all of
-their ranks.
+their ranks. Most are the engine's own, see tensors.py: what is here knows no sharded module.
 """
 
 from __future__ import annotations

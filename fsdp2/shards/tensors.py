@@ -1,4 +1,8 @@
-"""Answers what tools ask of tensors, sharded or not: local tensors, their bits, names for texts."""
+"""Answers what tools ask of tensors, sharded or not: local tensors, their bits, names for texts.
+
+It has no functions of its own: the engine, which can't import this folder, needs them, too. It says which of them
+tools, optimizers and files may use. What is about sharded modules and their parameters is in protocol.py and find.py.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,15 @@ from ..engine.gather import group_copies, own_storage_view, view_bytes
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.once import once
-from ..engine.owners import SHARDED_AS, some_of
-from ..engine.parameter import USER_CLASS, fqn
-from ..engine.state import STATE
+from ..engine.owners import some_of
+from ..engine.parameter import fqn
 from ..engine.subclasses import is_packed
-from ..engine.torch_names import is_sharded_by_fsdp1
 from ..engine.user_code import hidden, hides_modes
 from ..features.module_repr import dtype_text
 
 __all__ = [
     "PLAIN",
     "RANK_ALIGNMENT",
-    "SHARDED_AS",
-    "STATE",
-    "USER_CLASS",
     "ParamSpec",
     "align",
     "are_alike",
@@ -53,7 +52,6 @@ __all__ = [
     "inner_tensors",
     "is_marked",
     "is_packed",
-    "is_sharded_by_fsdp1",
     "local_if_any",
     "local_of",
     "map_tensors",

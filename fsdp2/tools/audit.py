@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..shards.find import is_unsynchronized, shards_of
+from ..shards.find import is_sharded_by_fsdp1, is_unsynchronized, sharded_name_of, shards_of
 from ..shards.protocol import Ranks, ShardGroup, ShardParam, Shards
 from ..shards.ranks import gather_objects
-from ..shards.tensors import SHARDED_AS, checksum, fqn, is_sharded_by_fsdp1, read, values_of, written_by_some
+from ..shards.tensors import checksum, fqn, read, values_of, written_by_some
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 
@@ -236,7 +236,7 @@ def _find_in_optimizers(tensors: Sequence[Held], optimizers: Sequence[Any]) -> d
 
 
 def _describe(position: str, tensor: Tensor) -> str:
-    origin = getattr(tensor, SHARDED_AS, None)
+    origin = sharded_name_of(tensor)
     what = f"what was {origin} before fully_shard" if origin else f"a {type(tensor).__name__} {tuple(tensor.shape)}"
     return f"{position}, {what}"
 

@@ -12,7 +12,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.profiler import record_function
 
 from ..engine.compat import profiler_runs
+from ..engine.group import FSDPParamGroup
 from ..engine.owners import sharded_owner, some_of
+from ..engine.root import Root
 from .watched_comms import Collective, watch
 
 
@@ -28,14 +30,14 @@ class _Ranges:
 
 _ranges = _Ranges()
 # Root -> what ends its ranges, also when it is freed.
-_endings: WeakKeyDictionary[Any, finalize[[], Any]] = WeakKeyDictionary()
+_endings: WeakKeyDictionary[Root, finalize[[], Any]] = WeakKeyDictionary()
 # What ends the ranges of optimizer steps.
 _steps_end: list[Callable[[], None]] = []
 # Identity of an optimizer -> the range of its step.
 _steps: dict[int, record_function] = {}
 
 
-def start(root: Any) -> None:
+def start(root: Root) -> None:
     """Opens ranges for the collectives under `root` from now on, and for optimizer steps."""
     _endings[root] = finalize(root, watch(root.groups, _ranges))
     _endings[root].atexit = False
@@ -44,7 +46,7 @@ def start(root: Any) -> None:
         _steps_end.extend(hook.remove for hook in hooks)
 
 
-def end(root: Any) -> None:
+def end(root: Root) -> None:
     """Opens none from now on, as the profiler has stopped."""
     _endings.pop(root)()
     while _steps_end:
@@ -52,7 +54,7 @@ def end(root: Any) -> None:
     _steps.clear()
 
 
-def show_reshard(group: Any) -> None:
+def show_reshard(group: FSDPParamGroup) -> None:
     """Opens a range for the reshard of `group`, if that frees memory."""
     buffers = group.parameters.buffers
     if group.params and buffers is not None and buffers.hold_memory():

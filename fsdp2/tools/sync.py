@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..shards.find import before_write, check_weights, groups_managing, shards_of
+from ..shards.find import before_write, check_weights, groups_managing, has_users_class, shards_of
 from ..shards.protocol import NotedValues, Ranks, ShardGroup, Shards
 from ..shards.ranks import bounds_over, broadcast_over, default_mesh, gather_objects, ranks_on
-from ..shards.tensors import PLAIN, USER_CLASS, fqn, holds_values, inner_tensors, no_torch_function
+from ..shards.tensors import PLAIN, fqn, holds_values, inner_tensors, no_torch_function
 from .audit import widest
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
@@ -122,7 +122,7 @@ def _find_copies(root: nn.Module, ranks: Ranks) -> Iterator[_Copies]:
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield _copies_of(f"{kind} {fqn(prefix, name)}", tensor, ranks, shards)
-                    if USER_CLASS in vars(tensor) or (type(tensor) not in PLAIN and holds_values(tensor)):
+                    if has_users_class(tensor) or (type(tensor) not in PLAIN and holds_values(tensor)):
                         for attribute, value in _tensors_of(tensor, seen):
                             yield _copies_of(f"attribute {fqn(prefix, name)}.{attribute}", value, ranks, shards)
 

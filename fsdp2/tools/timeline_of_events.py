@@ -12,6 +12,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..engine.compat import no_torch_function
 from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.root import Root
 from ..engine.state import groups_below
 from .picture import HOST, MODULES, OPTIMIZER, RESHARDS, Picture
 from .profiler_ranges import describe_step
@@ -91,26 +93,26 @@ class _Timeline(Observer, Picture):
 
     # ---- events of the engine
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         self.end_pass("forward")
         self.begin_pass("forward")
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         self.end_pass("forward")
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         self.end_pass("backward" if in_backward else "forward")
 
-    def backward_began(self, root: Any) -> None:
+    def backward_began(self, root: Root) -> None:
         self.begin_pass("backward")
 
-    def backward_ended(self, root: Any) -> None:
+    def backward_ended(self, root: Root) -> None:
         self.end_pass("backward")
 
-    def forward_began(self, group: Any) -> None:
+    def forward_began(self, group: FSDPParamGroup) -> None:
         self._open.append((group, self.now()))
 
-    def forward_ended(self, group: Any, inputs: Any = ()) -> None:
+    def forward_ended(self, group: FSDPParamGroup, inputs: Any = ()) -> None:
         if any(each is group for each, _ in self._open):
             while self._open:  # those inside that have raised, too
                 each, began = self._open.pop()
@@ -120,17 +122,17 @@ class _Timeline(Observer, Picture):
 
     forward_failed = forward_ended
 
-    def unsharded(self, group: Any) -> None:
+    def unsharded(self, group: FSDPParamGroup) -> None:
         self._sample()
 
-    def before_free(self, group: Any) -> None:
+    def before_free(self, group: FSDPParamGroup) -> None:
         if group in self._chosen and _is_allocated(group):
             self.note("i", f"reshard {group.name}", RESHARDS, s="t", args={"group": group.name, "bytes": group.nbytes})
             self._sample(freed=group)
 
     before_reduce = unsharded
 
-    def gradients_delivered(self, group: Any) -> None:
+    def gradients_delivered(self, group: FSDPParamGroup) -> None:
         if group in self._chosen:
             self._gradients[group] = _gradient_nbytes(group)
         self._sample()
@@ -150,12 +152,12 @@ class _Timeline(Observer, Picture):
             self.refresh()
 
 
-def _is_allocated(group: Any) -> bool:
+def _is_allocated(group: FSDPParamGroup) -> bool:
     buffers = group.parameters.buffers
     return bool(group.params) and buffers is not None and buffers.hold_memory()
 
 
-def _gradient_nbytes(group: Any) -> int:
+def _gradient_nbytes(group: FSDPParamGroup) -> int:
     """Returns the bytes of `.grad` of the group's shards, which have the dtype of these."""
     with no_torch_function():
         waits = group.gradients.unsynchronized.keys() | group.gradients.partial.keys()
