@@ -905,6 +905,9 @@ def train(draw: Draw, mesh: DeviceMesh, shown: Sequence[Any]) -> list[str]:
     return found
 
 
-def of_each_number_of_ranks(draws: Iterable[Draw]) -> Iterator[list[Draw]]:
+def launches(draws: Iterable[Draw], size: int = 20) -> Iterator[list[Draw]]:
+    """Returns lists of draws that run on as many ranks: a fault that ends a launch ends no more than one list."""
     by_ranks = sorted(draws, key=lambda draw: draw.ranks)
-    yield from (list(group) for _, group in itertools.groupby(by_ranks, key=lambda draw: draw.ranks))
+    for _, group in itertools.groupby(by_ranks, key=lambda draw: draw.ranks):
+        same = list(group)
+        yield from (same[i : i + size] for i in range(0, len(same), size))
