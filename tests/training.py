@@ -258,7 +258,8 @@ class Draw:
             or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
             # See `test_conditional_modules_with_an_optimizer_in_backward`.
             or (self.model in CONDITIONAL and self.program == "optimizer in backward")
-            or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel == "all to all"))
+            or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
+            or (self.model in CONDITIONAL and (self.is_staged or self.setting == "prefetch everything"))
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
