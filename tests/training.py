@@ -258,7 +258,8 @@ class Draw:
             or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
             # See `test_conditional_modules_with_an_optimizer_in_backward`.
             or (self.model in CONDITIONAL and self.program == "optimizer in backward")
-            or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel == "all to all"))
+            or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
+            or (self.model in CONDITIONAL and (self.is_staged or self.setting == "prefetch everything"))
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
@@ -905,6 +906,9 @@ def train(draw: Draw, mesh: DeviceMesh, shown: Sequence[Any]) -> list[str]:
     return found
 
 
-def of_each_number_of_ranks(draws: Iterable[Draw]) -> Iterator[list[Draw]]:
+def launches(draws: Iterable[Draw], size: int = 20) -> Iterator[list[Draw]]:
+    """Returns lists of draws that run on as many ranks: a fault that ends a launch ends no more than one list."""
     by_ranks = sorted(draws, key=lambda draw: draw.ranks)
-    yield from (list(group) for _, group in itertools.groupby(by_ranks, key=lambda draw: draw.ranks))
+    for _, group in itertools.groupby(by_ranks, key=lambda draw: draw.ranks):
+        same = list(group)
+        yield from (same[i : i + size] for i in range(0, len(same), size))

@@ -4,27 +4,39 @@ Each test is one draw, and its name lists what was drawn, so that it can be run 
 
     python -m pytest "tests/ranks/test_training.py::test_training[2, OddMLP, leaves, bf16, rows, ...]"
 
-All draws that are to run on as many ranks are trained in one launch.
+Draws that are to run on as many ranks share launches.
 """
 
 from typing import Any
 
 import pytest
 
-from training import Draw, differing, of_each_number_of_ranks, sampled
+from training import Draw, differing, launches, sampled
+
+
+class Found:
+    """Trains draws when the first of their launch is asked for, and holds what differs."""
+
+    def __init__(self, draws: list[Draw]) -> None:
+        self._launches = {draw: launch for launch in launches(draws) for draw in launch}
+        self._found: dict[Draw, list[str]] = {}
+
+    def __getitem__(self, draw: Draw) -> list[str]:
+        if draw not in self._found:
+            self._found |= differing(self._launches[draw])
+        return self._found[draw]
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[Draw, list[str]]:
+def found(request: pytest.FixtureRequest) -> Found:
     """Returns the differences of each draw that this run of pytest has selected."""
     items: Any = [item for item in request.session.items if item.path == request.path]
-    draws = [item.callspec.params["draw"] for item in items if hasattr(item, "callspec")]
-    return {draw: texts for some in of_each_number_of_ranks(draws) for draw, texts in differing(some).items()}
+    return Found([item.callspec.params["draw"] for item in items if hasattr(item, "callspec")])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("draw", sampled(), ids=str)
-def test_training(draw: Draw, found: dict[Draw, list[str]]) -> None:
+@pytest.mark.parametrize("draw", sorted(sampled(), key=lambda draw: draw.ranks), ids=str)
+def test_training(draw: Draw, found: Found) -> None:
     """A lost, doubled, unscaled or stale number, a cast too many, too early or too late, a row at another rank."""
     assert not found[draw], "\n".join(found[draw])
 
