@@ -11,5 +11,6 @@ from advised import plan_programs as plan_programs
 from advised import refusal_programs as refusal_programs
 from advised import tensor_programs as tensor_programs
 from advised import tool_programs as tool_programs
+from advised import topology_programs as topology_programs
 from advised.registry import ELSEWHERE as ELSEWHERE
 from advised.registry import ENTRIES as ENTRIES

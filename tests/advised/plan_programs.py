@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from advised.registry import (
     warned,
 )
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast
 from models import TanhBlock
 
 
@@ -279,13 +278,35 @@ def plans_for_other_meshes() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(Cast):
-    """Is a codec that plans do not know."""
+class Own:
+    """Is a codec that reads values, which plans have not. What it sends is exact."""
 
-    dtype: torch.dtype = torch.bfloat16
+    exchanges: ClassVar[bool] = True
+    feedback: ClassVar[bool] = False
+
+    def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
+        return summed
+
+    def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
+        return numel * summed.itemsize
+
+    def encode(self, numbers: Tensor, seed: int) -> Tensor:
+        assert numbers.isfinite().all().item()
+        return numbers.contiguous().view(torch.uint8)
+
+    def decode(self, wire: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(wire.view(numbers.dtype))
+
+    def sum(self, rows: Any, total: Tensor) -> None:
+        total.zero_()
+        for row in rows:
+            total += row.view(total.dtype)
 
 
-@follows("Plan with wire_dtype=torch.bfloat16 in its place")
+@follows(
+    "Plan with wire_dtype=torch.bfloat16 in its place",
+    "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype",
+)
 def planned_with_a_codec() -> None:
     def planned(**options: Any) -> Any:
         policy = fsdp2.MixedPrecisionPolicy(**options)
@@ -293,8 +314,11 @@ def planned_with_a_codec() -> None:
 
     refused(lambda: planned(gradient_codec=Own()), NotImplementedError)
     planned(wire_dtype=torch.bfloat16).apply(init_device_mesh("cpu", (2,)))
-    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float64, gradient_codec=Own(torch.float32))
-    train(fully_shard(build(stack), mp_policy=policy), build(stack))
+    refused(lambda: planned(gather_codec=Own()), NotImplementedError)
+    train(planned().apply(init_device_mesh("cpu", (2,))), build(stack))
+    for name in ("gradient_codec", "gather_codec"):
+        policy = fsdp2.MixedPrecisionPolicy(**{name: Own()})
+        train(fully_shard(build(stack), mp_policy=policy), build(stack))
 
 
 @follows(

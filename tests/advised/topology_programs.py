@@ -1,0 +1,71 @@
+"""Follows the advice about axes of meshes that share what rests, and about codecs of gathers."""
+
+import copy
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
+from advised.registry import build, follows, refused, shard, train
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import Cast
+
+
+def axes(*sizes: int) -> Any:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner", "tp")[: len(sizes)])
+
+
+def named(mesh: Any, **dims: Any) -> Any:
+    return shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+
+
+@follows(
+    "If no ranks compute as replicas, all ranks shard: pass these names as `shard`",
+    "Pass the axes of data parallelism only: mesh[{}]",
+    "Build the mesh in that order",
+)
+def axes_that_share_what_rests() -> None:
+    mesh = axes(1, 2)
+    refused(lambda: named(mesh, shard_at_rest="inner"), ValueError)
+    train(named(mesh, shard="inner", replicate="outer"), build())
+
+    mesh = axes(1, 2, 1)
+    text = refused(lambda: named(mesh, shard="inner", shard_at_rest="outer"), NotImplementedError)
+    part = eval(text.split("data parallelism only: ")[1].rstrip("."), {"mesh": mesh})
+    train(named(part, shard="inner", shard_at_rest="outer"), build())
+
+    mesh = axes(2, 1)
+    refused(lambda: named(mesh, shard="outer", shard_at_rest="inner"), ValueError)
+    train(named(axes(2, 1), shard="inner", shard_at_rest="outer"), build())
+
+
+@follows("Leave shard_at_rest out to keep another part", ranks=4)
+def another_part_after_forward() -> None:
+    mesh, options = axes(2, 2), {"reshard_after_forward": 2}
+
+    def sharded(**dims: Any) -> Any:
+        return shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims), **options)
+
+    refused(lambda: sharded(shard="inner", shard_at_rest="outer"), ValueError)
+    model = shard(build(), mesh=init_device_mesh("cpu", (4,)), **options)
+    train(model, build())
+
+
+@follows("Call fully_shard on its module with another policy")
+def gathers_of_its_own() -> None:
+    class Gathered(Wrapper):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            rows = self.inner.new_zeros(-(-5 // mesh.size()), 5)
+            rows[: len(self.inner)] = self.inner
+            return (rows,), None
+
+        def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+            return None if out is not None else (type(self)(outputs[0][:5]), outputs)
+
+    make = with_stem(type("Stem", (WrappedWeight,), {"cls": Gathered}))
+    plain, policy = build(make), MixedPrecisionPolicy(gather_codec=Cast(torch.float32))
+    refused(lambda: shard(build(make), mp_policy=policy), NotImplementedError)
+    model = copy.deepcopy(plain)
+    fully_shard(model.stem)
+    train_the_rest(shard(model, mp_policy=policy), plain)
