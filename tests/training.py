@@ -271,6 +271,8 @@ class Draw:
             or (self.program == "optimizer in backward" and self.setting == "prefetch everything" and self.is_staged)
             # torch's own broadcasts, on the group whose collectives are called directly.
             or (self.program == "another model" and self.travel == "all to all")
+            # A copy to the simulated device may be made after the model that it is for is gone.
+            or (self.program == "another model" and self.is_staged)
             # What was not sent is forgotten when other parameters are trained.
             or (self.program == "frozen for a step" and "feedback" in self.precision)
             # gloo adds up in no order that is known, where no rank does it.
