@@ -236,7 +236,8 @@ class Draw:
 
     @property
     def shards(self) -> int:
-        return {"2x2 across": 2, "2x1": 1, "2 replicas": 1}.get(self.topology, self.ranks)
+        """The number of ranks that gather together, and first reduce together."""
+        return {"2x2 across": 2, "2x2 at rest": 2, "2x1": 1, "2 replicas": 1}.get(self.topology, self.ranks)
 
     @property
     def is_staged(self) -> bool:
@@ -248,7 +249,8 @@ class Draw:
         encodes = self.policy.wire_dtype is not None or self.policy.gradient_codec is not None
         return not (
             (encodes and topology.function is replicate)
-            or (self.reshard == "half" and self.shards % 2 != 0)
+            or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
+            or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
             or (self.precision == "fp32 sums" and self.model != "MixedDtypes")
             or ("vectors" in self.precision and self.model != "Odd")
@@ -261,6 +263,8 @@ class Draw:
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             or (self.model in CONDITIONAL and (self.is_staged or self.setting == "prefetch everything"))
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
+            # It holds what a module has returned, with its graph.
+            or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
             or (self.program == "clip" and (is_low or self.model == "MixedDtypes"))
@@ -300,7 +304,7 @@ class Draw:
         if TOPOLOGIES[self.topology].function is not replicate:
             reshard = self.shards // 2 if self.reshard == "half" else RESHARDS[self.reshard]
             options |= {"reshard_after_forward": reshard, "shard_placement_fn": PLACES[self.place]}
-            options |= {"offload_policy": OFFLOADS[self.rests]}
+            options |= {"offload_policy": OFFLOADS[self.rests], "dp_mesh_dims": TOPOLOGIES[self.topology].dims}
         if isinstance(model, Conditional):
             for module, conditional in model.groups():
                 TOPOLOGIES[self.topology].function(module, conditional=conditional, **options)
@@ -517,7 +521,9 @@ class Sharded(Side):
 
     def __init__(self, draw: Draw, mesh: DeviceMesh, expected: Sequence[tuple[str, str, Any]]) -> None:
         super().__init__(draw)
-        self.mesh, self.expected, self.different = mesh, expected, list[str]()
+        self.users_mesh, self.expected, self.different = mesh, expected, list[str]()
+        # On it parameters rest.
+        self.mesh = mesh if TOPOLOGIES[draw.topology].dims is None else mesh[NAMES]._flatten()
         self.start(draw.shard(draw.plain(), mesh))
 
     def show(self, kind: str, name: str, value: Any) -> None:
@@ -790,7 +796,7 @@ def another_model(side: Side) -> None:
         if not side.sharded:
             other.load_state_dict((side.draw.plain(97) if assign else before).state_dict())
         else:
-            other = side.draw.shard(other, side.mesh)  # type: ignore[attr-defined]
+            other = side.draw.shard(other, side.users_mesh)  # type: ignore[attr-defined]
             if assign:
                 other.load_state_dict(side.draw.plain(97).state_dict(), assign=True)
             else:
