@@ -271,8 +271,6 @@ class Draw:
             or (self.program == "recomputed" and "GPT" in self.model)  # a reentrant checkpoint needs floats
             or (self.program == "another model" and self.model == "SharedModule")  # torch saves one of its names
             or (self.program == "optimizer in backward" and self.setting == "further backwards")
-            # See `test_shards_that_are_stepped_on_are_not_gathered_ahead`.
-            or (self.program == "optimizer in backward" and self.setting == "prefetch everything" and self.is_staged)
             # torch's own broadcasts, on the group whose collectives are called directly.
             or (self.program == "another model" and self.travel == "all to all")
             # A copy to the simulated device may be made after the model that it is for is gone.

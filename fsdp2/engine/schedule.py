@@ -104,6 +104,8 @@ class Prefetcher:
         self.ran: deque[FSDPParamGroup] = deque(maxlen=_MAX_HISTORY)
         self.prefetched: set[FSDPParamGroup] = set()
         self.first_in_backward: set[FSDPParamGroup] = set()
+        # Those that the backward pass has reached so far.
+        self._reached: set[FSDPParamGroup] = set()
 
     def begin_pass(self) -> None:
         """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
@@ -136,16 +138,28 @@ class Prefetcher:
     def begin_backward(self) -> None:
         """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
+        self._reached.clear()
 
     def in_backward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
-        that ran before it, or that the user chose. Start each of them at once.
+        that ran before it, or that the user chose, unless backward is done with them. Start each of them at once.
         """
         self._backward.visit(group)
+        self._reached.add(group)
         chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
         if chosen is None:
             chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
+        else:
+            chosen = [each for each in chosen if not self._is_done(each)]
         return self._sharded(chosen)
+
+    def _is_done(self, group: FSDPParamGroup) -> bool:
+        """Returns True if backward has reached `group`, and is not expected to need it again.
+
+        Whether such a group is resharded yet differs between ranks, if they have used other parameters. An optimizer
+        that steps in backward may write to it.
+        """
+        return group in self._reached and not any(each is group for each in self._backward.ahead())
 
     def forget_order(self) -> None:
         """Forgets the orders that forward and backward expect: ranks may have recorded different ones."""

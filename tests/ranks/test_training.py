@@ -44,12 +44,12 @@ def test_training(draw: Draw, found: Found) -> None:
     assert not found[draw], "\n".join(found[draw])
 
 
-# ---- what is not exact yet -------------------------------------------------------------------------------------------
+# ---- single draws ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(reason="what backward has left behind is gathered ahead again while its optimizer steps")
 def test_shards_that_are_stepped_on_are_not_gathered_ahead() -> None:
     """Lists for `set_modules_to_backward_prefetch` may name modules whose gradients have been reduced."""
-    names = ("1", "OddMLP", "children", "fp64", "rows", "by default", "staged", "packed", "sgd")
-    draw = Draw(*names, "prefetch everything", "optimizer in backward")
-    assert not differing([draw])[draw]
+    names = ("OddMLP", "children", "fp64", "rows", "by default", "staged", "packed", "sgd")
+    for ranks in ("1", "2"):
+        draw = Draw(ranks, *names, "prefetch everything", "optimizer in backward")
+        assert not differing([draw])[draw]
