@@ -258,10 +258,9 @@ class Draw:
             or (self.program.startswith("ranks that") and self.model not in ("Odd", "SkippedModule"))
             or (self.wrap == "blocks" and "GPT" not in self.model)
             or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
-            # See `test_conditional_modules_with_an_optimizer_in_backward`.
-            or (self.model in CONDITIONAL and self.program == "optimizer in backward")
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
-            or (self.model in CONDITIONAL and (self.is_staged or self.setting == "prefetch everything"))
+            # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
+            or (self.model in CONDITIONAL and self.is_staged)
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")

@@ -198,6 +198,9 @@ NO_EVENTS = Events()
 class RankConsensus(Protocol):
     """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py)."""
 
+    def is_conditional(self, group: FSDPParamGroup) -> bool:
+        """Returns True if ranks may leave the modules of `group` out."""
+
     def before_pass(self) -> None:
         """Is called when a forward pass begins. It may refuse the root."""
 

@@ -79,6 +79,16 @@ def within_budget(
         yield item
 
 
+def _on_all_ranks(group: FSDPParamGroup, chosen: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
+    """Returns those of a user's `chosen` groups that all ranks gather when `group` runs. Some may leave `group` out:
+    they join gathers of groups that may be left out, too, and of no others.
+    """
+    consensus = group.root.consensus
+    if consensus is None or not consensus.is_conditional(group):
+        return chosen
+    return filter(consensus.is_conditional, chosen)
+
+
 class Prefetcher:
     """Chooses which groups to gather ahead of use, for the caller to gather: in forward those that followed in the last
     pass, in backward those whose forwards came before.
@@ -133,6 +143,8 @@ class Prefetcher:
         chosen: Iterable[FSDPParamGroup] | None = group.settings.forward_prefetch
         if chosen is None:
             chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget)
+        else:
+            chosen = _on_all_ranks(group, chosen)
         return self._sharded(chosen)
 
     def begin_backward(self) -> None:
@@ -150,7 +162,7 @@ class Prefetcher:
         if chosen is None:
             chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
         else:
-            chosen = [each for each in chosen if not self._is_done(each)]
+            chosen = [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
         return self._sharded(chosen)
 
     def _is_done(self, group: FSDPParamGroup) -> bool:

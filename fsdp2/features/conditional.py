@@ -85,6 +85,9 @@ class Consensus:
 
     # ---- what the engine calls
 
+    def is_conditional(self, group: FSDPParamGroup) -> bool:
+        return group in self.conditional
+
     def before_pass(self) -> None:
         if is_conditional(self._root.state):
             raise RuntimeError(

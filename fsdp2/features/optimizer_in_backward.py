@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
@@ -21,6 +21,7 @@ from ..engine.passes import finalize
 from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
 from ..engine.reduce import Pending
 from ..engine.root import Root
+from ..engine.user_code import run_shown
 from ..engine.write_notices import notices
 
 _EXTRA = "optimizer_in_backward"
@@ -115,20 +116,27 @@ def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
 def step_in_backward(root: Root) -> None:
     """Has a root step in backward on those of its groups that have an optimizer for that."""
     if any(map(steps_of, root.groups)):
-        root.steps = steps = OptimizerInBackward()
+        root.steps = steps = OptimizerInBackward(root)
         root.writers.append(steps.wait_for_steps)
 
 
 class OptimizerInBackward:
-    """Steps on the parameters of groups as soon as their gradients are delivered: the BackwardSteps of a root."""
+    """Steps on the parameters of groups as soon as their gradients are delivered: the BackwardSteps of a root.
 
-    def __init__(self) -> None:
+    Groups in conditional modules are stepped on when backward ends. Each rank reduces them when one of them is done, so
+    what is delivered first may be the gradient of some ranks only, and others may still need the weights.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
         # Steps that may not have ended, on their own thread.
         self._running: dict[FSDPParamGroup, list[Future[None]]] = {}
         # The backward pass of the last gradient that a parameter was stepped with.
         self._last: dict[FSDPParam, object] = {}
         # Parameters that were stepped on, and whose `.grad` does not say so yet.
         self._stepped: dict[FSDPParam, FSDPParamGroup] = {}
+        # Parameters in conditional modules whose gradients have been delivered.
+        self._waiting: dict[FSDPParamGroup, dict[FSDPParam, None]] = {}
 
     def wait_for_steps(self, group: FSDPParamGroup) -> None:
         """Waits until no step that was begun on another thread writes to shards of `group`."""
@@ -148,14 +156,22 @@ class OptimizerInBackward:
         return step
 
     def step(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
-        """Steps on those of `params` that the optimizer of the group has.
+        """Steps on those of `params` that the optimizer of the group has, or notes them for the end of backward.
 
         Raises:
             RuntimeError: one was stepped on before in this backward pass.
         """
-        steps = steps_of(group)
-        if steps is None:
+        if steps_of(group) is None:
             return
+        consensus = self._root.consensus
+        if consensus is not None and consensus.is_conditional(group):
+            self._waiting.setdefault(group, {}).update(dict.fromkeys(params))
+        else:
+            self._step(group, params, of_pass)
+
+    def _step(self, group: FSDPParamGroup, params: Iterable[FSDPParam], of_pass: object) -> None:
+        steps = steps_of(group)
+        assert steps is not None, "its optimizer steps in backward"
         found = {param.sharded: param for param in params}
         again = [param.name for param in found.values() if self._last.get(param) is of_pass]
         if again:
@@ -168,12 +184,19 @@ class OptimizerInBackward:
         self._stepped.update(dict.fromkeys(stepped, group))
 
     def after_delivery(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for group, params in waiting.items():
+            run_shown(self._step, group, params, group.gradients.backward_pass)
         stepped, self._stepped = self._stepped, {}
         for param, group in stepped.items():
             if self._last[param] is group.gradients.backward_pass:
                 put_placeholder(param, SteppedGrad)
 
     def before_backward(self) -> None:
+        if self._root.settings.finalize_backward:  # else they wait for `finalize`
+            for param in (param for params in self._waiting.values() for param in params):
+                param.sharded.grad = None  # the last pass has failed
+            self._waiting.clear()
         for param in self._last:
             if isinstance(param.sharded.grad, SteppedGrad):
                 take_placeholder(param)

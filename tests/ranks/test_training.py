@@ -53,3 +53,13 @@ def test_shards_that_are_stepped_on_are_not_gathered_ahead() -> None:
     for ranks in ("1", "2"):
         draw = Draw(ranks, *names, "prefetch everything", "optimizer in backward")
         assert not differing([draw])[draw]
+
+
+def test_conditional_modules_that_ranks_reach_in_other_orders() -> None:
+    """A step comes when all ranks have reduced; a list inside such a module may name what only others wait for."""
+    common = ("whole", "fp64", "rows", "by default", "on the device", "packed", "sgd")
+    for draw in (
+        Draw("2x1", "Mixture", *common, "nothing", "optimizer in backward"),
+        Draw("2", "Nested", *common, "prefetch everything", "gradients add up"),
+    ):
+        assert not differing([draw])[draw]
