@@ -17,7 +17,7 @@ from fsdp2 import fully_shard
 from helpers import fake_world
 
 SCRIPT = r"""
-import gc, json, sys, warnings
+import gc, json, os, sys, warnings
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 import torch, torch.distributed as dist, torch.distributed.tensor, torch.profiler
@@ -28,6 +28,8 @@ from torch import nn
 warnings.simplefilter("ignore")
 
 def items(value):
+    if value is os.environ:  # a name of torch 2.15; it makes new strings whenever it is read
+        return sorted(value.items())
     if type(value) in (list, tuple, set, frozenset):
         return [id(each) for each in value]
     if isinstance(value, Mapping) and not isinstance(value, WeakKeyDictionary):
