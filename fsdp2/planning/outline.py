@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
-from ..engine.codec import Codec
 from ..engine.mesh import DataMesh
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.root import Root
@@ -113,13 +112,6 @@ class Outline:
 
         for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            if policy.gradient_codec is not None:
-                _check_codec(policy.gradient_codec)
-            if policy.gather_codec is not None:
-                raise NotImplementedError(
-                    f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "
-                    "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype."
-                )
             wire = policy.wire_dtype if setting.wire_dtype is None else setting.wire_dtype
             offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
             offloads = can_offload and hasattr(offload, "pin_memory")
@@ -140,13 +132,20 @@ class Outline:
         return root, options
 
 
-def _check_codec(codec: Codec) -> None:
-    """Refuses a codec that reads values, which tensors of a plan do not have. It must run on the simulated device.
+def _check_codecs(policy: MixedPrecisionPolicy) -> None:
+    """Refuses codecs of which a plan cannot know what they allocate: of gathers all, and of gradients those that read
+    values, which tensors of a plan do not have.
 
     Raises:
-        NotImplementedError: encoding or decoding a few numbers on the meta device has failed.
+        NotImplementedError: there is a `gather_codec`; or `gradient_codec` has failed on a few numbers on meta.
     """
-    if not codec.exchanges:
+    if policy.gather_codec is not None:
+        raise NotImplementedError(
+            f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "
+            "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype."
+        )
+    codec = policy.gradient_codec
+    if codec is None or not codec.exchanges:
         return
     try:
         numbers = torch.empty(2, 64, dtype=codec.packed_dtype(torch.float32), device="meta")
@@ -164,7 +163,13 @@ def _check_codec(codec: Codec) -> None:
 def outline_of(
     model: nn.Module, calls: Sequence[WrapGroup], policy: MixedPrecisionPolicy
 ) -> tuple[Outline, list[nn.Module], list[nn.Parameter]]:
-    """Returns the outline of a model with these calls and the one on itself, its modules, and its parameters."""
+    """Returns the outline of a model with these calls and the one on itself, its modules, and its parameters.
+
+    Raises:
+        NotImplementedError: see `_check_codecs`.
+    """
+    for each in dict.fromkeys([*(call.options.get("mp_policy", policy) for call in calls), policy]):
+        _check_codecs(each)
     modules = {module: i for i, module in enumerate(modules_below(model))}
     parameters: dict[nn.Parameter, int] = {}
     children, slots = [], []
