@@ -68,15 +68,13 @@ class Topology:
     mesh: DeviceMesh
     uses: tuple[Use | None, ...]
 
-    def axes(self, *uses: Use) -> tuple[int, ...]:
-        """Returns the indices of the axes that are used so."""
-        return tuple(axis for axis, use in enumerate(self.uses) if use in uses)
+    def axes(self, gathered: Gathered) -> tuple[int, ...]:
+        """Returns the indices of the axes along which parameters are gathered then."""
+        return tuple(axis for axis, use in enumerate(self.uses) if use is not None and use.gathered is gathered)
 
-    def group(self, *uses: Use) -> dist.ProcessGroup | None:
-        """Returns this rank's process group along the axes that are used so, which count as one. None: there are
-        none.
-        """
-        return _group_over(self.mesh, self.axes(*uses))
+    def group(self, gathered: Gathered) -> dist.ProcessGroup | None:
+        """Returns this rank's process group along these axes, which count as one. None: there are none."""
+        return _group_over(self.mesh, self.axes(gathered))
 
     def __str__(self) -> str:
         names = self.mesh.mesh_dim_names or range(self.mesh.ndim)
@@ -143,7 +141,7 @@ class DataMesh:
 
     @cached_property
     def topology(self) -> Topology:
-        """What each axis of the user's mesh is used for."""
+        """Says what each axis of the user's mesh is used for."""
         uses = dict.fromkeys(self.shard_axes, Use.SHARD) | dict.fromkeys(self.replicate_axes, Use.REPLICATE)
         return self.joins or Topology(self.mesh, tuple(map(uses.get, range(self.mesh.ndim))))
 
@@ -160,17 +158,17 @@ class DataMesh:
     @cached_property
     def shards_at_rest(self) -> bool:
         """True if some ranks of the shard group share only what rests. Then gradients are reduced in two steps."""
-        return Use.SHARD_AT_REST in self.topology.uses
+        return bool(self.topology.axes(Gathered.AFTER_WRITE))
 
     @property
     def inner_group(self) -> dist.ProcessGroup | None:
         """The ranks of the shard group that gather at each use from secondary shards, and reduce first."""
-        return self.topology.group(Use.SHARD)
+        return self.topology.group(Gathered.AT_USE)
 
     @property
     def outer_group(self) -> dist.ProcessGroup | None:
         """The ranks of the shard group that reduce-scatter what their inner groups have reduced."""
-        return self.topology.group(Use.SHARD_AT_REST)
+        return self.topology.group(Gathered.AFTER_WRITE)
 
     @property
     def replicas_may_grow(self) -> bool:

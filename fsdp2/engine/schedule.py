@@ -171,7 +171,7 @@ class Prefetcher:
         Whether such a group is resharded yet differs between ranks, if they have used other parameters. An optimizer
         that steps in backward may write to it.
         """
-        return group in self._reached and not any(each is group for each in self._backward.ahead())
+        return group in self._reached and group not in self._backward.ahead()
 
     def forget_order(self) -> None:
         """Forgets the orders that forward and backward expect: ranks may have recorded different ones."""
