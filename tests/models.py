@@ -364,17 +364,12 @@ class DoRALinear(LoRALinear):
         return self.magnitude * direction / direction.norm(dim=1, keepdim=True).detach()
 
 
-class Adapted(TinyModel):
+class Adapted(FrozenMix):
     """Has a layer with a DoRA adapter around one that is frozen altogether, and one with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = DoRALinear(5, 7, rank=2)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.last = LoRALinear(7, 5, rank=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        self.first, self.last = DoRALinear(5, 7, rank=2), LoRALinear(7, 5, rank=2)
 
 
 class TanhBlock(nn.Module):

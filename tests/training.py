@@ -608,33 +608,30 @@ def steps(side: Side) -> None:
         side.step(step)
 
 
-@program
-def accumulation(side: Side) -> None:
-    """Gradients that wait add up in the dtype of the sums, are rounded when they leave, and leave once."""
+def micro_batches(side: Side, *modes: str) -> None:
+    """Takes two steps, each after one backward for each of `modes`."""
     for step in range(2):
-        for micro, mode in enumerate(("wait", "wait", "reduce")):
+        for micro, mode in enumerate(modes):
             side.model.before_step(micro)
             side.backward(10 * step + micro, mode=mode)
         side.step(step)
+
+
+@program
+def accumulation(side: Side) -> None:
+    """Gradients that wait add up in the dtype of the sums, are rounded when they leave, and leave once."""
+    micro_batches(side, "wait", "wait", "reduce")
 
 
 @program
 def replicas_last(side: Side) -> None:
     """What a replica has summed is rounded no more, neither between passes nor on its way to the other replica."""
-    for step in range(2):
-        for micro, mode in enumerate(("scatter", "wait", "scatter", "reduce")):
-            side.model.before_step(micro)
-            side.backward(10 * step + micro, mode=mode)
-        side.step(step)
+    micro_batches(side, "scatter", "wait", "scatter", "reduce")
 
 
 @program
 def gradients_add_up(side: Side) -> None:
-    for step in range(2):
-        for micro in range(2):
-            side.model.before_step(micro)
-            side.backward(10 * step + micro)
-        side.step(step)
+    micro_batches(side, "reduce", "reduce")
 
 
 @program
