@@ -1,5 +1,6 @@
 """Tests what ranks can't agree on where modules run on some ranks only. test_training.py trains such models."""
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -92,3 +93,51 @@ def test_a_rank_that_dies_at_a_consensus() -> None:
 
     with pytest.raises(RankError, match=r"while this rank is gathering (root|layers\.0)"):
         run_ranks(2, body, timeout=30)
+
+
+class Chain(nn.Module):
+    """Has conditional layers behind a stem."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(torch.tanh(x))
+        return x
+
+
+def test_a_failed_backward_steps_on_no_conditional_module() -> None:
+    """The optimizer steps in backward. What the failed pass has delivered is not in the next step."""
+
+    def body(rank: int, _: int) -> list[bool]:
+        torch.manual_seed(0)
+        plain = Chain().double()
+        model: Any = copy.deepcopy(plain)
+        for layer in model.layers:
+            fully_shard(layer, conditional=True)
+        fully_shard(model)
+        model.set_optimizer_in_backward(torch.optim.SGD(model.layers.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(plain.layers.parameters(), lr=0.1)
+        x = torch.randn(4, 4, dtype=torch.float64)
+
+        def fail(gradient: Tensor) -> None:
+            raise ValueError("bad")
+
+        handle = model.stem.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        with pytest.raises(ValueError, match="bad"):
+            model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        handle.remove()
+        left = [parameter.grad is not None for parameter in model.layers.parameters()]
+        for _ in range(2):
+            model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+            plain(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(full(parameter), expected, 1e-12, 1e-14, name)
+        return left
+
+    assert all(map(any, run_ranks(2, body))), "the failed pass has delivered nothing"
