@@ -9,6 +9,7 @@ out.
 
 import argparse
 import gc
+import gzip
 import json
 import time
 import warnings
@@ -61,6 +62,7 @@ class Setup:
         short_tokens: the length of a short sequence, beside that of the model, with which activations take little.
         alone: if True, each library is measured in a process of its own where memory is counted.
         packed: the shape of the gradient that is packed.
+        files: a folder for the timelines of counted steps.
     """
 
     names: tuple[str, ...] = ("fsdp2", "torch")
@@ -76,6 +78,7 @@ class Setup:
     alone: bool = True
     packed: tuple[int, int] = (8192, 2048)
     compile_backend: str = "inductor"
+    files: Path | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -156,8 +159,11 @@ def each_stage(setup: Setup) -> Iterator[tuple[str, Stage]]:
 # ---- launches
 
 
-def count_calls(step: Call, setup: Setup) -> tuple[Counter[str], Counter[str]]:
-    """Counts the calls of CUDA that one step makes, by kind, and the kernels that it runs, by name."""
+def count_calls(step: Call, setup: Setup, label: str = "") -> tuple[Counter[str], Counter[str]]:
+    """Counts the calls of CUDA that one step makes, by kind, and the kernels that it runs, by name.
+
+    If `setup` has a folder for files, `events-LABEL.jsonl.gz` is written there: see `_write_events`.
+    """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.is_cuda else [])]
     setup.synchronise()
     with profile(activities=activities) as profiled:
@@ -167,9 +173,24 @@ def count_calls(step: Call, setup: Setup) -> tuple[Counter[str], Counter[str]]:
     events = profiled.profiler.kineto_results.events()
     on_host = [event for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
     kernels = Counter(event.name() for event in events if event.device_type() == torch.autograd.DeviceType.CUDA)
+    if setup.files is not None:
+        _write_events(events, setup.files / f"events-{label}.jsonl.gz")
     (region,) = (event for event in on_host if event.name() == "meter::step")
     inside = (each.name() for each in on_host if region.start_ns() <= each.start_ns() <= region.end_ns())
     return Counter(kind for name in inside if (kind := kind_of_call(name)) is not None), kernels
+
+
+def _write_events(events: Sequence[Any], path: Path) -> None:
+    """Writes a line for each call of CUDA and each thing that the device has done: [name, "host" or "device", thread
+    or stream, correlation, begin, duration], times in ns. A call and what it launches have one correlation.
+    """
+    with gzip.open(path, "wt") as file:
+        for event in events:
+            on_device = event.device_type() == torch.autograd.DeviceType.CUDA
+            if on_device or kind_of_call(event.name()) or event.name() == "meter::step":
+                place = event.device_resource_id() if on_device else event.start_thread_id()
+                when = (event.correlation_id(), event.start_ns(), event.duration_ns())
+                print(json.dumps([event.name(), "device" if on_device else "host", place, *when]), file=file)
 
 
 def kind_of_call(name: str) -> str | None:
@@ -190,7 +211,7 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
         for name in ("plain", *setup.names):
             step = stage.build(name)
             repeat(WARM_UP, step)
-            counts[name], kernels = count_calls(step, setup)
+            counts[name], kernels = count_calls(step, setup, f"{setting.split(',')[0]}-{name}".replace(" ", "-"))
             print(f"{setting}: kernels of {name}, how often and which", flush=True)
             print("\n".join(f"{count}\t{kernel}" for kernel, count in kernels.most_common()), flush=True)
             del step
@@ -480,10 +501,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", type=Path, help="rows are appended to this file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dry", action="store_true", help="tiny models")
+    parser.add_argument("--files", type=Path, help="a folder for the timelines of counted steps")
     parsed = parser.parse_args(arguments)
     _be_quiet()
     device = torch.device("cuda", 0) if parsed.device == "cuda" else torch.device("cpu")
-    setup = tiny_setup(device) if parsed.dry else Setup(device=device)
+    setup = replace(tiny_setup(device) if parsed.dry else Setup(device=device), files=parsed.files)
     if parsed.part in OF_ONE_MODEL:
         setup = replace(setup, llamas=dict([*setup.llamas.items()][:1]))
     with parsed.rows.open("a") as rows:

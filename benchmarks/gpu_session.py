@@ -7,7 +7,7 @@ exceeds it is killed, with all processes that it has started, and the next part 
 
     part      limit  what it runs; what it decides
     start      30 s  versions; three steps beside a plain model, on simulated ranks and on one of NCCL: is it alive
-    ways       60 s  tests/one_of_many.py, 38 ways beside a plain model: numbers on real streams and memory
+    ways       60 s  tests/one_of_many.py, 44 ways beside a plain model: numbers on real streams and memory
     nccl-2     75 s  tests/cuda/ranks_program.py on two ranks of NCCL that share the GPU: NCCL's sums, grouped calls,
                      gathers in place, offload
     nccl-4     45 s  the same on four, if two took less than 30 s: HSDP of two by two
@@ -108,7 +108,8 @@ class Part:
 def _measure(part: str) -> Callable[[Facts], Sequence[str]]:
     def command(facts: Facts) -> Sequence[str]:
         dry = ("--dry",) if facts.is_dry else ()
-        return ("-m", "benchmarks.cuda", part, str(facts.rows), "--device", facts.kind, *dry)
+        files = ("--files", str(facts.files))
+        return ("-m", "benchmarks.cuda", part, str(facts.rows), "--device", facts.kind, *files, *dry)
 
     return command
 

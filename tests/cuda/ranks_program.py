@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch.utils.checkpoint import checkpoint
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from cut_gradients import cut_gradients  # noqa: E402
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard  # noqa: E402
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard  # noqa: E402
+from fsdp2.codecs import Float8, Int8  # noqa: E402
 from helpers import assert_same  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 EXACT, ROUNDED = {"rtol": 1e-4, "atol": 1e-5}, {"rtol": 5e-2, "atol": 1e-2}
+COARSE = {"rtol": 0.2, "atol": 5e-2}
 CYCLES = 20_000_000  # some milliseconds of a GPU's clock
 
 
@@ -86,6 +89,8 @@ def main() -> None:
             "tolerance": ROUNDED,
             "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16),
         },
+        "weights in fp8": {"tolerance": COARSE, "mp_policy": replace(BF16, gather_codec=Float8())},
+        "gradients in int8": {"tolerance": COARSE, "mp_policy": replace(BF16, gradient_codec=Int8())},
         "kept": {"tolerance": EXACT, "reshard_after_forward": False},
         "recomputed": {"tolerance": EXACT, "prepare": recomputed},
         "offloaded": {"tolerance": EXACT, "offload_policy": offload},
@@ -96,6 +101,8 @@ def main() -> None:
     if size % 2 == 0 and size > 2:
         hsdp = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("replicate", "shard"))
         ways["HSDP"] = {"tolerance": EXACT, "mesh": hsdp}
+        at_rest = DataParallelMeshDims(shard="shard", shard_at_rest="replicate")
+        ways["replicas share what rests"] = {"tolerance": EXACT, "mesh": hsdp, "dp_mesh_dims": at_rest}
         ways["HSDP, bf16/fp32"] = {"tolerance": ROUNDED, "mesh": hsdp, "mp_policy": BF16}
     for way, options in ways.items():
         mesh = {} if "mesh" in options else {"mesh": init_device_mesh(kind, (size,))}
