@@ -11,6 +11,7 @@ import argparse
 import gc
 import gzip
 import json
+import statistics
 import time
 import warnings
 from collections import Counter
@@ -37,7 +38,7 @@ from .cuda_wrapping import materialise, wrap
 from .jobs import Job
 from .libraries import Library
 from .report import Row, timed_row
-from .timing import Call, interleave, repeat, subtract
+from .timing import Call, interleave, repeat
 
 WARM_UP = 4  # the next three steps are not among those at which checks are due, also after each further 4 + 3 steps
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
@@ -71,9 +72,9 @@ class Setup:
     world_size: int = 64
     llamas: Mapping[str, LlamaShape] = field(default_factory=lambda: LLAMAS)
     gpts: GPTs = field(default_factory=lambda: GPTS)
-    rounds: int = 5
+    rounds: int = 11
     gb_per_second: tuple[int, ...] = (50, 450)
-    latencies_us: tuple[int, ...] = (0, 20, 50)
+    latencies_us: tuple[int, ...] = (20,)
     short_tokens: int = 512
     alone: bool = True
     packed: tuple[int, int] = (8192, 2048)
@@ -129,10 +130,10 @@ class Stage:
         """Returns a step of a new model."""
         return partial(run_lm_step, self.build_model(name), self.ids)
 
-    def build_variants(self) -> dict[str, Call]:
-        """Returns steps of the plain model and of each variant, which have each run once."""
+    def build_variants(self, names: Sequence[str]) -> dict[str, Call]:
+        """Returns steps of the plain model and of the named variants or libraries, which have each run once."""
         steps = {}
-        for name in ("plain", *self.setup.variants):
+        for name in ("plain", *names):
             with in_force(name):
                 steps[name] = self.build(name)
                 steps[name]()
@@ -291,16 +292,17 @@ def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
 
 @dataclass
 class Timer:
-    """Measures steps in milliseconds: on the device's clock, if it has one, and until the host has issued
-    everything.
+    """Measures steps in milliseconds: on the device's clock, if it has one, until the host has issued everything, and
+    the CPU time of all threads of this process until then.
     """
 
     setup: Setup
     host: dict[Any, list[float]] = field(default_factory=dict)
+    cpu: dict[Any, list[float]] = field(default_factory=dict)
 
     def time(self, step: Call) -> float:
         self.setup.synchronise()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if self.setup.is_cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -309,8 +311,17 @@ class Timer:
         else:
             step()
         self.host.setdefault(step, []).append((time.perf_counter() - start) * 1e3)
+        self.cpu.setdefault(step, []).append((time.process_time() - cpu) * 1e3)
         self.setup.synchronise()
         return begin.elapsed_time(end) if self.setup.is_cuda else self.host[step][-1]
+
+    def rows(self, steps: Mapping[str, Call], what: str, setting: str, rounds: int) -> Iterator[Row]:
+        """Yields the host's times of the last rounds."""
+        for quantity, found in (
+            (f"{what} until all is issued", self.host),
+            (f"{what} of the CPUs until then", self.cpu),
+        ):
+            yield timed_row("cuda", quantity, setting, {name: found[step][-rounds:] for name, step in steps.items()})
 
 
 def fill_cache(setup: Setup) -> None:
@@ -325,20 +336,19 @@ def measure_time(setup: Setup) -> Iterator[Row]:
     """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
-        steps, timer = stage.build_variants(), Timer(setup)
+        steps, timer = stage.build_variants(setup.variants), Timer(setup)
         times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=timer.time)
-        plain = sorted(times.pop("plain"))[setup.rounds // 2]
-        host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.variants}
-        yield timed_row("cuda", "step ms", setting, times, limit=plain)
-        yield timed_row("cuda", "ms until all is issued", setting, host)
+        yield timed_row("cuda", "step ms", setting, times, limit=min(times["plain"]))
+        yield Row("cuda", "step ms, least of all rounds", setting, {name: min(each) for name, each in times.items()})
+        yield from timer.rows(steps, "ms", setting, setup.rounds)
         del steps, timer
 
 
 def measure_exposed(setup: Setup) -> Iterator[Row]:
-    """Measures how much longer a step takes on a wire of some speed and latency than on one that takes no time."""
+    """Measures how long a step takes on wires of some speed and latency, and how much longer than without a wire."""
     for setting, stage in each_stage(setup):
         fill_cache(setup)
-        models = stage.build_variants()
+        models = stage.build_variants(setup.names)
         plain = models.pop("plain")
         measure = Timer(setup).time
         free = interleave(models, rounds=setup.rounds, warmup=WARM_UP, measure=measure)
@@ -347,17 +357,62 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
             for latency in setup.latencies_us:
                 steps = {name: _OnWire(step, stage.wire, speed * 1e9, latency / 1e6) for name, step in models.items()}
                 times = interleave(steps, rounds=setup.rounds, warmup=1, measure=Timer(setup).time)
-                exposed = {name: subtract(times[name], free[name]) for name in models}
+                exposed = {name: statistics.median(times[name]) - min(free[name]) for name in models}
                 sent = {name: step.count() for name, step in steps.items()}
                 busy = {
                     name: (calls * latency / 1e6 + nbytes / speed / 1e9) * 1e3 for name, (calls, nbytes) in sent.items()
                 }
                 where, unhidden = f"{setting}, {speed} GB/s, {latency} us", unhidden_bytes(stage.shape) / speed / 1e6
-                limit = max(unhidden, busy[setup.variants[0]] - compute)
+                limit = max(unhidden, busy[setup.names[0]] - compute)
                 yield Row("cuda", "collectives", where, {name: calls for name, (calls, _) in sent.items()})
                 yield Row("cuda", "wire busy ms", where, busy)
-                yield timed_row("cuda", "exposed ms", where, exposed, limit=limit)
+                yield timed_row("cuda", "step ms on this wire", where, times, limit=compute + limit)
+                yield Row("cuda", "exposed ms", where, exposed, limit=limit)
         del models, plain, steps
+
+
+def measure_captured(setup: Setup) -> Iterator[Row]:
+    """Measures a step (forward, backward, clipping, AdamW) as a replayed CUDA graph beside the eager one."""
+    for setting, stage in each_stage(setup):
+        fill_cache(setup)
+        stage.wire.moves = False
+        steps: dict[str, Call] = {}
+        for name in setup.names:
+            model = stage.build_model(name)
+            if name == "fsdp2":
+                model.set_keep_unsharded_storage(True)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setup.is_cuda)
+            clip = fsdp2.clip_grad_norm_ if name == "fsdp2" else torch.nn.utils.clip_grad_norm_
+            if name == "fsdp2":
+                _flatten(optimizer)
+            steps[name] = partial(_whole_step, model, stage.ids, clip, optimizer)
+            repeat(WARM_UP, steps[name])
+        if setup.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            stage.wire.settle()
+            with torch.cuda.graph(graph):
+                steps["fsdp2"]()
+            stage.wire.settle()
+            steps["fsdp2, a graph"] = graph.replay
+        timer = Timer(setup)
+        times = interleave(steps, rounds=setup.rounds, warmup=1, measure=timer.time)
+        yield timed_row("cuda", "step ms with clipping and AdamW", setting, times)
+        yield from timer.rows(steps, "ms with clipping and AdamW", setting, setup.rounds)
+        del steps, timer, model, optimizer
+
+
+def _flatten(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        fsdp2.flatten_optimizer(optimizer)
+    except TypeError as error:  # its trial failed here: worth knowing, and no reason to end
+        print(f"AdamW is timed as it is: {error}", flush=True)
+
+
+def _whole_step(model: Any, ids: Any, clip: Callable[..., object], optimizer: Any) -> None:
+    run_lm_step(model, ids, keeps_gradients=True)
+    clip(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class _OnWire:
@@ -400,17 +455,13 @@ def measure_kernels(setup: Setup) -> Iterator[Row]:
                 run_lm_step(model, stage.ids, keeps_gradients=True)
                 optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, **{option: True})
                 if name == "fsdp2":
-                    try:
-                        fsdp2.flatten_optimizer(optimizer)
-                    except TypeError as error:  # its trial failed here: worth knowing, and no reason to end
-                        print(f"AdamW is timed as it is: {error}", flush=True)
+                    _flatten(optimizer)
                 steps[name] = optimizer.step
                 del model, optimizer
             timer = Timer(setup)
             times = interleave(steps, rounds=setup.rounds, warmup=3, measure=timer.time)
-            host = {name: timer.host[steps[name]][-setup.rounds :] for name in setup.names}
             yield timed_row("cuda", f"AdamW {option} ms", setting, times)
-            yield timed_row("cuda", f"AdamW {option} ms until all is issued", setting, host)
+            yield from timer.rows(steps, f"AdamW {option} ms", setting, setup.rounds)
             del steps, timer
 
 
@@ -475,12 +526,13 @@ PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "memory": measure_memory,
     "time": measure_time,
     "exposed": measure_exposed,
+    "captured": measure_captured,
     "kernels": measure_kernels,
     "compiled": measure_compiled,
     "batches": lambda setup: batch_rows(setup.gpts, setup.device),
 }
 # In a short session these parts take the first model only.
-OF_ONE_MODEL = {"calls", "time", "exposed", "kernels", "compiled"}
+OF_ONE_MODEL = {"calls", "time", "captured", "kernels", "compiled"}
 
 
 def measure_cuda(job: Job, libraries: Sequence[Library]) -> list[Row]:

@@ -12,12 +12,14 @@ exceeds it is killed, with all processes that it has started, and the next part 
                      gathers in place, offload
     nccl-4     45 s  the same on four, if two took less than 30 s: HSDP of two by two
     tests      60 s  tests/cuda: captured steps, pinned copies, waits of the host
+    models     60 s  tests/cuda/real_models.py: models of transformers and timm on two ranks of NCCL
+    example    40 s  examples/train_gpt.py as it is
     calls      45 s  launches, copies and waits of a step, by the profiler: do counts on a simulated GPU hold
-    memory     75 s  peaks on the caching allocator, each library in a process of its own: the same for bytes
+    memory    120 s  peaks on the caching allocator, each library in a process of its own: the same for bytes
     time      110 s  a step on a wire that takes no time, as it is, with fewer buckets, and torch's FSDP2: how gradients
                      should be cut, and the host's time
-    exposed   120 s  the same on wires of 50 and 450 GB/s, at 0, 20 and 50 us a collective: are more
-                     launches worth their overlap
+    captured   40 s  a step with clipping and AdamW as a CUDA graph: the device's time without the host's
+    exposed   100 s  steps on wires of 50 and 450 GB/s, at 20 us a collective: what is hidden
     kernels    25 s  ways to pack gradients, and AdamW
     compiled   50 s  blocks compiled by inductor: last, because it may fail
 
@@ -114,8 +116,8 @@ def _measure(part: str) -> Callable[[Facts], Sequence[str]]:
     return command
 
 
-def _on_ranks(size: int) -> Callable[[Facts], Sequence[str]]:
-    launch, program = ("-m", "benchmarks.gpu_ranks", str(size)), "tests/cuda/ranks_program.py"
+def _on_ranks(size: int, program: str = "tests/cuda/ranks_program.py") -> Callable[[Facts], Sequence[str]]:
+    launch = ("-m", "benchmarks.gpu_ranks", str(size))
     return lambda facts: (*launch, *facts.checker, program, facts.kind)
 
 
@@ -124,6 +126,10 @@ def _run_tests(facts: Facts) -> Sequence[str]:
     options = ("-c", "tests/cuda/gpu.ini", "--confcutdir=tests", "-q", "-rs")
     computing = ("-m", "not computes") if facts.is_unchecked else ()
     return (*facts.checker, "-m", "pytest", *options, *computing, "tests/cuda")
+
+
+def _run_example(facts: Facts) -> Sequence[str]:
+    return ("examples/train_gpt.py", "--tiny", "--device", facts.kind, "--log-file", f"{facts.files}/train_gpt.jsonl", "--save", "")
 
 
 def _nccl_log(facts: Facts) -> Mapping[str, str]:
@@ -141,10 +147,13 @@ PARTS: dict[str, Part] = {
     "nccl-2": Part(75, _on_ranks(2), environment=_nccl_log),
     "nccl-4": Part(45, _on_ranks(4), environment=_nccl_log, why_not=_if_two_ranks_were_fast),
     "tests": Part(60, _run_tests),
+    "models": Part(60, _on_ranks(2, "tests/cuda/real_models.py")),
+    "example": Part(40, _run_example),
     "calls": Part(45, _measure("calls")),
-    "memory": Part(75, _measure("memory")),
+    "memory": Part(120, _measure("memory")),
     "time": Part(110, _measure("time")),
-    "exposed": Part(120, _measure("exposed")),
+    "captured": Part(40, _measure("captured")),
+    "exposed": Part(100, _measure("exposed")),
     "kernels": Part(25, _measure("kernels")),
     "compiled": Part(50, _measure("compiled")),
     "batches": Part(400, _measure("batches"), by_name=True),

@@ -12,6 +12,14 @@ import torch
 from torch import Tensor
 
 
+def is_capturing(stream: torch.Stream) -> bool:
+    """Returns True while what `stream` is given becomes part of a CUDA graph."""
+    if stream.device.type != "cuda":
+        return False
+    with stream:
+        return torch.cuda.is_current_stream_capturing()
+
+
 class GroupStreams:
     """Orders the streams that use one group's memory. One of them is its home.
 
@@ -49,6 +57,10 @@ class GroupStreams:
         wanted = self._used_on.get(current, current) if ahead else current
         if self._home is None:
             self._home = wanted
+        elif wanted != self._home and is_capturing(current) and not is_capturing(self._home):
+            # A captured graph can't wait for work outside it, all of which ends before a capture begins.
+            self._home = wanted
+            self._others.clear()
         elif (wanted != self._home or self._others) and not holds_memory():
             if wanted != self._home:
                 wanted.wait_stream(self._home)

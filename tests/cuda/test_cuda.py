@@ -9,6 +9,7 @@ of many.
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
 from fsdp2.engine import codec, compare_ranks
 from fsdp2.engine.comm import CoalescedComm, Purpose
 from fsdp2.engine.reduce import exchange_and_sum
@@ -117,6 +118,47 @@ def test_a_captured_step_trains_as_eager_ones_do(wire: Wire, keep: bool) -> None
             assert_same(q.grad.to_local(), p.grad.to_local(), rtol=1e-5, atol=1e-8, name=f"{name}.grad")
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.computes
+@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat"])
+def test_a_captured_whole_step_trains_as_eager_ones_do(wire: Wire, flat: bool) -> None:
+    """With clipping and the optimizer in the graph, warmed up on the stream of all other work."""
+    wire.moves = True
+    mesh, x = init_device_mesh("cuda", (8,)), torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    eager = build_square(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    captured = build_square(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    captured.set_keep_unsharded_storage(True)
+    with torch.no_grad():
+        for p, q in zip(eager.parameters(), captured.parameters(), strict=True):
+            q.copy_(p)
+    steps = []
+    for model in (eager, captured):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+        if flat:
+            flatten_optimizer(optimizer)
+        steps.append(partial(whole_step, model, optimizer, x))
+    for step in steps:
+        for _ in range(3):
+            step()
+    graph = torch.cuda.CUDAGraph()
+    wire.settle()
+    with torch.cuda.graph(graph):
+        steps[1]()
+    wire.settle()
+    for _ in range(3):
+        graph.replay()
+        steps[0]()
+    for (name, p), q in zip(eager.named_parameters(), captured.named_parameters(), strict=True):
+        assert_same(q[1].to_local(), p.to_local(), rtol=1e-5, atol=1e-7, name=name)
+
+
+def whole_step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    square_loss(model, x).backward()
+    clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def square_loss(model: Any, x: torch.Tensor) -> torch.Tensor:
