@@ -129,7 +129,16 @@ def _run_tests(facts: Facts) -> Sequence[str]:
 
 
 def _run_example(facts: Facts) -> Sequence[str]:
-    return ("examples/train_gpt.py", "--tiny", "--device", facts.kind, "--log-file", f"{facts.files}/train_gpt.jsonl", "--save", "")
+    return (
+        "examples/train_gpt.py",
+        "--tiny",
+        "--device",
+        facts.kind,
+        "--log-file",
+        f"{facts.files}/train_gpt.jsonl",
+        "--save",
+        "",
+    )
 
 
 def _nccl_log(facts: Facts) -> Mapping[str, str]:

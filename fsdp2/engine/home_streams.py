@@ -12,14 +12,6 @@ import torch
 from torch import Tensor
 
 
-def is_capturing(stream: torch.Stream) -> bool:
-    """Returns True while what `stream` is given becomes part of a CUDA graph."""
-    if stream.device.type != "cuda":
-        return False
-    with stream:
-        return torch.cuda.is_current_stream_capturing()
-
-
 class GroupStreams:
     """Orders the streams that use one group's memory. One of them is its home.
 
@@ -57,7 +49,7 @@ class GroupStreams:
         wanted = self._used_on.get(current, current) if ahead else current
         if self._home is None:
             self._home = wanted
-        elif wanted != self._home and is_capturing(current) and not is_capturing(self._home):
+        elif wanted != self._home and self._is_captured(current) and not self._is_captured(self._home):
             # A captured graph can't wait for work outside it, all of which ends before a capture begins.
             self._home = wanted
             self._others.clear()
@@ -68,6 +60,13 @@ class GroupStreams:
             self._others.clear()
         self._began_on = current
         return self.are_apart()
+
+    def _is_captured(self, stream: torch.Stream) -> bool:
+        """Returns True while what `stream` is given becomes part of a CUDA graph."""
+        if self._device.type != "cuda":
+            return False
+        with stream:
+            return torch.cuda.is_current_stream_capturing()
 
     def use(self) -> None:
         """Makes the current stream, which is about to read unsharded parameters, wait for home."""
