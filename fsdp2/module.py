@@ -467,7 +467,8 @@ class FSDPModule:
         compute, pointers stay valid anyway. Every rank must call it.
 
         A CUDA graph of whole steps, collectives included, needs no setting. Capture it after three eager steps, with
-        `.grad` None, without `set_reshard_after_backward(False)`, and leave `zero_grad` out of the loop that replays.
+        `.grad` None, and leave `zero_grad` out of the loop that replays. A pass in which the host takes part raises
+        RuntimeError while it is captured: with offload_policy, conditional=True, `set_reshard_after_backward(False)`.
 
         Args:
             keep: False is the default.

@@ -204,6 +204,9 @@ class Root:
                 f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
                 "predicts the memory and the time of a plain one when it is sharded."
             )
+        if self.input_device is not None and self.input_device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
+                raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
         if self.is_out_of_step:
@@ -227,6 +230,19 @@ class Root:
         for group in self.groups:
             if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
                 group.reshard_stale()
+
+    def _why_not_captured(self) -> str:
+        """Returns what the host would have to do in each replay of a CUDA graph, and what to change; "" if nothing."""
+        if self._transfers:
+            return "the host waits for copies of offloaded shards and gradients. Leave offload_policy out."
+        if self.consensus is not None:
+            return "the host reads which ranks run conditional modules. Leave conditional=True out."
+        if not all(group.settings.reshard_after_backward for group in self.groups):
+            return (
+                "parameters that are kept over steps are gathered again when the host sees that shards have changed. "
+                "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory."
+            )
+        return ""
 
     def _free_for_graph(self) -> None:
         """Frees what was left for a graph that a backward pass has built: a later one has read it."""

@@ -23,6 +23,16 @@ pytestmark = [
 ]
 
 
+# What is done while a graph is captured -> the error.
+REFUSED = {
+    "torch.cuda.current_stream().wait_event(before)": "cudaErrorStreamCaptureIsolation",
+    "torch.cuda.synchronize()": "cudaErrorStreamCaptureUnsupported",
+    "before.query()": "cudaErrorStreamCaptureUnsupported",
+    "y.sum().item()": "cudaErrorStreamCaptureUnsupported",
+    "s.wait_stream(torch.cuda.current_stream())\n    with torch.cuda.stream(s): z = y + 1": "cudaErrorStreamCaptureUnjoined",
+}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _installed() -> None:
     if NIGHTLY:
@@ -51,6 +61,37 @@ def test_a_dry_session_runs_through(tmp_path: Path) -> None:
     assert len([*tmp_path.iterdir()]) <= 8
     with tarfile.open(tmp_path / "parts.tar.gz") as archive:
         assert "parts/child.pid" in archive.getnames()
+
+
+def test_whole_steps_are_captured_or_refused_with_a_reason() -> None:
+    """As rank 0 of eight of torch's ProcessGroupNCCL, on a phantom that refuses what CUDA refuses in a capture.
+
+    Where the host has to do something in each step, fsdp2 says what, before CUDA says something else.
+    """
+    lines = run(["-m", "phantom.captured"], 900).splitlines()
+    found = dict(line.split(": ", 1) for line in lines if ": " in line)
+    assert len(found) >= 30
+    for way, outcome in found.items():
+        reason = "offloaded shards" if "offloaded" in way else "kept over steps" if way == "kept over steps" else ""
+        if reason:
+            assert outcome.startswith("RuntimeError: root: its pass can't be part of a CUDA graph: "), (
+                f"{way}: {outcome}"
+            )
+            assert reason in outcome
+        else:
+            assert outcome.startswith("captured, "), f"{way}: {outcome}"
+
+
+@pytest.mark.parametrize(("program", "refused"), [*REFUSED.items()], ids=[*REFUSED.values()])
+def test_what_cuda_refuses_in_a_capture_the_phantom_refuses(program: str, refused: str) -> None:
+    """Else the test above could not fail."""
+    begin = "import torch\nx, s, g = torch.ones(9).cuda(), torch.cuda.Stream(), torch.cuda.CUDAGraph()\n"
+    begin += "before = torch.cuda.Event(); before.record()\nwith torch.cuda.graph(g):\n    y = x + 1\n    "
+    with pytest.raises(RuntimeError, match=refused):
+        run(["-c", begin + program], 60)
+    run(
+        ["-c", begin + "s.wait_stream(torch.cuda.current_stream())\n    torch.cuda.current_stream().wait_stream(s)"], 60
+    )
 
 
 def test_every_way_over_nccl_takes_no_more_than_it_did() -> None:
