@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -333,8 +334,11 @@ def fill_cache(setup: Setup) -> None:
 
 
 def measure_time(setup: Setup) -> Iterator[Row]:
-    """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time."""
-    for setting, stage in each_stage(setup):
+    """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time, which a
+    short sequence does not hide.
+    """
+    short = {label: replace(shape, tokens=setup.short_tokens) for label, shape in setup.llamas.items()}
+    for setting, stage in chain(each_stage(setup), each_stage(replace(setup, llamas=short))):
         fill_cache(setup)
         steps, timer = stage.build_variants(setup.variants), Timer(setup)
         times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=timer.time)

@@ -59,8 +59,8 @@ from .report import Row, describe_machine, format_table
 SECONDS = 555.0  # of ten minutes, with the time that the machine takes to begin and to return files
 # With less time left than this, no part begins: it takes as long to import torch and to find the GPU.
 LEAST_S = 10.0
-# The library that all others are compared with comes last.
-COLUMNS = ("fsdp2", "more buckets", "1 piece", "fsdp1", "ddp", "torch")
+# fsdp2 is compared with all others, of which torch's FSDP2 and the plain model come last.
+COLUMNS = ("fsdp2", "fsdp2, a graph", "more buckets", "1 piece", "fsdp1", "ddp", "torch", "plain")
 _TAIL_LINES, _TAIL_LINES_OF_FAILED = 5, 40
 
 

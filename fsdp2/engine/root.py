@@ -103,6 +103,7 @@ class Root:
         # Where the inputs of a pass are moved.
         device = self.group.mesh.device
         self.input_device = None if device.type in ("cpu", "meta") else device
+        self._is_on_cuda = device.type == "cuda"
         # Shards without memory need not be waited for.
         copies = [group.transfers for group in self.groups if device.type != "meta"]
         self._transfers = {each for each in copies if each is not None}
@@ -204,9 +205,8 @@ class Root:
                 f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
                 "predicts the memory and the time of a plain one when it is sharded."
             )
-        if self.input_device is not None and self.input_device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
-                raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
+        if self._is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
+            raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
         if self.is_out_of_step:

@@ -29,7 +29,9 @@ REFUSED = {
     "torch.cuda.synchronize()": "cudaErrorStreamCaptureUnsupported",
     "before.query()": "cudaErrorStreamCaptureUnsupported",
     "y.sum().item()": "cudaErrorStreamCaptureUnsupported",
-    "s.wait_stream(torch.cuda.current_stream())\n    with torch.cuda.stream(s): z = y + 1": "cudaErrorStreamCaptureUnjoined",
+    "s.wait_stream(torch.cuda.current_stream()); torch.add(y, 1, out=y)\n    with torch.cuda.stream(s): y + 1": (
+        "cudaErrorStreamCaptureUnjoined"
+    ),
 }
 
 
