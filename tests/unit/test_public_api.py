@@ -1,0 +1,74 @@
+"""Tests that the public API is the one of public_api.txt: names, arguments, defaults, fields and methods.
+
+A difference is a change of what STABILITY.md promises. If it is meant, write the file anew and say it in CHANGELOG.md:
+
+    FSDP2_WRITE_API=1 python -m pytest tests/unit/test_public_api.py
+"""
+
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsdp2
+from documents import ROOT
+from fsdp2 import codecs, hf
+from fsdp2.module import public_methods
+
+LIST = Path(__file__).with_name("public_api.txt")
+
+
+def signature(value: Any) -> str:
+    """Returns arguments and their defaults, without annotations, which differ from one version of Python to another."""
+    try:
+        found = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in found.parameters.values()]
+    text = str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return re.sub(r"<function (\S+) at 0x\w+>", r"\1", text)
+
+
+def describe(prefix: str, value: Any) -> Iterator[str]:
+    is_class = isinstance(value, type)
+    yield f"{prefix}{signature(value) if callable(value) else ''}"
+    if not is_class:
+        return
+    names = public_methods() if value is fsdp2.FSDPModule else vars(value)
+    for name in sorted(names):
+        member = inspect.getattr_static(value, name, None)
+        if name.startswith("_") or member is None:
+            continue
+        if isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        yield f"{prefix}.{name}{signature(member) if inspect.isfunction(member) else ''}"
+
+
+def public_api() -> list[str]:
+    modules = {"fsdp2": fsdp2, "fsdp2.codecs": codecs, "fsdp2.hf": hf}
+    return [
+        line
+        for path, module in modules.items()
+        for name in sorted(module.__all__)
+        for line in describe(f"{path}.{name}", getattr(module, name))
+    ]
+
+
+def test_the_public_api_is_the_one_that_is_promised() -> None:
+    found = public_api()
+    if os.environ.get("FSDP2_WRITE_API") == "1":
+        LIST.write_text("\n".join(found) + "\n")
+    promised = LIST.read_text().splitlines()
+    gone, new = [each for each in promised if each not in found], [each for each in found if each not in promised]
+    assert (gone, new) == ([], []), "see the head of this file"
+    assert len(found) > 200
+
+
+def test_documents_of_the_package_exist() -> None:
+    """With the version's heading in the list of changes."""
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {fsdp2.__version__}\n" in changes
+    assert "tests/unit/public_api.txt" in (ROOT / "STABILITY.md").read_text()
+    assert (ROOT / "SECURITY.md").exists()
