@@ -221,7 +221,7 @@ class Prices:
         return max(us, kind.full_block_us * min(1.0, n / BLOCK), m.floor_us)
 
     def _bytes(self, kind: Kind, name: str, grid: int, threads: int, n: int) -> float:
-        """Returns the bytes that a kernel reads and writes, by the elements of its arguments or by the model's shape."""
+        """Returns the bytes that a kernel moves, by the elements of its arguments or by the shape of the model."""
         item = 2 if "BFloat16" in name else 4
         tokens, dim, label = self.tokens, self.shape.dim, kind.label
         of_tokens = tokens * dim * (4 if self.fp32 else 2)
