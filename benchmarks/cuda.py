@@ -362,9 +362,6 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
                 limit = max(unhidden, busy[setup.variants[0]] - compute)
                 yield Row("cuda", "collectives", where, {name: calls for name, (calls, _) in sent.items()})
                 yield Row("cuda", "wire busy ms", where, busy)
-                yield timed_row(
-                    "cuda", "step ms on the wire", where, times, limit=max(busy[setup.variants[0]], compute)
-                )
                 yield timed_row("cuda", "exposed ms", where, exposed, limit=limit)
         del models, plain, steps
 

@@ -277,9 +277,9 @@ def compare_steps(
     least = {what: {name: min(times) for name, times in row.rounds.items()} for what, row in found.items()}
     issued = least.get("ms until all is issued", {})
     told: dict[str, Mapping[str, float | None]] = {}
-    if "step ms" in found:  # of the plain model sessions keep the median alone
+    if "step ms" in found:  # the first session has kept the median of the plain model alone
         told["measured, least"] = least["step ms"]
-        told["measured, median"] = {**found["step ms"].values, "plain": found["step ms"].limit}
+        told["measured, median"] = {"plain": found["step ms"].limit, **found["step ms"].values}
         told["measured, least until the host has issued all"] = issued
     told["measured: kernels, copies and fills"] = {name: each.busy_ms for name, each in measured.items()}
 
@@ -357,7 +357,8 @@ def report(folder: Path, phantom: Path, machine: Machine) -> str:
         if not measured:
             lines += ["", f"## {title}: the phantom has counted no such step"]
             continue
-        of_model = [row for row in rows if row.setting.startswith(title)]
+        tokens = next(iter(records.values()))["about"]["tokens"]
+        of_model = [row for row in rows if row.setting.startswith(f"{title}, {tokens} tokens")]
         lines += ["", f"## Launches of {title} beside the phantom", "", *compare_launches(measured, records)]
         lines += ["", f"## Kernels of {title} beside the prices", "", *compare_kernels(measured, records, machine)]
         lines += ["", f"## Gaps and the host's calls, {title}", "", *compare_gaps(measured, machine)]

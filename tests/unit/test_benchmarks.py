@@ -347,7 +347,6 @@ def test_programs_for_a_gpu_run_on_a_cpu() -> None:
     rows = [row for part in parts for row in part(setup)]
     assert {name for row in rows for name in row.values} == {*setup.variants}
     found = {(row.quantity, row.setting[-5:]): row.values for row in rows}
-    assert found["step ms on the wire", "20 us"].keys() == found["exposed ms", "20 us"].keys()
     (shape,) = ON_CPU.llamas.values()
     numel = shape.blocks * shape.block_numel + (2 * shape.vocab + 1) * shape.dim
     for name, milliseconds in found["wire busy ms", " 0 us"].items():
