@@ -189,14 +189,19 @@ def _write_events(events: Sequence[Any], path: Path) -> None:
     with gzip.open(path, "wt") as file:
         for event in events:
             on_device = event.device_type() == torch.autograd.DeviceType.CUDA
-            if on_device or kind_of_call(event.name()) or event.name() == "meter::step":
+            if on_device or is_call(event.name()) or event.name() == "meter::step":
                 place = event.device_resource_id() if on_device else event.start_thread_id()
                 when = (event.correlation_id(), event.start_ns(), event.duration_ns())
                 print(json.dumps([event.name(), "device" if on_device else "host", place, *when]), file=file)
 
 
+def is_call(name: str) -> bool:
+    """Returns True for functions of the CUDA runtime and driver."""
+    return name.startswith("cu") and name.removeprefix("cuda").removeprefix("cu")[:1].isupper()
+
+
 def kind_of_call(name: str) -> str | None:
-    if not name.startswith("cu") or not name.removeprefix("cuda").removeprefix("cu")[:1].isupper():
+    if not is_call(name):
         return None
     for kind, parts in CALLS.items():
         if any(name == part[:-1] if part.endswith("$") else part in name for part in parts):
@@ -211,6 +216,7 @@ def measure_calls(setup: Setup) -> Iterator[Row]:
     for setting, stage in each_stage(setup):
         counts: dict[str, Counter[str]] = {}
         for name in ("plain", *setup.names):
+            fill_cache(setup)
             step = stage.build(name)
             repeat(WARM_UP, step)
             counts[name], kernels = count_calls(step, setup, f"{setting.split(',')[0]}-{name}".replace(" ", "-"))

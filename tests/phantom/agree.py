@@ -2,7 +2,7 @@
 
     python -m phantom.agree --out FOLDER      (with any Python; it records what FOLDER lacks, and prints a table)
 
-Both are models with the same prices, and nothing was measured on a GPU. They differ in what they see. A plan runs
+Both are models with the same prices, and no collective was measured on a GPU. They differ in what they see. A plan runs
 the engine around a recording without values; the timeline replays the calls of CUDA and NCCL that a step
 on the phantom has issued. The host takes no time in either: a plan knows none. Nor does a plan know what other kernels
 than matrix products take. It is told by `flops`: what the plain model reaches in a whole step of the timeline.

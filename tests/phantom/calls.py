@@ -1,15 +1,24 @@
-"""Counts the calls of `benchmarks.cuda calls` on the phantom, to be compared with what a profiler counts on a GPU:
+"""Does on the phantom what the parts `calls` and `memory` of a session on a GPU do, to compare them:
 
-    python -m phantom.run -m phantom.calls [--dry]
+    python -m phantom.run -m phantom.calls [--dry] [--memory] [--out FOLDER]
 
-The kernels by name and the rows are those that the part `calls` of a session prints.
+It prints the kernels by name and the rows that these parts print. `--memory`: peaks, too. `--out`: FOLDER gets
+`rows.jsonl`, as that of a session, and `LABEL.json` for each step, a record for `phantom.timeline` and
+`phantom.measured`.
 """
 
+import argparse
+import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,43 +29,74 @@ from benchmarks.timing import Call
 
 from . import record
 
+STEPS = 5  # that are logged: the host's times are the least of them
 
-def count_calls(step: Call, setup: cuda.Setup, label: str = "") -> tuple[Counter[str], Counter[str]]:
-    """Stands in for `benchmarks.cuda.count_calls`, whose profiler sees nothing here."""
-    del setup
+
+def count_calls(
+    step: Call, setup: cuda.Setup, label: str = "", out: Path | None = None
+) -> tuple[Counter[str], Counter[str]]:
+    """Stands in for `benchmarks.cuda.count_calls`, whose profiler sees nothing here. It writes `out`/LABEL.json."""
+    steps = []
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
-        record.runtime.phantom_reset(1)
-        step()
-        record.runtime.phantom_dump(file.name.encode())
-        record.runtime.phantom_reset(0)
-        _, calls = record.read_log(file.name)
+        for _ in range(STEPS):
+            record.runtime.phantom_reset(1)
+            step()
+            record.runtime.phantom_dump(file.name.encode())
+            record.runtime.phantom_reset(0)
+            steps.append(record.read_log(file.name)[1])
     kinds: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
-    for call in calls:
+    for call in steps[-1]:
         name = {"kernel": "cudaLaunchKernel", "gemm": "cudaLaunchKernel"}.get(call[2], call[2])
         kind = cuda.kind_of_call(name)
         if kind is not None:
             kinds[kind] += 1
         if name == "cudaLaunchKernel":
             kernels[call[9] or "matrix product"] += 1
-    return kinds, _demangled(kernels)
+    names = _demangled(kernels)
+    if out is not None:
+        calls, same = record.merge([record.of_host(each) for each in steps])
+        about = {"ranks": setup.world_size, "replicas": 1, "rows": 1, "fp32": False, "layers": 0, "optimizer": True}
+        for model, shape in setup.llamas.items():
+            about |= {"model": model.removeprefix("Llama "), "tokens": shape.tokens}
+        kept = {"about": about, "kinds": kinds, "names": names, "same": same, "calls": calls}
+        (out / f"{label}.json").write_text(json.dumps(kept))
+    return kinds, Counter({names[name]: count for name, count in kernels.items()})
 
 
-def _demangled(kernels: Counter[str]) -> Counter[str]:
-    names = [*kernels]
+def _demangled(names: Iterable[str]) -> dict[str, str]:
+    names = [*names]
     told = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return Counter(dict(zip(told.splitlines(), kernels.values(), strict=True)))
+    return dict(zip(names, told.splitlines(), strict=True))
 
 
-def main(*options: str) -> None:
-    device = torch.device("cuda", 0)
-    setup = cuda.tiny_setup(device) if "--dry" in options else cuda.Setup(device=device)
+def choose_attention() -> None:
+    """Leaves out cuDNN's attention, which a GPU may choose: there is no cuDNN here."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with mock.patch.object(cuda, "count_calls", count_calls):
-        rows = [*cuda.measure_calls(cuda.replace(setup, llamas=dict([*setup.llamas.items()][:1])))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry", action="store_true", help="tiny models")
+    parser.add_argument("--memory", action="store_true", help="also peaks, of each model")
+    parser.add_argument("--out", type=Path, help="a folder for records and rows")
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    setup = cuda.tiny_setup(device) if args.dry else cuda.Setup(device=device)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Any] = []
+    if args.memory:  # each library in a process of its own
+        with mock.patch.object(cuda, "ProcessPoolExecutor", partial(ProcessPoolExecutor, initializer=choose_attention)):
+            rows += cuda.measure_memory(setup)
+    choose_attention()
+    with mock.patch.object(cuda, "count_calls", partial(count_calls, out=args.out)):
+        rows += cuda.measure_calls(replace(setup, llamas=dict([*setup.llamas.items()][:1])))
     print(format_table(rows, setup.names), flush=True)
+    if args.out:
+        (args.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
     os._exit(0)

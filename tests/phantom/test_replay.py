@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from phantom import agree, timeline, unchecked
-from phantom.prices import Machine, Ring
+from phantom.prices import Machine, Prices, Ring, kind_of
 
 ABOUT = {"model": "1B", "layers": 1, "tokens": 1, "rows": 1, "fp32": False, "ranks": 8, "replicas": 1}
 FREE_HOST = {"host_scale": 0.0, "launch_us": 0.0, "event_us": 0.0, "nccl_us": 0.0, "nccl_op_us": 0.0}
-MACHINE = Machine(
-    **FREE_HOST, flops=1e12, memory=1e12, floor_us=1.0, base_us=10.0, inside_us=0.0, between_us=0.0, nvlink=1.0
-)
+WIRE: dict[str, float] = {"base_us": 10.0, "inside_us": 0.0, "between_us": 0.0, "nvlink": 1.0}
+MACHINE = Machine(**FREE_HOST, **WIRE, flops=1e12, gemm_us=0.0, memory=1e12, floor_us=1.0, gap_us=0.0)
 
 
 def call(kind: str, stream: int = 0, *numbers: int, name: str = "") -> list[Any]:
@@ -46,6 +45,62 @@ def test_work_of_a_stream_is_in_order() -> None:
     result = replay(gemm(30), gemm(20))
     assert result["step"] == pytest.approx(50)
     assert result["busy"] == pytest.approx(50)
+    slow = replace(MACHINE, gemm_us=3.0, gap_us=1.5)  # each takes longer, and leaves a gap
+    assert replay(gemm(30), gemm(20), machine=slow)["step"] == pytest.approx(50 + 2 * 4.5)
+
+
+@pytest.mark.parametrize(
+    ("label", "names"),
+    [
+        ("matrix products", ("gemm", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT")),
+        (
+            "attention, forward",
+            ("_ZN13pytorch_flash16flash_fwd_kernelI23Flash", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma"),
+        ),
+        (
+            "norm, gradient of the weight",  # the namespace of both has the name of a file, layer_norm_kernel.cu
+            (
+                "_ZN2at6native53_GLOBAL__N__21739cd4_20_layer_norm_kernel_cu_9c5ada8a35GammaBetaBackwardCUDAKernel",
+                "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16, float",
+            ),
+        ),
+        (
+            "foreach casts",
+            (
+                "_ZN2at6native25multi_tensor_apply_kernelINS1_11CopyFunctorIN3c108BFloat16EfLi2E",
+                "multi_tensor_apply_kernel<at::native::CopyFunctor<c10::BFloat16, float, 2, 1, 1>",
+            ),
+        ),
+        (
+            "foreach copies",
+            (
+                "_ZN2at6native25multi_tensor_apply_kernelINS1_11CopyFunctorIN3c108BFloat16ES7_Li2E",
+                "multi_tensor_apply_kernel<UnaryOpFunctor<c10::BFloat16, 2, 1, 1>, at::native::Copy<c10::BFloat16, ",
+            ),
+        ),
+        ("strided copies", ("_ZN2at6native18elementwise_kernelILi128", "void at::native::elementwise_kernel<128, 4")),
+        ("other", ("my_own_kernel",)),
+    ],
+)
+def test_a_kernel_is_of_one_kind_by_its_name_mangled_or_not(label: str, names: Sequence[str]) -> None:
+    assert {kind_of(name).label for name in names} == {label}
+
+
+def test_prices_of_kernels() -> None:
+    """Of 4,096 tokens of the 1B model, in us: near to what an H100 takes for them."""
+    prices = Prices(Machine(), {**ABOUT, "tokens": 4096})
+    assert prices.gemm(8192, 4096, 2048, 1, 14) == pytest.approx(175, rel=0.03)
+    assert prices.gemm(512, 4096, 2048, 1, 14) == pytest.approx(15.4, rel=0.15)
+    assert prices.kernel("_ZN13pytorch_flash16flash_fwd_kernelI", 32, 1, 32, 128, 0) == pytest.approx(188, rel=0.03)
+    fill = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
+    assert prices.kernel(fill, 1, 1, 1, 128, 4096 * 128256) == pytest.approx(636, rel=0.03)
+    assert prices.kernel(fill, 1, 1, 1, 128, 1) == 1.0
+    cast = "multi_tensor_apply_kernelINS1_18TensorListMetadataILi2EEENS1_11CopyFunctorIN3c108BFloat16EfLi2E"
+    assert prices.kernel(cast, 17, 1, 1, 512, 950_000) == pytest.approx(16.0, rel=0.1), "few blocks: one takes so long"
+    assert prices.kernel(cast, 127, 1, 1, 512, 8_208_400) == pytest.approx(27.4, rel=0.1)
+    assert not prices.guessed
+    prices.kernel("my_own_kernel", 1, 1, 1, 128, 0)
+    assert prices.guessed == {"my_own_kernel": 1}
 
 
 def test_a_collective_beside_compute_is_hidden_and_what_waits_for_it_shows_the_rest() -> None:
@@ -166,7 +221,7 @@ def test_the_optimizer_reads_and_writes_the_shard() -> None:
     calls = (gemm(5), call("mark", name="optimizer"))
     elements = timeline.elements_of_shard(ABOUT)
     assert elements == pytest.approx((2 * 128256 * 2048 + 2048 + 60_821_504) / 8)
-    assert replay(*calls)["step"] == pytest.approx(5 + 28 * elements / 1e6)
+    assert replay(*calls)["step"] == pytest.approx(5 + 28 / 0.8 * elements / 1e6)
     assert replay(*calls, about={**ABOUT, "optimizer": True})["step"] == pytest.approx(5)
     assert replay(*calls, machine=replace(MACHINE, optimizer=0.0))["step"] == pytest.approx(5)
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from . import models
-from .prices import ITEM, Machine, Prices, Ring
+from .prices import ITEM, OTHER, Machine, Prices, Ring, kind_of
 
 
 @dataclass
@@ -99,11 +99,12 @@ class Replay:
             "gemm": lambda: (self.prices.gemm(a, b, c, d, e), f"gemm {a} {b} {c}"),
             "cudaMemcpyAsync": lambda: (self.prices.copy(a, b), "memcpy"),
             "cudaMemcpy": lambda: (self.prices.copy(a, b), "memcpy"),
-            "cudaMemsetAsync": lambda: (max(a / m.memory * 1e6, m.floor_us), "memset"),
+            "cudaMemsetAsync": lambda: (self.prices.fill(a), "memset"),
         }
         if kind in on_device:
             self.host += m.launch_us
             duration, name = on_device[kind]()
+            duration += m.gap_us
             self._issue(stream, "compute" if stream == 0 or kind == "gemm" else "copy", duration, name)
             if kind == "cudaMemcpy" or (kind == "cudaMemcpyAsync" and c and b == 2):
                 self._stall(self.streams[stream].ready)
@@ -122,8 +123,7 @@ class Replay:
             self.phase = name
             if name == "optimizer" and m.optimizer and not self.about.get("optimizer"):
                 self.host += m.launch_us
-                duration = m.optimizer * elements_of_shard(self.about) / m.memory * 1e6
-                self._issue(0, "compute", duration, "optimizer")
+                self._issue(0, "compute", self.prices.optimizer(elements_of_shard(self.about)), "optimizer")
         elif kind in ("ncclGroupStart", "ncclGroupEnd"):
             self.depth += 1 if kind == "ncclGroupStart" else -1
         elif kind.startswith("nccl") and kind not in OF_ORDER:
@@ -467,7 +467,8 @@ def main() -> None:
             prices, sums, number = Prices(machine, record["about"]), Counter(), Counter()
             for _, _, kind, stream, a, b, c, d, e, called in record["calls"]:
                 if kind in ("kernel", "gemm"):
-                    key = f"{stream} {called[:150]}"
+                    of_kind = kind_of(called if kind == "kernel" else kind).label
+                    key = f"stream {stream}, {of_kind if of_kind != OTHER.label else called[:150]}"
                     sums[key] += (
                         prices.kernel(called, a, b, c, d, e) if kind == "kernel" else prices.gemm(a, b, c, d, e)
                     )
