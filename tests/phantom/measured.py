@@ -34,6 +34,7 @@ from .run import run
 LIBRARIES = ("plain", "fsdp2", "torch")
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 3: "DtoD"}
 COUNTED_CALLS = ("waits between streams", "allocations by the driver")
+RECORDS = "events recorded"
 QUEUED_US = 20.0  # a launch that ended so long before the stream was free did not delay what it launched
 SECONDS = 600
 Record = Mapping[str, Any]  # see `phantom.record`
@@ -160,6 +161,7 @@ def counts_on_gpu(measured: Measured) -> Counter[str]:
             counts[f"copies {work.name.split()[1]}{', pageable' * ('Pageable' in work.name)}"] += 1
         counts["fills"] += work.name.startswith("Memset")
     counts.update(kind for call in measured.calls if (kind := kind_of_call(call.name)) in COUNTED_CALLS)
+    counts[RECORDS] = sum(call.name.startswith("cudaEventRecord") for call in measured.calls)
     return counts
 
 
@@ -171,6 +173,7 @@ def counts_on_phantom(record: Record) -> Counter[str]:
             counts[f"copies {DIRECTIONS[call[5]]}{', pageable' * bool(call[6])}"] += 1
         counts["fills"] += call[2] == "cudaMemsetAsync"
     counts.update({kind: record["kinds"].get(kind, 0) for kind in COUNTED_CALLS})
+    counts[RECORDS] = sum(call[2] == "cudaEventRecord" for call in record["calls"])
     return counts
 
 
@@ -186,6 +189,9 @@ def compare_launches(measured: Mapping[str, Measured], records: Mapping[str, Rec
     """Returns lines: counts on the GPU and on the phantom, and where they differ."""
     gpu = {name: counts_on_gpu(each) for name, each in measured.items()}
     phantom = {name: counts_on_phantom(records[name]) for name in measured}
+    if not any(count[RECORDS] for count in gpu.values()):  # the first session's profiler has not kept them
+        for count in phantom.values():
+            del count[RECORDS]
     whats = sorted({what for count in (*gpu.values(), *phantom.values()) for what, n in count.items() if n})
     rows = {what: [str(count[name][what]) for name in measured for count in (gpu, phantom)] for what in whats}
     lines = [*_table("a step", _both(measured, "phantom"), rows), ""]

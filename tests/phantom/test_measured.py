@@ -50,6 +50,7 @@ SHARDED: Works = (
     ("cudaMemsetAsync", "Memset (Device)", 50, 1),
     ("cuLaunchKernelEx", NVJET, 60, 150),
     ("cuLaunchKernelEx", FLASH, 211, 170),
+    ("cudaEventRecord", "", 0, 0),
 )
 OF_PLAIN = [GEMM, ATTENTION]
 OF_SHARDED = [
@@ -101,6 +102,7 @@ def test_a_report_lays_both_side_by_side(folders: tuple[Path, Path]) -> None:
     assert cells(text, "copies HtoD") == ["0", "0", "1", "1"]
     assert cells(text, "fills") == ["1", "0", "1", "0"]
     assert cells(text, "waits between streams") == ["0", "0", "1", "1"]
+    assert cells(text, "events recorded") == ["0", "0", "1", "1"]
     assert "- fsdp2: 3 kernels, of the same kinds in the same order" in text
     assert "- fsdp2, beyond the plain model: as on the phantom" in text
     assert "- plain, fills on the GPU: 1 before matrix products" in text
