@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .empty_memory import mark
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
+from .saved_shards import refuse_others
 from .state import STATE, groups_below, groups_of, modules_below, require_state
 from .user_code import hides_modes
 
@@ -122,7 +123,8 @@ def _register_again(groups: list[FSDPParamGroup]) -> None:
 
 
 @hides_modes
-def _before_load(module: nn.Module, *_: Any) -> None:
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    refuse_others((name, value) for name, value in state_dict.items() if name.startswith(prefix))
     for group in groups_of(module):
         group.reshard_if_idle()
 

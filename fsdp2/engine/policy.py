@@ -58,6 +58,11 @@ class MixedPrecisionPolicy:
             dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
             (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels, but
             weights are rounded alike. Equal on all ranks.
+        buffer_dtype: dtype in which modules of this call see their floating-point buffers while they have the unsharded
+            parameters: in forwards, and where activation checkpointing runs them again. None: their own. Else, and in
+            state dicts, buffers have their own dtype and exact values; but one that a forward writes to (running
+            statistics) has been rounded by that. Copies in `buffer_dtype` stay until their buffer changes. Whole
+            numbers, flags and complex numbers are left alone, and so are modules in `ignored_params`.
 
     Raises:
         TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.
@@ -74,6 +79,7 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
     gradient_codec: Codec | None = field(default=None, kw_only=True)
     gather_codec: Codec | None = field(default=None, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
@@ -81,7 +87,7 @@ class MixedPrecisionPolicy:
             raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue

@@ -232,6 +232,10 @@ class OurGroup:
         return self.engine_group.modules
 
     @property
+    def is_root(self) -> bool:
+        return self.engine_group.root.state is self.engine_group.state
+
+    @property
     def params(self) -> Sequence[OurParam]:
         return [OurParam(self.engine_group, param, self._names_in) for param in self.engine_group.params]
 

@@ -131,6 +131,12 @@ def summoning_is_refused_without_the_patch() -> None:
                 assert_same(param.detach(), other, 1e-5, 1e-6, name)
 
 
+def listing_modules_is_refused() -> None:
+    model, *_ = trained()
+    for ask in (lambda: FSDP1.fsdp_modules(model), lambda: FSDP1.fsdp_modules(model, root_only=True)):
+        assert advised(ask, {"model": model}) == [model, model.block]
+
+
 def parameters_are_summoned() -> None:
     model, _, plain, _ = trained()
     x = torch.randn(6, 5)
@@ -183,7 +189,7 @@ def other_modules_are_left_alone() -> None:
             assert plain.head.weight.shape == (3, 5)
     model, optimizer, *_ = trained()
     torchs.get_state_dict(model, optimizer)
-    assert FSDP1.fsdp_modules(model) == []
+    assert FSDP1.fsdp_modules(plain) == []
     with suppress(KeyError):  # torch's own error, of a module that neither has
         FSDP1.set_state_dict_type(plain, FULL)
     torch.save(plain.state_dict(), io.BytesIO())
@@ -232,6 +238,7 @@ CHECKS = (
     sharded_state_dicts_are_refused,
     optimizer_states_are_refused,
     summoning_is_refused_without_the_patch,
+    listing_modules_is_refused,
     patched(parameters_are_summoned),
     other_modules_are_left_alone,
 )
