@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
@@ -67,6 +68,7 @@ _MODULES = {
     "ShardGroup": "shards.protocol",
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
+    "SkippableStep": "features.skip",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
@@ -84,6 +86,7 @@ _MODULES = {
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
     "shards_of": "shards.find",
+    "skip_together": "features.skip",
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
@@ -136,6 +139,7 @@ __all__ = [
     "ShardParam",
     "ShardPlacementResult",
     "Shards",
+    "SkippableStep",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
@@ -160,6 +164,7 @@ __all__ = [
     "set_checks",
     "shards_of",
     "share_comm_ctx",
+    "skip_together",
     "split_matrices",
     "stream_full_params",
     "sync_module_states",

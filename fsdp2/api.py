@@ -134,42 +134,40 @@ def fully_shard(
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
 
 
-# Argument of DistributedDataParallel, which torch's `replicate` takes, too -> what to do here.
+# Arguments of DistributedDataParallel, which torch's `replicate` takes, too.
 _OF_DDP = {
-    "broadcast_buffers": "Running statistics are averaged after each forward. Others are compared between ranks; "
-    "fsdp2.sync_module_states(model) copies those of the first rank to all.",
-    "bucket_cap_mb": "Buckets are chosen for the device.",
-    "device_ids": "The model is on the device of its mesh: torch.cuda.set_device(local_rank) before.",
-    "find_unused_parameters": "Parameters that no rank uses need nothing. Where ranks use different ones, call "
-    "model.set_reduce_scatter_unused_params(True).",
-    "gradient_as_bucket_view": "Gradients have no second copy.",
-    "init_sync": "Call fsdp2.sync_module_states(model) before, unless all ranks build the same weights.",
-    "mixed_precision": "Pass mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype, reduce_dtype, buffer_dtype=...).",
-    "output_device": "Outputs are where the modules compute them.",
-    "param_to_hook_all_reduce": "Gradients are reduced as they arrive.",
-    "process_group": "Pass mesh=DeviceMesh.from_group(process_group, device_type).",
-    "skip_all_reduce_unused_params": "Parameters that no rank uses are not reduced.",
-    "static_graph": "Which parameters a step uses may change at any time.",
-    "bucket_cap_mb_list": "Buckets are chosen for the device.",
-    "batched_grad_copy": "Gradients have no second copy.",
-    "forward_sync_buffers": "Call fsdp2.sync_module_states(model) before, unless all ranks have the same buffers.",
-    "ignored_modules": "Pass ignored_params=ignored_modules.",
-    "delay_all_reduce_named_params": "Gradients are reduced as they arrive.",
-    "device_mesh": "Pass mesh=device_mesh.",
-    "dim": "Shard a batch yourself, by a DistributedSampler for example.",
-    "check_reduction": "Reductions are checked anyway.",
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_reduction",
+    "delay_all_reduce_named_params",
+    "device_ids",
+    "device_mesh",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "ignored_modules",
+    "init_sync",
+    "mixed_precision",
+    "output_device",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "skip_all_reduce_unused_params",
+    "static_graph",
 }
 
 
 def _explains_ddp(function: Callable[P, R]) -> Callable[P, R]:
-    """Has `function` say what takes the place of an argument of DDP's."""
+    """Has `function` name the table that says what takes the place of an argument of DDP's."""
 
     @wraps(function)
     def replicate(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() & _OF_DDP.keys():
+        for name in sorted(kwargs.keys() & _OF_DDP):
             raise TypeError(
-                f"replicate: {name} is an argument of DistributedDataParallel. Leave it out. {_OF_DDP[name]} "
-                'examples/README.md, "Coming from DDP", has a table of all.'
+                f'replicate: {name} is an argument of DistributedDataParallel. The table "Coming from DDP" of '
+                "examples/README.md says what to write for each."
             )
         return function(*args, **kwargs)
 

@@ -331,6 +331,7 @@ def offload() -> None:
     trains(model)
 
 
+@row("DDP", "`ignored_modules`")
 @row("FSDP1", "`ignored_states`, `ignored_modules`")
 def ignored() -> None:
     for chosen in (lambda m: {*m.parameters()}, lambda m: [m, m.weight], lambda m: m):
@@ -696,8 +697,8 @@ def gradients_in_fp16() -> None:
     trains(replicate(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), tolerance=1e-3)
 
 
-@row("DDP", "`device_ids`, `output_device`")
-@row("DDP", "`init_sync=False`")
+@row("DDP", "`device_ids`, `output_device`, `dim`")
+@row("DDP", "`init_sync=False`, `forward_sync_buffers`")
 def arguments_of_ddp() -> None:
     """They are errors that say what to write."""
     options = {
@@ -709,10 +710,12 @@ def arguments_of_ddp() -> None:
     }
     options |= {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True}
     for name, value in options.items():
-        with pytest.raises(TypeError, match=rf'{name} is an argument of DistributedD.*"Coming from DDP", has a table'):
+        with pytest.raises(TypeError, match=rf'{name} is an argument of DistributedD.* table "Coming from DDP"'):
             replicate(build(), **{name: value})  # type: ignore[call-arg]
     parameters = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters}
+    cells = " ".join(cells[0] for cells in ROWS["Coming from DDP"])
     for name in parameters - {"module"}:
+        assert f"`{name}" in cells, name
         with pytest.raises(TypeError, match=f"{name} is an argument of DistributedDataParallel"):
             replicate(build(), **{name: None})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
@@ -730,7 +733,11 @@ def mixed_precision_of_replicas() -> None:
     trains(model, tolerance=1e-2)
 
 
-@row("DDP", "`gradient_as_bucket_view`, `static_graph`, `bucket_cap_mb`")
+@row(
+    "DDP",
+    "`gradient_as_bucket_view`, `static_graph`, `bucket_cap_mb`, `bucket_cap_mb_list`, `batched_grad_copy`, "
+    "`check_reduction`, `delay_all_reduce_named_params`, `param_to_hook_all_reduce`, `skip_all_reduce_unused_params`",
+)
 def nothing_to_choose() -> None:
     trains(replicate(build()))
 
