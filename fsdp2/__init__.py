@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
@@ -80,6 +81,7 @@ _MODULES = {
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
+    "hsdp_mesh": "features.machines",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
@@ -154,6 +156,7 @@ __all__ = [
     "flatten_optimizer",
     "full_params",
     "fully_shard",
+    "hsdp_mesh",
     "muon",
     "no_sync",
     "padding_report",

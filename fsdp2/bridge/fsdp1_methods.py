@@ -132,15 +132,11 @@ def _summon(
     groups = _groups_in(module, recurse)
     if not groups:
         return original(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-    if with_grads:
-        raise NotImplementedError(
-            f"{_CLASS}.summon_full_params(with_grads=True) of {type(module).__name__}, which fully_shard was "
-            f"applied to (it manages {groups[0].params[0].name}). Call p.grad.full_tensor() of each parameter, on "
-            "every rank."
-        )
     options: dict[str, Any] = {}
     if rank0_only or offload_to_cpu or is_for_writes:
         options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+    if with_grads:  # FSDP1's default of `writeback` says nothing of writes
+        options |= {"with_grads": True, "writeback": is_for_writes}
     # Else not the copies that `writeback` needs: the default says nothing of writes, and forwards may run inside.
     ours = partial(full_params, module, recurse=recurse, **options)
     if not any(isinstance(each, fsdp1) for each in module.modules()):

@@ -1,23 +1,33 @@
-"""Follows the advice of `fsdp2.skip_together`, and of what one rank has saved."""
+"""Follows the advice of `skip_together`, `hsdp_mesh`, gradients in `full_params`, and of what one rank has saved."""
 
+import copy
 import io
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
 from advised.registry import (
     ELSEWHERE,
     backward,
+    batch,
     build,
     follows,
     heard,
+    loss_of,
     pair,
     refused,
+    same,
+    same_gradients,
     same_parameters,
     sgd,
     shard,
@@ -123,3 +133,59 @@ def shards_of_one_rank() -> None:
         loaded.load_state_dict(torch.load(saved(state)))
         same_parameters(loaded, plain)
     assert heard
+
+
+@follows("Scale or clip p.grad of the sharded parameters")
+def gradients_of_copies() -> None:
+    model, plain = pair()
+
+    def write() -> None:
+        with fsdp2.full_params(model, writeback=True, with_grads=True):
+            pass
+
+    backward(model)
+    refused(write)
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    (loss_of(plain(batch())) / 2).backward()
+    same_gradients(model, plain)
+
+
+@follows("with_grads is not supported under tensor parallelism. Call p.grad.full_tensor() of the sharded", ranks=4)
+def gradients_under_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = build(lambda: nn.Sequential(nn.Linear(5, 4)))
+    model: Any = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    loss_of(model(batch().chunk(2)[mesh.get_local_rank("dp")])).backward()
+    loss_of(plain(batch())).backward()
+    refused(lambda: fsdp2.full_params(model, with_grads=True).__enter__())
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        same(param.grad.full_tensor(), other.grad)
+
+
+def launched(size: Any, local_rank: Any) -> Any:
+    values = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in values.items() if value is not None})
+
+
+@follows(
+    "Start the program by torchrun, or set both; or call init_device_mesh(device_type, (machines, ranks_of_one), "
+    'mesh_dim_names=("replicate", "shard"))',
+    "Start as many on each; or shard over all ranks, without a mesh",
+    "Have the launcher number ranks machine by machine",
+    ranks=4,
+)
+def ranks_of_machines() -> None:
+    rank = dist.get_rank()
+    refused(fsdp2.hsdp_mesh)
+    with launched(*((3, rank) if rank < 3 else (1, 0))):
+        refused(fsdp2.hsdp_mesh)
+    with launched(2, rank // 2):
+        refused(fsdp2.hsdp_mesh)
+    with launched(2, rank % 2):
+        meshes = (fsdp2.hsdp_mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), None)
+    for mesh in meshes:
+        model, plain = pair(mesh=mesh)
+        train(model, plain)

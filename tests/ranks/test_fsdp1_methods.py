@@ -169,8 +169,13 @@ def parameters_are_summoned() -> None:
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_same(param, other, 1e-5, 1e-6, name)
     assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward afterwards")
-    with pytest.raises(NotImplementedError, match=r"full_tensor\(\) of each parameter, on every rank"):
-        FSDP1.summon_full_params(model, with_grads=True)
+    for each, rows in ((model, rows_of(x)), (plain, x)):
+        each(rows).square().mean().backward()
+    with FSDP1.summon_full_params(model, with_grads=True):
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(param.grad, other.grad, 1e-5, 1e-6, name)
+    with pytest.raises(ValueError, match="gradients are not written back"):
+        FSDP1.summon_full_params(model, writeback=True, with_grads=True)
 
 
 def other_modules_are_left_alone() -> None:

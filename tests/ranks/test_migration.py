@@ -497,6 +497,9 @@ def whole_gradients() -> None:
     mean_loss(expected(batch(0))).backward()
     grad: Any = model.stem.weight.grad
     assert_same(grad.full_tensor(), expected.stem.weight.grad, 1e-5, 1e-6, "stem.weight")
+    with full_params(model, with_grads=True) as whole:
+        for (name, value), param in zip(whole.items(), expected.parameters(), strict=True):
+            assert_same(value.grad, param.grad, 1e-5, 1e-6, name)
 
 
 @row("FSDP1", "`SHARDED_STATE_DICT`; `LOCAL_STATE_DICT`")
