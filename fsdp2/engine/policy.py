@@ -266,6 +266,7 @@ class GroupSettings:
         all_reduce: also sum between replica groups in the next backward passes.
         reduce_unused: reduce zeros for parameters without a gradient.
         reduce_when: chosen by extensions.
+        bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
         max_reductions: how many reductions may be in flight while the next is packed.
         divide_factor: what the sum over all ranks is divided by. None: their number.
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
@@ -287,6 +288,7 @@ class GroupSettings:
     all_reduce: bool = True
     reduce_unused: bool = False
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
+    bucket_bytes: int | None = None
     max_reductions: int = 1
     divide_factor: float | None = None
     divide_late: Callable[[Tensor], None] | None = None

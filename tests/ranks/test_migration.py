@@ -5,6 +5,7 @@ batch, or does what X did. A row without a program, and a program without a row,
 tests/BEHAVIOURS.md names the tests of the differences from torch's FSDP2.
 """
 
+import copy
 import inspect
 import io
 import shutil
@@ -694,6 +695,27 @@ def running_statistics() -> None:
     assert_same(model[1].running_mean, expected, 1e-5, 1e-6, "running_mean")
 
 
+@row("DDP", "`broadcast_buffers=True`, bit for bit")
+def buffers_of_the_first_rank() -> None:
+    """Beside DDP itself: each forward begins with the first rank's buffers, also at the steps at which checks run."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    model: Any = replicate(plain)
+    model.set_running_stats_averaging(False)
+
+    def broadcast(module: nn.Module, args: Any) -> None:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+
+    model.register_forward_pre_hook(broadcast)
+    for step in range(5):
+        for each in (model, ddp):
+            mean_loss(each(own(step))).backward()
+        for buffer, other in zip(model.buffers(), ddp.module.buffers(), strict=True):
+            assert torch.equal(buffer, other)
+
+
 @row("DDP", "`register_comm_hook(state, fp16_compress_hook)`")
 def gradients_in_fp16() -> None:
     trains(shard(build(), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.float16)), tolerance=1e-3)
@@ -728,6 +750,24 @@ def arguments_of_ddp() -> None:
     trains(model)
 
 
+@row("DDP", "`bucket_cap_mb`, `bucket_cap_mb_list`")
+def bytes_of_buckets() -> None:
+    """Their number in a step, by the collectives that a hook sees."""
+    counts: list[int] = []
+    for nbytes in (None, 1, 300, 10**9):
+        model: Any = replicate(build())
+        seen: list[int] = []
+        model.set_all_reduce_hook(lambda reduced, seen=seen: seen.append(reduced.numel()))
+        model.set_gradient_buckets(nbytes)
+        trains(model, steps=1)
+        counts.append(len(seen))
+        assert max(seen) * 4 <= max(300, 8 * 8 * 4) or nbytes in (None, 10**9)
+    parameters = sum("branch" not in name for name, _ in build().named_parameters())
+    assert counts[0] == counts[3] == 1  # all of them are little
+    assert counts[1] == parameters
+    assert 1 < counts[2] < parameters
+
+
 @row("DDP", "`mixed_precision`")
 def mixed_precision_of_replicas() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
@@ -738,7 +778,7 @@ def mixed_precision_of_replicas() -> None:
 
 @row(
     "DDP",
-    "`gradient_as_bucket_view`, `static_graph`, `bucket_cap_mb`, `bucket_cap_mb_list`, `batched_grad_copy`, "
+    "`gradient_as_bucket_view`, `static_graph`, `batched_grad_copy`, "
     "`check_reduction`, `delay_all_reduce_named_params`, `param_to_hook_all_reduce`, `skip_all_reduce_unused_params`",
 )
 def nothing_to_choose() -> None:
