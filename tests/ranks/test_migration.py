@@ -221,7 +221,7 @@ def by_policies_of_torch() -> None:
     trains(fully_shard(model))
 
 
-@row("DeepSpeed", "stage 3; stage 2")
+@row("DeepSpeed", "stage 3")
 @row("FSDP1", "`FULL_SHARD`; `SHARD_GRAD_OP`")
 def resharding() -> None:
     trains(shard(build()))
@@ -813,10 +813,12 @@ def fewer_batches() -> None:
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-@row("DeepSpeed", "stage 1")
-def stage_1() -> None:
-    """Each group is gathered once a step, not once a micro-batch, and reduced once."""
-    model, log, steps, accumulated = shard(build(), reshard_after_forward=False), [], 2, 3
+def counted_in_a_step(accumulated: int = 3, **settings: str) -> tuple[int, int]:
+    """Gathers and reductions of a group in a step of several micro-batches, which trains as a plain model does.
+
+    `settings`: methods that are called with False for all micro-batches but the last.
+    """
+    model, log, steps = shard(build(), reshard_after_forward=False), [], 2
     modules = (model, *model.blocks)
     for module in modules:
         module.set_custom_all_gather(CountedGather(log, "gather"))
@@ -824,13 +826,28 @@ def stage_1() -> None:
     optimizer = sgd(model)
     for step in range(steps):
         for i in range(accumulated):
-            model.set_requires_gradient_sync(i == accumulated - 1)
-            model.set_reshard_after_backward(i == accumulated - 1)
+            for method in settings.values():
+                getattr(model, method)(i == accumulated - 1)
             (mean_loss(model(own(accumulated * step + i))) / accumulated).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert_like(model, plainly_trained(steps, accumulated))
-    assert (log.count("gather"), log.count("reduce")) == (steps * len(modules), steps * len(modules))
+    gathers, reductions = log.count("gather"), log.count("reduce")
+    assert gathers % (steps * len(modules)) == reductions % (steps * len(modules)) == 0
+    return gathers // steps // len(modules), reductions // steps // len(modules)
+
+
+@row("DeepSpeed", "stage 1")
+def stage_1() -> None:
+    """Each group is gathered once a step, not once a micro-batch, and reduced once."""
+    quiet = {"sync": "set_requires_gradient_sync", "stay": "set_reshard_after_backward"}
+    assert counted_in_a_step(**quiet) == (1, 1)
+    assert counted_in_a_step(sync=quiet["sync"]) == (3, 1)
+
+
+@row("DeepSpeed", "stage 2")
+def stage_2() -> None:
+    assert counted_in_a_step(stay="set_reshard_after_backward") == (1, 3)
 
 
 @row("DeepSpeed", "`zero_to_fp32.py`")
