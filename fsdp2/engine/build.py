@@ -92,6 +92,9 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
         attach(states[0], [*states, *plan.inside], classes)
+        for state in states:
+            if state.cast_buffers is not None:
+                state.cast_buffers.cast()
     return module
 
 

@@ -1,8 +1,7 @@
-"""Has modules see their floating-point buffers in another dtype, as they see unsharded parameters (`buffer_dtype`)."""
+"""Gives modules their floating-point buffers in another dtype (`buffer_dtype`), and state dicts the exact ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,77 +11,90 @@ if TYPE_CHECKING:
     from .state import FSDPState
 
 _Place = tuple[nn.Module, str]
-# Buffers that kernels write to in training, without counting it.
+# Buffers that kernels write to without counting it.
 _UNCOUNTED = ("running_mean", "running_var")
 
 
 class _Cast(NamedTuple):
-    """Holds a buffer, its version when it was cast, the copy, and the copy's version when modules last got it. Version
-    None: it serves once.
+    """Holds a buffer, the copy in another dtype that modules have in its place, and the versions of both when the copy
+    was made. Version None: there is none, of tensors made in inference mode.
     """
 
-    buffer: Tensor
+    exact: Tensor
     version: int | None
     copy: Tensor
     copy_version: int | None
 
 
 class CastBuffers:
-    """Registers copies, in `dtype`, of the buffers of one state while its modules have the unsharded parameters.
+    """Registers copies, in `dtype`, of the buffers of one state: those of modules that `ignored_params` does not name.
 
-    A copy serves until its buffer is written to or replaced. Then there is a new one, since graphs may hold the old.
+    The buffers themselves are registered while a state dict is made or loaded. What was written to a copy by then is
+    written to its buffer.
     """
 
     def __init__(self, state: FSDPState, dtype: torch.dtype) -> None:
         self._state, self._dtype = state, dtype
-        self._casts: dict[_Place, _Cast] = {}
-        self._are_registered = False
+        self.casts: dict[_Place, _Cast] = {}
 
-    def register(self, cast: bool) -> None:
-        """Registers the copies, or the buffers with what modules have written to the copies, or put in their place."""
-        if cast is self._are_registered:
-            return
-        self._are_registered = cast
-        if cast:
-            self._casts = {place: self._cast(place, buffer) for place, buffer in self._find()}
-            for (module, name), found in self._casts.items():
-                module._buffers[name] = found.copy
-        else:
-            self._casts = {place: self._take_back(place, found) for place, found in self._casts.items()}
-
-    def _find(self) -> Iterator[tuple[_Place, Tensor]]:
+    def cast(self) -> None:
+        """Registers copies of all buffers of other dtypes, also of those that were replaced since."""
+        before, self.casts = self.casts, {}
         ignored = {inner for module in self._state.ignored for inner in module.modules()}
         for module in self._state.own_modules():
             for name, buffer in module._buffers.items() if module not in ignored else ():
-                is_cast = buffer is not None and buffer.is_floating_point() and buffer.itemsize > 1
-                if buffer is not None and is_cast and buffer.dtype != self._dtype:
-                    yield (module, name), buffer
+                if buffer is None or not buffer.is_floating_point() or buffer.itemsize < 2 or buffer.requires_grad:
+                    continue
+                last = before.get((module, name))
+                if last is not None and buffer.dtype == self._dtype:
+                    self.casts[module, name] = last if last.copy is buffer else _widened(buffer, last.exact.dtype)
+                elif buffer.dtype != self._dtype:
+                    found = last if last is not None and _is_unchanged(last, buffer) else self._make(buffer)
+                    self.casts[module, name] = found
+        for (module, name), found in self.casts.items():
+            module._buffers[name] = found.copy
 
-    def _cast(self, place: _Place, buffer: Tensor) -> _Cast:
-        last, version = self._casts.get(place), _version(buffer)
-        if last is not None and last.buffer is buffer and version is not None and last.version == version:
-            return last._replace(copy_version=_version(last.copy))
-        if buffer.requires_grad:  # its gradient goes through the copy
-            copy, version = buffer.to(self._dtype), None
-        else:
-            with torch.inference_mode(False), torch.no_grad():
-                copy = buffer.to(self._dtype)
-        return _Cast(buffer, version, copy, _version(copy))
+    def take(self, casts: dict[_Place, _Cast]) -> None:
+        """Takes those of a state of which this one is a copy, copied."""
+        self.casts = {
+            place: found._replace(version=_version(found.exact), copy_version=_version(found.copy))
+            for place, found in casts.items()
+        }
 
-    def _take_back(self, place: _Place, found: _Cast) -> _Cast:
-        (module, name), now = place, place[0]._buffers.get(place[1])
-        if now is found.copy:
-            module._buffers[name] = found.buffer
-            is_statistics = name in _UNCOUNTED and module.training
-            if is_statistics or _version(found.copy) != found.copy_version:
-                with torch.no_grad():
-                    found.buffer.copy_(found.copy)
-                return found._replace(version=None)  # it may change further without counting (running statistics)
-        elif now is not None and now.dtype == self._dtype:
-            module._buffers[name] = now.to(found.buffer.dtype)
-        return found
+    def _make(self, buffer: Tensor) -> _Cast:
+        with torch.inference_mode(False), torch.no_grad():
+            copy = buffer.to(self._dtype)
+        return _Cast(buffer, _version(buffer), copy, _version(copy))
+
+    def restore(self) -> None:
+        """Registers the buffers, with what was written to their copies."""
+        for (module, name), found in self.casts.items():
+            now = module._buffers.get(name)
+            if now is not found.copy:
+                if now is None or now.dtype != self._dtype:
+                    continue  # it was removed, or replaced by one of another dtype
+                found = self.casts[module, name] = _widened(now, found.exact.dtype)
+            exact, copy = found.exact, found.copy
+            if copy.device != exact.device:  # the module was moved
+                exact = copy.to(exact.dtype) if exact.is_meta or copy.is_meta else exact.to(copy.device)
+            is_written = _version(copy) != found.copy_version
+            if is_written or (name in _UNCOUNTED and not torch.equal(copy, exact.to(copy.dtype))):
+                exact = copy.to(exact.dtype)
+            if exact is not found.exact:
+                self.casts[module, name] = _Cast(exact, _version(exact), copy, _version(copy))
+            module._buffers[name] = exact
+
+
+def _widened(copy: Tensor, dtype: torch.dtype) -> _Cast:
+    """Returns the cast of a buffer whose exact values are those of `copy`, which has replaced one."""
+    exact = copy.detach().to(dtype)
+    return _Cast(exact, _version(exact), copy, _version(copy))
+
+
+def _is_unchanged(cast: _Cast, buffer: Tensor) -> bool:
+    return cast.exact is buffer and cast.version is not None and cast.version == _version(buffer)
 
 
 def _version(tensor: Tensor) -> int | None:
-    """Returns the version counter of a tensor, or None if it has none (it was made in inference mode)."""
+    """Returns the version counter of a tensor, or None if it has none."""
     return None if tensor.is_inference() else tensor._version

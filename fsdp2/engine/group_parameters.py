@@ -57,7 +57,7 @@ class Registration:
         self._sharded: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._replacements = torch.empty(0, device="cpu")
-        # Swaps buffers, too, if the policy has a dtype for them.
+        # Casts buffers that were replaced, if the policy has a dtype for them.
         self.buffers: CastBuffers | None = None
 
     # ---- swapping
@@ -77,8 +77,8 @@ class Registration:
                 slots[name] = parameter
         for module, name, parameter in self._setattr_slots[unsharded]:
             setattr(module, name, parameter)
-        if self.buffers is not None:
-            self.buffers.register(unsharded)
+        if unsharded and self.buffers is not None:
+            self.buffers.cast()
 
     def prepare(self, params: Sequence[FSDPParam]) -> None:
         """Prepares to swap the parameters that `params` have now. None of them: there is nothing to swap."""

@@ -58,11 +58,11 @@ class MixedPrecisionPolicy:
             dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
             (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels, but
             weights are rounded alike. Equal on all ranks.
-        buffer_dtype: dtype in which modules of this call see their floating-point buffers while they have the unsharded
-            parameters: in forwards, and where activation checkpointing runs them again. None: their own. Else, and in
-            state dicts, buffers have their own dtype and exact values; but one that a forward writes to (running
-            statistics) has been rounded by that. Copies in `buffer_dtype` stay until their buffer changes. Whole
-            numbers, flags and complex numbers are left alone, and so are modules in `ignored_params`.
+        buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
+            next forward those that were put in their place. None: they keep their own. State dicts have and take
+            buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
+            buffer since (running statistics) has been rounded. Whole numbers, flags, complex numbers and buffers that
+            require a gradient are left alone, and so are modules in `ignored_params`.
 
     Raises:
         TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.

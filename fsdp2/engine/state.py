@@ -24,7 +24,7 @@ class FSDPState:
     `parts`: states whose groups the methods of these modules reach as well (large submodules). `running`: how many
     forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module
     is making has unregistered; where it fails, they stay here. `ignored`: modules in `ignored_params`, whose buffers
-    stay as they are.
+    stay as they are. `cast_buffers`: gives buffers another dtype, if the policy has one for them.
     """
 
     root: Root  # another one when an outer module is sharded
@@ -39,8 +39,8 @@ class FSDPState:
         self.ignored: set[nn.Module] = set()
         for group in groups:
             group.state = self
-        if policy.buffer_dtype is not None:
-            groups[0].registration.buffers = CastBuffers(self, policy.buffer_dtype)
+        self.cast_buffers = None if policy.buffer_dtype is None else CastBuffers(self, policy.buffer_dtype)
+        groups[0].registration.buffers = self.cast_buffers
 
     def __repr__(self) -> str:
         return str(self.groups[0])

@@ -40,6 +40,7 @@ class Description:
     def __init__(self, state: FSDPState) -> None:
         root = state.root
         self.modules, self.policy, self.ignored = state.modules, state.policy, state.ignored
+        self.casts = {} if state.cast_buffers is None else state.cast_buffers.casts
         self.groups = [_GroupDescription(group) for group in state.groups]
         self.parts = [Description(part) for part in state.parts]
         self.root_settings, self.prefetch = None, {}
@@ -55,6 +56,8 @@ class Description:
         """Builds the state of copied modules, and of their parts."""
         state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy)
         state.ignored = vars(self).get("ignored", set())  # older pickles have none
+        if state.cast_buffers is not None:
+            state.cast_buffers.take(vars(self).get("casts", {}))
         state.parts = [part.build() for part in self.parts]
         return state
 

@@ -194,7 +194,8 @@ class SkippableStep:
                     param.grad = None
         with torch.no_grad(), no_torch_function():
             for module, name, buffer, value in self._buffers:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
                 module._buffers[name] = buffer
 
 

@@ -1,7 +1,7 @@
 """Tests `MixedPrecisionPolicy(buffer_dtype=)` against plain models whose buffers have that dtype in each forward."""
 
 import copy
-import io
+import pickle
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, replicate
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, replicate, skip_together
 from helpers import assert_same, run_checks, shard_batch, world_sizes
 
 BF16 = torch.bfloat16
@@ -79,11 +79,12 @@ def trains_like_plain_buffers_of_that_dtype() -> None:
                 assert_same(param, other, 1e-12, 1e-12, name)
             dtypes = (BF16, torch.int64, torch.bool, torch.complex64, BF16)
             assert {kinds for each in (model.first, model.second, model.last) for kinds in each.seen} == {dtypes}
-            state = model.state_dict()
-            for name, buffer in model.named_buffers():
-                assert torch.equal(buffer, exact[name]), name
-                assert buffer.dtype == exact[name].dtype, name
-                assert name not in state or torch.equal(state[name], exact[name]), name
+            for _ in range(2):
+                state = model.state_dict()
+                for name, buffer in model.named_buffers():
+                    assert buffer.dtype == (BF16 if exact[name].is_floating_point() else exact[name].dtype), name
+                    assert name not in state or torch.equal(state[name], exact[name]), name
+                    assert name not in state or state[name].dtype == exact[name].dtype, name
 
 
 def only_modules_of_the_call_and_not_ignored_ones() -> None:
@@ -95,12 +96,15 @@ def only_modules_of_the_call_and_not_ignored_ones() -> None:
         param.requires_grad_(False)
     model(torch.randn(2, 6)).sum().backward()
     seen = [{kinds[0] for kinds in each.seen} for each in (model.first, model.second, model.last)]
+    exact = torch.full((6,), 1.1)
     assert seen == [{torch.float32}, {BF16}, {torch.float32}]
     copied = copy.deepcopy(model)
     for each in copied.modules():
         if isinstance(each, Scaled):
             each.seen.clear()
+    assert torch.equal(copied.state_dict()["second.scale"], exact)
     copied(torch.randn(2, 6))
+    assert torch.equal(copied.state_dict()["second.scale"], exact)
     assert [{kinds[0] for kinds in each.seen} for each in (copied.second, copied.last)] == [{BF16}, {torch.float32}]
 
 
@@ -141,10 +145,13 @@ def buffers_change_between_and_in_forwards() -> None:
         model.fails = False
         model(x)
     assert [getattr(model, name).item() for name in ("count", "total")] == [6.0, 12.0]
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert {buffer.dtype for buffer in model.buffers()} == {BF16}
+    state = model.state_dict()
+    assert {value.dtype for name, value in state.items() if name != "weight"} == {torch.float32}
+    assert state["offset"].item() == pytest.approx(4.9, abs=1e-6)  # loaded exactly, computed with when rounded
+    assert [state["count"].item(), state["total"].item()] == [6.0, 12.0]
     with full_params(model):
         assert model.offset.dtype == BF16
-    assert model.offset.item() == pytest.approx(4.9, abs=1e-6)
 
 
 def running_statistics_are_rounded_and_averaged() -> None:
@@ -159,17 +166,41 @@ def running_statistics_are_rounded_and_averaged() -> None:
     of_ranks = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, mean)
     assert all(torch.equal(each, mean) for each in of_ranks), "averaged alike"
-    assert mean.dtype == torch.float32
+    assert mean.dtype == BF16
     assert mean.abs().max() > 0
+    saved = model.state_dict()["1.running_mean"]
+    assert saved.dtype == torch.float32
+    assert torch.equal(saved, mean.float())
     assert model[1].num_batches_tracked.item() == 3
 
 
-def pickled_and_loaded() -> None:
+def pickled_moved_and_built_on_meta() -> None:
     model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
-    file = io.BytesIO()
-    torch.save(copy.deepcopy({name: value for name, value in model.state_dict().items() if "scale" in name}), file)
-    file.seek(0)
-    assert {value.dtype for value in torch.load(file).values()} == {torch.float32}
+    exact = torch.full((6,), 1.1)
+    twin = pickle.loads(pickle.dumps(model)).to("cpu")
+    assert twin.first.scale.dtype == BF16
+    assert torch.equal(twin.state_dict()["first.scale"], exact)
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
+    model.to_empty(device="cpu")
+    model.load_state_dict(
+        {name: value for name, value in twin.state_dict().items() if "linear" not in name}, strict=False
+    )
+    assert model.first.scale.dtype == BF16
+    assert torch.equal(model.state_dict()["first.scale"], exact)
+    model.half()
+    assert model.first.scale.dtype == torch.float16  # the program has chosen it, until the next forward
+
+
+def of_a_skipped_step() -> None:
+    """Exact values outlive it."""
+    model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
+    with skip_together(model, catch=ValueError) as attempt:
+        model(torch.randn(2, 6))
+        raise ValueError
+    assert attempt.skipped
+    assert torch.equal(model.state_dict()["first.scale"], torch.full((6,), 1.1))
 
 
 CHECKS = (
@@ -177,7 +208,8 @@ CHECKS = (
     only_modules_of_the_call_and_not_ignored_ones,
     buffers_change_between_and_in_forwards,
     running_statistics_are_rounded_and_averaged,
-    pickled_and_loaded,
+    pickled_moved_and_built_on_meta,
+    of_a_skipped_step,
 )
 
 
