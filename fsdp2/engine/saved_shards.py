@@ -21,6 +21,8 @@ def mark(tensor: DTensor) -> None:
     """Notes on `tensor`, which is about to be pickled, whose shard it has. Warns if torch.save writes it on the first
     rank, which is perhaps alone.
     """
+    if not dist.is_initialized():  # any more: whose shard it is can't be told
+        return
     place = _place(tensor)
     vars(tensor)[_MARK] = place
     if place and not any(place) and _is_saved():

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from helpers import assert_same, run_checks
+from helpers import assert_same, run_checks, run_ranks
 
 
 def build(seed: int = 0, **options: Any) -> Any:
@@ -110,6 +110,15 @@ def of_all_ranks() -> None:
     )
     for name, param in model.named_parameters():
         assert_same(other.get_parameter(name), param.full_tensor(), 0, 0, name)
+
+
+def test_saved_behind_the_process_group() -> None:
+    def body(rank: int, _: int) -> None:
+        model = build()
+        dist.destroy_process_group()
+        saved(model.state_dict())
+
+    run_ranks(2, body)
 
 
 def test_saved_shards() -> None:
