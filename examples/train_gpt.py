@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import sys
 import time
 from functools import partial
@@ -285,11 +286,19 @@ def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def peak_memory(device: torch.device) -> float:
+    """Returns the most gigabytes that this rank has held: tensors on a GPU; on CPU, memory of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
 class Reporter:
     """Prints the progress bar and lines, and writes the log file, on the first rank only."""
 
-    def __init__(self, args: argparse.Namespace, first_step: int) -> None:
-        self.silent = dist.get_rank() != 0
+    def __init__(self, args: argparse.Namespace, first_step: int, device: torch.device) -> None:
+        self.silent, self.device = dist.get_rank() != 0, device
         self.tokens_per_step = args.batch * args.context
         self.log = None
         if args.log_file and not self.silent:
@@ -298,10 +307,10 @@ class Reporter:
         self.bar = tqdm(total=args.steps, initial=first_step, unit="step", disable=self.silent)
 
     def train(self, step: int, loss: float, seconds: float) -> None:
-        speed = self.tokens_per_step / seconds
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        speed, peak = self.tokens_per_step / seconds, peak_memory(self.device)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {peak:.2f} GB", refresh=False)
         self.bar.update()
-        self.record(step=step, loss=loss, tokens_per_second=speed)
+        self.record(step=step, loss=loss, tokens_per_second=speed, peak_memory_gb=peak)
 
     def validation(self, step: int, bits_per_byte: float) -> None:
         self.say(f"step {step}: {bits_per_byte:.3f} bits per byte on held-out text")
@@ -334,7 +343,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     text = Text(args, device)
     first_step = resume(find_last(args.resume), model, optimizers) if args.resume else 0
     stop_signal = StopSignal()
-    report = Reporter(args, first_step)
+    report = Reporter(args, first_step, device)
     size = sum(parameter.numel() for parameter in model.parameters())
     held = sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
@@ -365,7 +374,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     report.bar.close()
     if speed_seconds:
         tokens = args.batch * args.context * (args.steps - first_step - 1)
-        report.say(f"{tokens / speed_seconds:,.0f} tokens per second")
+        report.say(
+            f"{tokens / speed_seconds:,.0f} tokens per second; at most {peak_memory(device):.2f} GB on this rank"
+        )
     if args.sample_bytes:
         report.say(f"Sample: {generate(model, args, device)!r}")
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.machines import hsdp_mesh
+    from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
@@ -67,6 +69,7 @@ _MODULES = {
     "ShardGroup": "shards.protocol",
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
+    "SkippableStep": "features.skip",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
@@ -78,12 +81,14 @@ _MODULES = {
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
+    "hsdp_mesh": "features.machines",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
     "shards_of": "shards.find",
+    "skip_together": "features.skip",
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
@@ -136,6 +141,7 @@ __all__ = [
     "ShardParam",
     "ShardPlacementResult",
     "Shards",
+    "SkippableStep",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
@@ -150,6 +156,7 @@ __all__ = [
     "flatten_optimizer",
     "full_params",
     "fully_shard",
+    "hsdp_mesh",
     "muon",
     "no_sync",
     "padding_report",
@@ -160,6 +167,7 @@ __all__ = [
     "set_checks",
     "shards_of",
     "share_comm_ctx",
+    "skip_together",
     "split_matrices",
     "stream_full_params",
     "sync_module_states",

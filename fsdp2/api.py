@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,10 @@ from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
 from .module import FSDPModule, sharded_class
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Ignored = nn.Module | Iterable[nn.Parameter | nn.Module] | None
+
 
 @overload
 def fully_shard(
@@ -27,7 +32,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
 ) -> FSDPModule: ...
@@ -42,7 +47,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
 ) -> list[FSDPModule]: ...
@@ -56,7 +61,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
 ) -> Any:
@@ -91,8 +96,9 @@ def fully_shard(
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy keeps sharded parameters, gradients and so the optimizer on the CPU, and
             copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
-        ignored_params: parameters to leave as they are: not sharded, moved or reduced. Parameters outside of `module`
-            may be among them: one set serves all calls.
+        ignored_params: parameters to leave as they are: not sharded, moved or reduced. A module among them stands for
+            its parameters, and its buffers are not moved either. Any iterable, or one module. Parameters outside of
+            `module` may be among them: one set serves all calls.
         dp_mesh_dims: which axes of `mesh` shard and replicate, by their names; also those along which HSDP's replicas
             share what rests (`shard_at_rest`). If `mesh` has further axes, every parameter must be a DTensor on it,
             with Replicate() on these axes.
@@ -128,13 +134,54 @@ def fully_shard(
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
 
 
+# Arguments of DistributedDataParallel, which torch's `replicate` takes, too.
+_OF_DDP = {
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_reduction",
+    "delay_all_reduce_named_params",
+    "device_ids",
+    "device_mesh",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "ignored_modules",
+    "init_sync",
+    "mixed_precision",
+    "output_device",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
+
+
+def _explains_ddp(function: Callable[P, R]) -> Callable[P, R]:
+    """Has `function` name the table that says what takes the place of an argument of DDP's."""
+
+    @wraps(function)
+    def replicate(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in sorted(kwargs.keys() & _OF_DDP):
+            raise TypeError(
+                f'replicate: {name} is an argument of DistributedDataParallel. The table "Coming from DDP" of '
+                "examples/README.md says what to write for each."
+            )
+        return function(*args, **kwargs)
+
+    return replicate
+
+
+@_explains_ddp
 def replicate(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Ignored = None,
     conditional: bool = False,
 ) -> Any:
     """Keeps a whole copy of the parameters of `module` on each rank of `mesh`, and averages their gradients: DDP.

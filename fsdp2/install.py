@@ -8,7 +8,7 @@ from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
 from .engine.events import extend
-from .features import accumulate, conditional, large_submodules, module_repr, optimizer_in_backward, running_stats
+from .features import accumulate, conditional, large_submodules, module_repr, optimizer_in_backward, running_stats, skip
 
 
 def install() -> None:
@@ -35,6 +35,6 @@ def install() -> None:
         ),
     )
     fixes.install()
-    optimizer_steps.before_step.append(accumulate.refuse_step)
+    optimizer_steps.before_step += [accumulate.refuse_step, skip.refuse_step_inside]
     table.install()
     extend(observers=(running_stats.make_running_stats,))  # behind all checks

@@ -287,6 +287,35 @@ class FSDPModule:
             raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
         set_groups(self, recurse, max_reductions=max_input_buffers)
 
+    def set_gradient_buckets(self, nbytes: int | None, *, recurse: bool = True) -> None:
+        """Chooses how many bytes of gradients are reduced by one collective, where a group has more.
+
+        Smaller buckets are sent earlier in backward, and freed earlier; each costs a collective's latency and, on a
+        device, launches. A gradient that is larger than a bucket is a bucket by itself. Buckets do not reach over
+        groups. Every rank must call it.
+
+        Args:
+            nbytes: of whole gradients, in the dtype in which they are summed; at least 1. None, the default: about
+                four buckets of a group on CPU, one of up to 1 GiB on other devices.
+            recurse: True, the default, also sets it for the sharded modules inside this one.
+
+        Raises:
+            TypeError: neither an int nor None.
+            ValueError: less than 1.
+            RuntimeError: during a forward or backward.
+
+        Example:
+            `model.set_gradient_buckets(25 * 2**20)` is DDP's `bucket_cap_mb=25`.
+        """
+        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
+            raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
+        if nbytes is not None and nbytes < 1:
+            raise ValueError(f"nbytes: expected at least 1, got {nbytes}")
+        root = require_state(self).root
+        if root.running or root.is_in_backward():
+            raise RuntimeError("set_gradient_buckets: call it between steps, not during a forward or backward")
+        set_groups(self, recurse, bucket_bytes=nbytes)
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Calls `set_gradient_divide_factor`, whose old name this is, for the groups of this module.
 

@@ -37,6 +37,7 @@ _INSTEAD = {
     "scatter_full_optim_state_dict": f"{_SET}state_dict, options=StateDictOptions(full_state_dict=True))",
     "flatten_sharded_optim_state_dict": f"{_SET}state_dict)",
     "summon_full_params": "fsdp2.full_params(model)",
+    "fsdp_modules": "[module for module in model.modules() if isinstance(module, fsdp2.FSDPModule)]",
 }
 # How many functions of torch are at most between such a method and the look-up in the table.
 _DEPTH = 24
@@ -84,9 +85,16 @@ def _calls() -> Iterator[tuple[str, dict[str, Any]]]:
     for _ in range(_DEPTH):
         if frame is None:
             return
-        if frame.f_code.co_name in _INSTEAD and frame.f_globals.get("__name__") == _MODULE:
-            yield frame.f_code.co_name, frame.f_locals
+        name = frame.f_code.co_name
+        is_asked = name == "fsdp_modules" and _is_of_torch(frame.f_back)  # by checkpoints: what is there?
+        if name in _INSTEAD and frame.f_globals.get("__name__") == _MODULE and not is_asked:
+            yield name, frame.f_locals
         frame = frame.f_back
+
+
+def _is_of_torch(frame: FrameType | None) -> bool:
+    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name.partition(".")[0] == "torch"
 
 
 def replace_summon() -> Callable[[], None]:
@@ -124,15 +132,11 @@ def _summon(
     groups = _groups_in(module, recurse)
     if not groups:
         return original(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-    if with_grads:
-        raise NotImplementedError(
-            f"{_CLASS}.summon_full_params(with_grads=True) of {type(module).__name__}, which fully_shard was "
-            f"applied to (it manages {groups[0].params[0].name}). Call p.grad.full_tensor() of each parameter, on "
-            "every rank."
-        )
     options: dict[str, Any] = {}
     if rank0_only or offload_to_cpu or is_for_writes:
         options = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+    if with_grads:  # FSDP1's default of `writeback` says nothing of writes
+        options |= {"with_grads": True, "writeback": is_for_writes}
     # Else not the copies that `writeback` needs: the default says nothing of writes, and forwards may run inside.
     ours = partial(full_params, module, recurse=recurse, **options)
     if not any(isinstance(each, fsdp1) for each in module.modules()):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
@@ -22,18 +22,51 @@ def check_arguments(
     module: Any, reshard: Any, placement_fn: Any, mp_policy: Any, offload_policy: Any, ignored: Any
 ) -> tuple[Any, ...]:
     """Returns the last five arguments, which `fully_shard` or `replicate` is given, with policies of torch's own as
-    ours.
+    ours; then the modules among `ignored`, of which the parameters take their place.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a module that can't be sharded; or one of its parameters is uninitialised.
     """
     roots = _check_modules(module)
-    _check_types(reshard, placement_fn, offload_policy, ignored)
+    _check_types(reshard, placement_fn, offload_policy)
     mp_policy = check_policy(mp_policy)
-    _check_initialised(roots, ignored or ())
+    ignored, ignored_modules = _expand(ignored)
+    _check_initialised(roots, ignored)
     placements = None if placement_fn is None else Placements(placement_fn)
-    return reshard, placements, mp_policy, offload_policy, ignored
+    return reshard, placements, mp_policy, offload_policy, ignored, ignored_modules
+
+
+def _expand(ignored: Any) -> tuple[set[nn.Parameter], set[nn.Module]]:
+    """Returns the parameters that `ignored_params` names, by themselves or by modules; and all modules in the latter.
+
+    Raises:
+        TypeError: something else is in it.
+        ValueError: it is an iterator that yields nothing.
+    """
+    given = [ignored] if isinstance(ignored, nn.Module) else () if ignored is None else ignored
+    if isinstance(given, (Tensor, str)) or not isinstance(given, Iterable):
+        raise TypeError(
+            "ignored_params: expected a set, or another iterable, of parameters and modules, or None, got "
+            f"{type(given).__name__}"
+        )
+    parameters: set[nn.Parameter] = set()
+    modules: set[nn.Module] = set()
+    items = [*given]
+    if isinstance(given, Iterator) and not items:
+        raise ValueError(
+            f"ignored_params: expected parameters and modules, got a {type(given).__name__} that yields none: another "
+            "call has used it up. Make a list of it, for all calls."
+        )
+    for each in items:
+        if isinstance(each, nn.Module):
+            parameters.update(each.parameters())
+            modules.update(each.modules())
+        elif isinstance(each, nn.Parameter):
+            parameters.add(each)
+        else:
+            raise TypeError(f"ignored_params: expected parameters and modules, got {type(each).__name__}")
+    return parameters, modules
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -94,7 +127,7 @@ def check_mesh(mesh: Any, dims: Any) -> None:
         raise ValueError("dp_mesh_dims names axes of `mesh`: pass the mesh, too")
 
 
-def _check_types(reshard: Any, placement_fn: Any, offload_policy: Any, ignored: Any) -> None:
+def _check_types(reshard: Any, placement_fn: Any, offload_policy: Any) -> None:
     """Checks the types of the other arguments; values are checked where their meaning is known."""
     if not isinstance(reshard, (int, type(None))):
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard!r}")
@@ -103,11 +136,6 @@ def _check_types(reshard: Any, placement_fn: Any, offload_policy: Any, ignored: 
     is_policy = isinstance(offload_policy, OffloadPolicy) or type(offload_policy).__name__ == "OffloadPolicy"
     if isinstance(offload_policy, type) or not (is_policy or hasattr(offload_policy, "pin_memory")):
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    if not isinstance(ignored, (set, frozenset, type(None))):
-        raise TypeError(f"ignored_params: expected a set of parameters or None, got {type(ignored).__name__}")
-    for each in ignored or ():
-        if not isinstance(each, nn.Parameter):
-            raise TypeError(f"ignored_params: expected parameters, got {type(each).__name__}")
 
 
 def check_policy(policy: Any) -> MixedPrecisionPolicy:
@@ -119,9 +147,8 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
-    ours: dict[str, Any] = {
-        name: getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec", "gather_codec")
-    }
+    own = ("wire_dtype", "gradient_codec", "gather_codec", "buffer_dtype")
+    ours: dict[str, Any] = {name: getattr(policy, name, None) for name in own}
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=override,

@@ -90,6 +90,10 @@ class NamedPairwiseComm(PairwiseComm):
             raise
         return exchange
 
+    def tell(self, purpose: Purpose) -> None:
+        """Has the root of `purpose` be told, too, when ranks are out of step here."""
+        self._conversation.purposes.add(purpose)
+
     def leave(self) -> None:
         """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
         if not self._conversation.partings:

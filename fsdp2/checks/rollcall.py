@@ -101,7 +101,9 @@ class CheckedComm:
         aside = make_comm(group, aside_device, Purpose())
         self._rollcall = Rollcall(group, aside, aside_device)
         _purposes.setdefault(group, WeakSet()).add(self.purpose)
-        comms_of.setdefault(self.purpose, WeakSet()).update(comms_of.get(aside.purpose, ()))
+        for comm in comms_of.get(aside.purpose, ()):
+            comms_of.setdefault(self.purpose, WeakSet()).add(comm)
+            comm.tell(self.purpose)
 
     @property
     def force_sum(self) -> bool:

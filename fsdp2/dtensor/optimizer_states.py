@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..engine.owners import sharded_owner
 from ..engine.parameter import FSDPParam
+from ..engine.saved_shards import refuse_others
 from .compat import dtensor
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
@@ -21,9 +22,14 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 def cut_loaded_states(optimizer: Optimizer) -> None:
-    """Makes each rank keep its shard of full states that were loaded. All ranks must have loaded the same states."""
+    """Makes each rank keep its shard of full states that were loaded. All ranks must have loaded the same states.
+
+    Raises:
+        RuntimeError: another rank has saved the shards of a state.
+    """
     for param, state in vars(optimizer).get("state", {}).items():
         if isinstance(param, DTensor) and isinstance(state, dict):
+            refuse_others((f"{type(optimizer).__name__}: {name}", value) for name, value in state.items())
             _cut(param, state)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
+from ..engine import saved_shards
 from ..engine.compat import local_of, new_dtensor, no_torch_function
 from ..engine.nested import tensors_in
 from ..engine.once import once
@@ -118,8 +119,13 @@ class _Sharded(DTensor):
         return rebuilt
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles torch's DTensor, so that a program that reads the file need not have fsdp2."""
-        return _with_torch_class(self).__reduce_ex__(protocol)
+        """Pickles torch's DTensor, so that a program that reads the file need not have fsdp2; and says whose shard it
+        is, since the file has no other.
+        """
+        tensor = _with_torch_class(self)
+        tensor.__dict__ = {**vars(self)}
+        saved_shards.mark(tensor)
+        return tensor.__reduce_ex__(protocol)
 
 
 class ShardedDTensor(_Sharded):

@@ -102,9 +102,15 @@ def find_buckets(
     wire_dtypes: Sequence[torch.dtype],
     trainable: Iterable[int],
     device: torch.device,
+    bucket_bytes: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters."""
+    """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters.
+
+    `bucket_bytes`: what a user has chosen; a bucket then has at most so many, in the reduce dtype, or one gradient.
+    """
     expected, cuts = sorted(trainable, reverse=True), cuts_on(device, specs[0].world_size if specs else 1)
+    if bucket_bytes is not None:
+        return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, None, 0, bucket_bytes)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
     count = cuts.max_buckets if are_sent else cuts.max_buckets_of_copies
     most = count or len(expected) or 1
@@ -116,7 +122,7 @@ def split_buckets(
     reduce_dtypes: Sequence[torch.dtype],
     wire_dtypes: Sequence[torch.dtype],
     indices: Iterable[int],
-    max_buckets: int,
+    max_buckets: int | None,
     min_bytes: int,
     room: int = 0,
 ) -> list[tuple[int, ...]]:
@@ -124,7 +130,7 @@ def split_buckets(
 
     A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
     less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room` bytes if that
-    is more, and what is left over: there may be up to twice as many buckets.
+    is more, and what is left over: there may be up to twice as many buckets. `max_buckets` None: `room` alone counts.
     """
     by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
     for i in indices:
@@ -132,7 +138,7 @@ def split_buckets(
     buckets = []
     for (reduce_dtype, *_), members in by_dtype.items():
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
-        target = max(sum(sizes.values()) / max_buckets, min_bytes, room)
+        target = max(0 if max_buckets is None else sum(sizes.values()) / max_buckets, min_bytes, room)
         bucket: list[int] = []
         filled = 0
         for i in members:

@@ -31,7 +31,8 @@ class Arguments(NamedTuple):
     """Holds the arguments of one call of `fully_shard` or `replicate`.
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
-    return a Shard and a DataMesh for a parameter on a mesh of its own. `extras`: those of extensions.
+    return a Shard and a DataMesh for a parameter on a mesh of its own. `ignored_modules`: whose buffers stay as they
+    are. `extras`: those of extensions.
     """
 
     mesh: DeviceMesh | DataMesh
@@ -40,6 +41,7 @@ class Arguments(NamedTuple):
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadPolicy = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
+    ignored_modules: Collection[nn.Module] = ()
     extras: dict[str, Any] = {}  # noqa: RUF012  nobody writes to it
 
 
@@ -85,11 +87,14 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
     with _forgotten_if_it_fails(plan) as states:
         # From here on nothing is refused.
         for each in plan.managed:
-            for name, buffer in each._buffers.items():
+            for name, buffer in each._buffers.items() if each not in plan.given.ignored_modules else ():
                 if buffer is not None and buffer.device.type != "meta":
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
         attach(states[0], [*states, *plan.inside], classes)
+        for state in states:
+            if state.cast_buffers is not None:
+                state.cast_buffers.cast()
     return module
 
 
@@ -217,6 +222,7 @@ def _make_states(plan: Plan) -> list[FSDPState]:
         own = [plan.parameters[name] for name in names]
         states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
     states[0].parts = states[1:]
+    states[0].ignored = {*plan.given.ignored_modules}
     return states
 
 

@@ -166,7 +166,8 @@ class GroupGradients:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
         dtypes = [codec.packed_dtype(dtype) for codec, dtype in zip(self._codecs, self._reduce_dtypes, strict=True)]
-        buckets = find_buckets(specs, self._reduce_dtypes, dtypes, trainable, device)
+        chosen = self.group.settings.bucket_bytes
+        buckets = find_buckets(specs, self._reduce_dtypes, dtypes, trainable, device, chosen)
         self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
         sizes = [self._codecs[i].sent_nbytes(specs[i].shard_numel, self._reduce_dtypes[i]) for i in expected]

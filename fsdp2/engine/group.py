@@ -167,6 +167,8 @@ class FSDPParamGroup:
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.gradients.use(self._reduction())
         self.parameters.use(self.settings)
+        if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
+            self.parameters.follow_requires_grad()  # plans buckets
         if self.settings.restored_among != before.restored_among:
             self.use_comms(self.comms._replace(post_forward=self._neighbours()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:

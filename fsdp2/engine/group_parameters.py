@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from . import compat
+from .cast_buffers import CastBuffers
 from .comm import Comm
 from .compat import local_of, requires_grad_of, version_of
 from .freed import NOTHING_TO_REFUSE, Readability
@@ -56,6 +57,8 @@ class Registration:
         self._sharded: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._replacements = torch.empty(0, device="cpu")
+        # Casts buffers that were replaced, if the policy has a dtype for them.
+        self.buffers: CastBuffers | None = None
 
     # ---- swapping
 
@@ -74,6 +77,8 @@ class Registration:
                 slots[name] = parameter
         for module, name, parameter in self._setattr_slots[unsharded]:
             setattr(module, name, parameter)
+        if unsharded and self.buffers is not None:
+            self.buffers.cast()
 
     def prepare(self, params: Sequence[FSDPParam]) -> None:
         """Prepares to swap the parameters that `params` have now. None of them: there is nothing to swap."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .empty_memory import mark
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS
-from .state import STATE, groups_below, groups_of, modules_below, require_state
+from .saved_shards import refuse_others
+from .state import STATE, groups_below, groups_of, modules_below, require_state, states_of
 from .user_code import hides_modes
 
 if TYPE_CHECKING:
@@ -102,10 +103,19 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
     idle = [group for group in groups_of(module) if not group.state.running]
     require_state(module).unregistered[module] = _unregister(idle)
+    _swap_buffers(module, exact=True)
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
     _register_again(require_state(module).unregistered.pop(module, []))
+    _swap_buffers(module, exact=False)
+
+
+def _swap_buffers(module: nn.Module, exact: bool) -> None:
+    """Registers buffers in their own dtypes, or copies in that which the policy has for them."""
+    for state in states_of(module):
+        if state.cast_buffers is not None:
+            state.cast_buffers.restore() if exact else state.cast_buffers.cast()
 
 
 def _unregister(groups: list[FSDPParamGroup]) -> list[FSDPParamGroup]:
@@ -122,9 +132,11 @@ def _register_again(groups: list[FSDPParamGroup]) -> None:
 
 
 @hides_modes
-def _before_load(module: nn.Module, *_: Any) -> None:
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    refuse_others((name, value) for name, value in state_dict.items() if name.startswith(prefix))
     for group in groups_of(module):
         group.reshard_if_idle()
+    _swap_buffers(module, exact=True)
 
 
 @hides_modes
@@ -147,6 +159,7 @@ def _drop_attributes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 
 @hides_modes
 def _after_load(module: nn.Module, _: Any) -> None:
+    _swap_buffers(module, exact=False)
     for group in groups_of(module):
         if group.adopt_replacements(accept_whole=True, may_be_untied=True):
             for notify in group.events.loaded:

@@ -58,6 +58,11 @@ class MixedPrecisionPolicy:
             dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
             (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels, but
             weights are rounded alike. Equal on all ranks.
+        buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
+            next forward those that were put in their place. None: they keep their own. State dicts have and take
+            buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
+            buffer since (running statistics) has been rounded. Whole numbers, flags, complex numbers and buffers that
+            require a gradient are left alone, and so are modules in `ignored_params`.
 
     Raises:
         TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.
@@ -74,6 +79,7 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
     gradient_codec: Codec | None = field(default=None, kw_only=True)
     gather_codec: Codec | None = field(default=None, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
@@ -81,7 +87,7 @@ class MixedPrecisionPolicy:
             raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
@@ -260,6 +266,7 @@ class GroupSettings:
         all_reduce: also sum between replica groups in the next backward passes.
         reduce_unused: reduce zeros for parameters without a gradient.
         reduce_when: chosen by extensions.
+        bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
         max_reductions: how many reductions may be in flight while the next is packed.
         divide_factor: what the sum over all ranks is divided by. None: their number.
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
@@ -281,6 +288,7 @@ class GroupSettings:
     all_reduce: bool = True
     reduce_unused: bool = False
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
+    bucket_bytes: int | None = None
     max_reductions: int = 1
     divide_factor: float | None = None
     divide_late: Callable[[Tensor], None] | None = None

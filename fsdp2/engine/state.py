@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .cast_buffers import CastBuffers
 from .policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ class FSDPState:
 
     `parts`: states whose groups the methods of these modules reach as well (large submodules). `running`: how many
     forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module
-    is making has unregistered; where it fails, they stay here.
+    is making has unregistered; where it fails, they stay here. `ignored`: modules in `ignored_params`, whose buffers
+    stay as they are. `cast_buffers`: gives buffers another dtype, if the policy has one for them.
     """
 
     root: Root  # another one when an outer module is sharded
@@ -34,8 +36,11 @@ class FSDPState:
         self.unregistered: dict[nn.Module, list[FSDPParamGroup]] = {}
         # What floating-point inputs are cast to.
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.ignored: set[nn.Module] = set()
         for group in groups:
             group.state = self
+        self.cast_buffers = None if policy.buffer_dtype is None else CastBuffers(self, policy.buffer_dtype)
+        groups[0].registration.buffers = self.cast_buffers
 
     def __repr__(self) -> str:
         return str(self.groups[0])

@@ -21,6 +21,7 @@ from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import NOT_BUILT, FSDPParam
 from ..engine.policy import GroupSettings
+from ..engine.saved_shards import refuse_others
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..engine.user_code import hides_modes
 
@@ -38,7 +39,8 @@ class Description:
 
     def __init__(self, state: FSDPState) -> None:
         root = state.root
-        self.modules, self.policy = state.modules, state.policy
+        self.modules, self.policy, self.ignored = state.modules, state.policy, state.ignored
+        self.casts = {} if state.cast_buffers is None else state.cast_buffers.casts
         self.groups = [_GroupDescription(group) for group in state.groups]
         self.parts = [Description(part) for part in state.parts]
         self.root_settings, self.prefetch = None, {}
@@ -53,6 +55,9 @@ class Description:
     def build(self) -> FSDPState:
         """Builds the state of copied modules, and of their parts."""
         state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy)
+        state.ignored = vars(self).get("ignored", set())  # older pickles have none
+        if state.cast_buffers is not None:
+            state.cast_buffers.take(vars(self).get("casts", {}))
         state.parts = [part.build() for part in self.parts]
         return state
 
@@ -95,6 +100,7 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     param = object.__new__(FSDPParam)
     vars(param).update(described)
     param.unsharded, param.sharded = NOT_BUILT, param.slots[0].get()
+    refuse_others([(param.name, param.sharded)])
     sharded: Any = param.sharded
     if type(sharded) is DTensor:
         sharded.__class__ = extensions().tensor_class

@@ -232,6 +232,10 @@ class OurGroup:
         return self.engine_group.modules
 
     @property
+    def is_root(self) -> bool:
+        return self.engine_group.root.state is self.engine_group.state
+
+    @property
     def params(self) -> Sequence[OurParam]:
         return [OurParam(self.engine_group, param, self._names_in) for param in self.engine_group.params]
 
@@ -315,7 +319,8 @@ class OurGroup:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
             gather = sum(map(_needed_nbytes, plain)), size * payload
             least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
-            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, group.mesh.device)
+            cut = group.mesh.device, group.settings.bucket_bytes
+            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, *cut)
         uneven = [
             UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
             for param, spec in zip(params, specs, strict=True)
@@ -454,12 +459,13 @@ def _reduce_padding(
     comm: Comm,
     direct_min_bytes: int,
     device: torch.device,
+    bucket_bytes: int | None,
 ) -> tuple[int, int]:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
     codecs = codecs_of(specs, policy, comm.sums_on_arrival)
     dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
     nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device):
+    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device, bucket_bytes):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
         layout = bucket_layout(specs, indices, summed, direct_min_bytes, wire_dtype)
@@ -477,7 +483,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"reshard_after_forward={now.reshard_after_forward}"
     for name in (
         *("reshard_after_backward", "unshard_in_backward", "reduce_gradients", "all_reduce", "reduce_unused"),
-        *("max_reductions", "divide_factor", "keep_storage", "free_viewed_storage"),
+        *("bucket_bytes", "max_reductions", "divide_factor", "keep_storage", "free_viewed_storage"),
     ):
         if getattr(now, name) != getattr(usual, name):
             yield f"{name}={getattr(now, name)}"
@@ -494,6 +500,8 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"gradient_codec={now.policy.gradient_codec!r}"
     if now.policy.gather_codec is not None:
         yield f"gather_codec={now.policy.gather_codec!r}"
+    if now.policy.buffer_dtype is not None:
+        yield f"buffer_dtype={dtype_text(now.policy.buffer_dtype)}"
     if is_conditional(group.state):
         yield "conditional"
 

@@ -303,6 +303,12 @@ class ShardGroup(Protocol):
         """The modules that the call got."""
 
     @property
+    def is_root(self) -> bool | None:
+        """True if they are the outermost sharded module of their model. None: torch's FSDP2 knows from the first
+        forward on.
+        """
+
+    @property
     def params(self) -> Sequence[ShardParam]:
         """Its parameters, in their order."""
 

@@ -196,6 +196,11 @@ class TorchGroup:
         return self.name
 
     @property
+    def is_root(self) -> bool | None:
+        known: bool | None = getattr(self._state, "_is_root", None)
+        return known
+
+    @property
     def ranks(self) -> Ranks:
         like = self.params[0] if self.params else self.like
         if like is None:

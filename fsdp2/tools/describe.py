@@ -26,6 +26,8 @@ _HEADS = [
     "ranks",
     "settings",
 ]
+# The name of the described module, if it is sharded inside another one.
+_INNER = "this module"
 _RIGHT = {2, 3, 5, 6, 7, 8}
 
 
@@ -34,7 +36,8 @@ class GroupDescription:
     """Describes one group: the parameters that are gathered and reduced together.
 
     Args:
-        name: FQN of the (first) module, "root" for the root's own group.
+        name: FQN of the (first) module in the described one, which itself is "root" if it is the outermost sharded
+            module, else "this module".
         modules: FQNs of the modules that one `fully_shard` call has got.
         cls: name of the class of the first one, before it was sharded.
         parameters: FQNs of the parameters; of tied ones, the first.
@@ -47,9 +50,10 @@ class GroupDescription:
         num_shards: how many ranks share the parameters.
         num_replicas: how many groups of such ranks there are.
         settings: what was chosen for the group and differs from the default, as text.
+        is_root: True if the modules are the outermost sharded ones of their model.
 
     Of a group of torch's FSDP2, which does not tell its policy, the last two of `dtypes`, `gathered_nbytes`,
-    `reduced_nbytes` and `settings` are None.
+    `reduced_nbytes` and `settings` are None; and so is `is_root` before the first forward.
     """
 
     name: str
@@ -65,6 +69,7 @@ class GroupDescription:
     num_shards: int
     num_replicas: int
     settings: tuple[str, ...] | None
+    is_root: bool | None
 
     def _cells(self) -> tuple[str, ...]:
         frozen = f" ({self.num_frozen} frozen)" if self.num_frozen else ""
@@ -158,10 +163,11 @@ def _local_nbytes(param: Tensor) -> int:
 
 
 def _describe_group(group: ShardGroup) -> GroupDescription:
-    facts, ranks = group.facts(), group.ranks
+    facts, ranks, is_root = group.facts(), group.ranks, group.is_root
+    names = [_INNER if name == "root" and is_root is False else name for name in (group.name, *facts.modules)]
     return GroupDescription(
-        name=group.name,
-        modules=facts.modules,
+        name=names[0],
+        modules=tuple(names[1:]),
         cls=facts.cls,
         parameters=facts.parameters,
         num_frozen=facts.num_frozen,
@@ -173,6 +179,7 @@ def _describe_group(group: ShardGroup) -> GroupDescription:
         num_shards=ranks.num_shards,
         num_replicas=ranks.num_replicas,
         settings=facts.settings,
+        is_root=is_root,
     )
 
 

@@ -30,6 +30,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
+    with_grads: bool = False,
 ) -> AbstractContextManager[dict[str, nn.Parameter]]: ...
 
 
@@ -41,6 +42,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
+    with_grads: bool = False,
 ) -> AbstractContextManager[nn.Parameter]: ...
 
 
@@ -52,6 +54,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
+    with_grads: bool = False,
 ) -> AbstractContextManager[list[nn.Parameter]]: ...
 
 
@@ -64,6 +67,7 @@ def full_params(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     dtype: torch.dtype | None = None,
+    with_grads: bool = False,
 ) -> AbstractContextManager[Any]:
     """Returns a context that yields unsharded parameters, and registers them in their modules.
 
@@ -92,25 +96,29 @@ def full_params(
         rank0_only: only the first rank of each group's mesh gets data; on others the copies are on meta.
         offload_to_cpu: copies are on the CPU. Only one group at a time is unsharded on the device.
         dtype: the dtype of copies of floating-point parameters.
+        with_grads: copies have whole gradients, copied, too, where the sharded parameters have some. They are to be
+            read: a change raises, and `writeback` is refused. All ranks must have gradients of the same parameters.
 
     Raises:
         TypeError, ValueError: a wrong argument; no parameter that was passed is sharded; or, at the end, copies that
             differ between ranks, or between the names of one parameter, or whose shape or dtype has changed. The latter
             are raised on every rank, before any parameter is written.
-        NotImplementedError: copies of parameters with `fsdp_pre_all_gather`; or `writeback` with `rank0_only`.
+        NotImplementedError: copies of parameters with `fsdp_pre_all_gather`; `writeback` with `rank0_only`; or
+            `with_grads` under tensor parallelism.
         RuntimeError: without `writeback`, a parameter was written to; or, for copies, a backward, a forward of the same
             groups, or another block runs. Without options, writes through `.data` are detected in a group's 1st, 2nd,
             4th, ... block, and in each block at the debug level.
     """
-    _check(recurse, writeback, rank0_only, offload_to_cpu, dtype)
+    _check(recurse, writeback, rank0_only, offload_to_cpu, dtype, with_grads)
     given = GivenParams.of(module_or_params, recurse)
-    if writeback or rank0_only or offload_to_cpu or dtype is not None:
-        return _copied(given, writeback, rank0_only, offload_to_cpu, dtype)
+    if writeback or rank0_only or offload_to_cpu or dtype is not None or with_grads:
+        return _copied(given, writeback, rank0_only, offload_to_cpu, dtype, with_grads)
     return _in_use(given)
 
 
-def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, dtype: Any) -> None:
+def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, dtype: Any, with_grads: Any) -> None:
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+    flags["with_grads"] = with_grads
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
@@ -122,6 +130,11 @@ def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, d
         raise NotImplementedError(
             "writeback with rank0_only is not supported. Leave rank0_only out, and change the parameters on every rank "
             "alike: broadcast values that only one rank has."
+        )
+    if writeback and with_grads:
+        raise ValueError(
+            "with_grads: expected False with writeback, got True: gradients are not written back. Scale or clip p.grad "
+            "of the sharded parameters."
         )
     if writeback and dtype is not None:
         raise ValueError(f"dtype: expected None with writeback, which would round the stored values, got {dtype}")
@@ -151,7 +164,12 @@ def _in_use(given: GivenParams) -> Iterator[Any]:
 
 @contextmanager
 def _copied(
-    given: GivenParams, writeback: bool, rank0_only: bool, offload_to_cpu: bool, dtype: torch.dtype | None
+    given: GivenParams,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    dtype: torch.dtype | None,
+    with_grads: bool,
 ) -> Iterator[Any]:
     """Context: registers copies, and writes them back at the end if `writeback` is True."""
     wanted = given.by_group()
@@ -163,7 +181,8 @@ def _copied(
         with hidden():
             for group, copies in zip(wanted, copied, strict=True):
                 device = torch.device("cpu") if offload_to_cpu else group.ranks.device
-                copies_of.update(copies.register(dtype, device, has_data=group.ranks.is_first or not rank0_only))
+                has_data = group.ranks.is_first or not rank0_only
+                copies_of.update(copies.register(dtype, device, has_data, with_grads))
         yield given.yielded(copies_of.__getitem__)
     finally:
         for copies in copied:

@@ -22,7 +22,9 @@ _CHANGED_MEANWHILE = (
 
 
 class UnshardedCopies:
-    """Holds copies of `params`, all of one group, in memory of their own. They take no gradient."""
+    """Holds copies of `params`, all of one group, in memory of their own. They take no gradient; they may be given
+    copies of those that there are.
+    """
 
     def __init__(self, group: ShardGroup, params: Sequence[ShardParam]) -> None:
         self._group, self._params = group, params
@@ -31,19 +33,30 @@ class UnshardedCopies:
         self._versions: tuple[int, ...] = ()
 
     def register(
-        self, dtype: torch.dtype | None, device: torch.device, has_data: bool
+        self, dtype: torch.dtype | None, device: torch.device, has_data: bool, with_grads: bool
     ) -> dict[ShardParam, nn.Parameter]:
         """Registers copies on `device`, in `dtype` or in the dtypes in which the parameters are stored, and returns
         them. Without `has_data` they are on meta. Every rank must call it.
+
+        `with_grads`: they have copies of the whole gradients.
         """
         self._group.settle(may_be_meta=False)
+        gradients = [_whole_gradient(param, dtype) if with_grads else None for param in self._params]
         self._versions = self._group.versions()
         gathered = self._group.copy_whole(self._params, dtype)
         self._group.begin_copies()
         with torch.inference_mode(False), torch.no_grad():
-            for param, memory in zip(self._params, gathered, strict=True):
+            for param, memory, gradient in zip(self._params, gathered, gradients, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
-                self._copies.append(_Copy(param, param.as_parameter(own)))
+                copied = param.as_parameter(own)
+                if gradient is not None and isinstance(copied, DTensor):
+                    raise NotImplementedError(
+                        f"{param.name}: with_grads is not supported under tensor parallelism. Call p.grad.full_tensor()"
+                        " of the sharded parameter, on every rank."
+                    )
+                if gradient is not None:
+                    copied.grad = gradient.to(device if has_data else "meta")
+                self._copies.append(_Copy(param, copied))
         return {copy.param: copy.parameter for copy in self._copies}
 
     def unregister(self) -> None:
@@ -95,6 +108,9 @@ class _Copy:
         self.problem: str | None = None
         self.is_changed = False
         self._versions, self._sums = _versions_of(parameter), _sums_of(parameter)
+        # The gradient that the copy was given, and its version.
+        self._gradient = parameter.grad
+        self._gradient_version = None if parameter.grad is None else parameter.grad._version
         # The parameter that was registered in each slot at the end.
         self._found: list[Tensor | None] = []
         param.register(parameter)
@@ -107,6 +123,9 @@ class _Copy:
     def is_written(self) -> bool:
         """Returns True if it was modified or replaced."""
         is_replaced = any(each is not self.parameter for each in self._found)
+        gradient = self._gradient
+        if gradient is not None:
+            is_replaced |= self.parameter.grad is not gradient or gradient._version != self._gradient_version
         return is_replaced or _versions_of(self.parameter) != self._versions or _sums_of(self.parameter) != self._sums
 
     def digest(self, is_current: bool) -> bytes:
@@ -151,6 +170,15 @@ class _Copy:
         """Copies this rank's rows of the value into its shard."""
         before_write()
         self.param.local.copy_(self.param.part_of(self._value()))
+
+
+def _whole_gradient(param: ShardParam, dtype: torch.dtype | None) -> Tensor | None:
+    """Returns a copy of the whole gradient of a parameter, or None. Every rank must call it."""
+    gradient = param.parameter.grad
+    if gradient is None:
+        return None
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return whole.detach().to(dtype or whole.dtype, copy=True)
 
 
 def _placements_of(tensor: Tensor) -> object:

@@ -9,6 +9,7 @@ from advised import input_programs as input_programs
 from advised import library_programs as library_programs
 from advised import plan_programs as plan_programs
 from advised import refusal_programs as refusal_programs
+from advised import skip_programs as skip_programs
 from advised import tensor_programs as tensor_programs
 from advised import tool_programs as tool_programs
 from advised import topology_programs as topology_programs

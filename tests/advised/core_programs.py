@@ -1049,7 +1049,9 @@ def optimizers_in_backward() -> None:
 
 
 @follows(
-    "call it between backward passes, not during one", "set_debug_level: call it between steps, not during a forward"
+    "call it between backward passes, not during one",
+    "set_debug_level: call it between steps, not during a forward",
+    "set_gradient_buckets: call it between steps, not during a forward or backward",
 )
 def settings_between_passes() -> None:
     model, plain = pair()
@@ -1063,7 +1065,9 @@ def settings_between_passes() -> None:
     refused(lambda: inside(lambda: model.set_optimizer_in_backward(optimizer)))
     refused(lambda: inside(lambda: model.set_manual_backward_finalization(True)))
     refused(lambda: inside(lambda: model.set_debug_level(1)))
+    refused(lambda: inside(lambda: model.set_gradient_buckets(1)))
     model.zero_grad()
+    model.set_gradient_buckets(1)
     model.set_debug_level(1)
     model.set_manual_backward_finalization(True)
     for step in range(2):

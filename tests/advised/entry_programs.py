@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 import fsdp2
 from advised.registry import (
@@ -214,17 +213,6 @@ def layers_swapped() -> None:
     model = shard(swap(build(seed=5)))
     set_model_state_dict(model, state, options=FULL)
     train(model, swap(build()))
-
-
-@follows("Call p.grad.full_tensor() of each parameter, on every rank")
-def gradients_summoned() -> None:
-    model, plain = pair()
-    backward(model)
-    backward(plain, x=batch())
-    with fsdp2.patch_torch():
-        refused(lambda: FSDP1.summon_full_params(model, with_grads=True))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        same(p.grad.full_tensor(), q.grad, "gradient")
 
 
 @follows("Call set_gradient_divide_factor on all ranks, with the same factor")

@@ -1,5 +1,6 @@
 """Tests accelerate: `Accelerator.prepare` with `FullyShardedDataParallelPlugin(fsdp_version=2)`."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from client_training import (
     trained_plainly,
     using,
 )
+from documents import ROOT, table_rows
 from helpers import alone, run_checks
 from models import mean_loss
 
@@ -181,3 +183,26 @@ def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
     run_checks(2, checks, timeout=120)
     mesh = {"dp_replicate_size": 2, "dp_shard_size": 2}
     run_checks(4, [("replicates", partial(trains, implementation, expected, mesh=mesh))])
+
+
+def test_keys_of_files_for_fsdp1() -> None:
+    """The table of examples/README.md says of a key what `accelerate to-fsdp2` makes of it, but for replicas."""
+    from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING, convert_config_to_fsdp2
+
+    rows = {cells[0]: cells[1] for cells in table_rows(ROOT / "examples" / "README.md")["accelerate launch"]}
+    for strategy, expected in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("HYBRID_SHARD", True)):
+        config = {"fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}}
+        converted = convert_config_to_fsdp2(config)["fsdp_config"]
+        assert converted == {"fsdp_version": 2, "fsdp_reshard_after_forward": expected}
+        if strategy != "HYBRID_SHARD":
+            key = f"`fsdp_sharding_strategy: {strategy}`"
+            assert rows[key] == f"`fsdp_reshard_after_forward: {str(expected).lower()}`"
+    for cell, answer in rows.items():
+        for key in re.findall(r"`(fsdp_\w+)", cell):
+            assert key in ARGUMENT_KEY_MAPPING, key
+            if answer == "the same":
+                assert ARGUMENT_KEY_MAPPING[key] == key
+            elif answer == "leave them out":
+                assert not isinstance(ARGUMENT_KEY_MAPPING[key], str), key
+    sizes = accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
+    assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (2, 4)

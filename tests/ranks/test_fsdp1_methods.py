@@ -131,6 +131,12 @@ def summoning_is_refused_without_the_patch() -> None:
                 assert_same(param.detach(), other, 1e-5, 1e-6, name)
 
 
+def listing_modules_is_refused() -> None:
+    model, *_ = trained()
+    for ask in (lambda: FSDP1.fsdp_modules(model), lambda: FSDP1.fsdp_modules(model, root_only=True)):
+        assert advised(ask, {"model": model}) == [model, model.block]
+
+
 def parameters_are_summoned() -> None:
     model, _, plain, _ = trained()
     x = torch.randn(6, 5)
@@ -163,8 +169,13 @@ def parameters_are_summoned() -> None:
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert_same(param, other, 1e-5, 1e-6, name)
     assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward afterwards")
-    with pytest.raises(NotImplementedError, match=r"full_tensor\(\) of each parameter, on every rank"):
-        FSDP1.summon_full_params(model, with_grads=True)
+    for each, rows in ((model, rows_of(x)), (plain, x)):
+        each(rows).square().mean().backward()
+    with FSDP1.summon_full_params(model, with_grads=True):
+        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_same(param.grad, other.grad, 1e-5, 1e-6, name)
+    with pytest.raises(ValueError, match="gradients are not written back"):
+        FSDP1.summon_full_params(model, writeback=True, with_grads=True)
 
 
 def other_modules_are_left_alone() -> None:
@@ -183,7 +194,7 @@ def other_modules_are_left_alone() -> None:
             assert plain.head.weight.shape == (3, 5)
     model, optimizer, *_ = trained()
     torchs.get_state_dict(model, optimizer)
-    assert FSDP1.fsdp_modules(model) == []
+    assert FSDP1.fsdp_modules(plain) == []
     with suppress(KeyError):  # torch's own error, of a module that neither has
         FSDP1.set_state_dict_type(plain, FULL)
     torch.save(plain.state_dict(), io.BytesIO())
@@ -232,6 +243,7 @@ CHECKS = (
     sharded_state_dicts_are_refused,
     optimizer_states_are_refused,
     summoning_is_refused_without_the_patch,
+    listing_modules_is_refused,
     patched(parameters_are_summoned),
     other_modules_are_left_alone,
 )

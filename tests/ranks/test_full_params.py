@@ -344,6 +344,37 @@ def offloaded() -> None:
     compare(model, plain)
 
 
+def with_whole_gradients() -> None:
+    """Copies have them, with any of the other options; what has none has None. They can't be written."""
+    for options in ({}, {"dtype": torch.float64}, {"offload_to_cpu": True}, {"rank0_only": True}):
+        for shard in (fully_shard, replicate):
+            torch.manual_seed(1)
+            plain = Net(2)
+            model: Any = copy.deepcopy(plain)
+            shard(model)
+            model.head.requires_grad_(False)
+            x = torch.randn(2 * dist.get_world_size(), WIDTH, generator=torch.Generator().manual_seed(3))
+            model(shard_batch(x, dist.get_rank(), dist.get_world_size())).square().mean().backward()
+            plain(x).square().mean().backward()
+            with full_params(model, with_grads=True, **options) as named:
+                for name, other in plain.named_parameters():
+                    gradient, has_none = named[name].grad, name.startswith("head")
+                    assert (gradient is None) is has_none, name
+                    if not has_none and gradient.is_meta:
+                        assert "rank0_only" in options
+                        assert dist.get_rank() > 0
+                    elif not has_none:
+                        assert_same(gradient, other.grad.to(options.get("dtype")), 1e-5, 1e-6, name)  # type: ignore
+            for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert_same(param.grad, None if name.startswith("head") else other.grad, 1e-5, 1e-6, name)
+    with pytest.raises(RuntimeError, match="modified inside full_params"), full_params(model, with_grads=True) as named:
+        named["stem.weight"].grad.zero_()
+    with pytest.raises(ValueError, match="gradients are not written back"):
+        full_params(model, with_grads=True, writeback=True)
+    with pytest.raises(TypeError, match="with_grads"):
+        full_params(model, with_grads=1)  # type: ignore[call-overload]
+
+
 def nan_and_zeros_of_either_sign() -> None:
     model, _plain = pair()
     for value in (float("nan"), 0.0, -0.0):
@@ -430,6 +461,7 @@ WRITING = (
     odd_ones,
     mixed_precision,
     offloaded,
+    with_whole_gradients,
     nan_and_zeros_of_either_sign,
     ranks_that_disagree,
     what_can_not_be_written,

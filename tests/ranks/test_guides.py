@@ -132,6 +132,18 @@ def batches(names: Names) -> None:
         optimizer.zero_grad()
 
 
+@guide("A rank that can't go on")
+def a_step_is_skipped(names: Names) -> None:
+    assert names["skipped"] == {1: {0: "ValueError: a sample of no tokens"}}
+    model = plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in (0, 2, 3):
+        names["loss_of"](model, whole(step, dist.get_world_size())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(names["model"], model)
+
+
 @guide("Ranks with different numbers of batches")
 def different_numbers_of_batches(names: Names) -> None:
     """Each step is one on the batches that are there."""

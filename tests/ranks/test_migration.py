@@ -5,7 +5,11 @@ batch, or does what X did. A row without a program, and a program without a row,
 tests/BEHAVIOURS.md names the tests of the differences from torch's FSDP2.
 """
 
-import re
+import copy
+import inspect
+import io
+import shutil
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,8 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
@@ -210,9 +215,13 @@ def by_policies_of_torch() -> None:
         fully_shard(model)
         assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 4
         trains(model)
+    model = build()
+    with pytest.warns(UserWarning, match="makes one group of all"):
+        assert fsdp2.wrap_groups(model, partial(size_based_auto_wrap_policy, min_num_params=100_000_000)) == []
+    trains(fully_shard(model))
 
 
-@row("DeepSpeed", "stage 3; stage 2")
+@row("DeepSpeed", "stage 3")
 @row("FSDP1", "`FULL_SHARD`; `SHARD_GRAD_OP`")
 def resharding() -> None:
     trains(shard(build()))
@@ -253,26 +262,67 @@ def mixed_precision() -> None:
 
 @row("FSDP1", "`MixedPrecision(buffer_dtype)`")
 def buffers() -> None:
-    """The row's own code: it casts floating-point buffers, complex and whole numbers and flags stay what they are."""
-    cell = next(cells[1] for cells in ROWS["Coming from FSDP1"] if cells[0] == "`MixedPrecision(buffer_dtype)`")
-    (code,) = re.findall("`([^`]+)`", cell)
+    """Whole numbers, flags and complex numbers stay what they are, and so does what is saved."""
     others = {
         "index": torch.tensor([299, 257]),
         "short": torch.tensor([301], dtype=torch.int16),
         "mask": torch.tensor([True, False]),
         "phases": torch.tensor([1 + 0.001j]),
     }
-    for before in (True, False):
-        model: Any = build()
-        for name, value in others.items():
-            model.stem.register_buffer(name, value.clone())
-        model = model if before else shard(model)
-        exec(code, {"model": model, "dtype": torch.bfloat16, "torch": torch})
-        model = shard(model) if before else model
-        assert model.scale.dtype == torch.bfloat16
-        for name, value in others.items():
-            assert torch.equal(getattr(model.stem, name), value), name
-        trains(model)  # 1.5 is exact
+    model, expected = build(), build()
+    for name, value in others.items():
+        model.stem.register_buffer(name, value.clone())
+    model.scale.fill_(1.1)
+    expected.scale.fill_(1.1)
+    expected.scale.data = expected.scale.bfloat16().float()
+    model = shard(model, mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.bfloat16))
+    seen: list[Any] = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append((model.scale.dtype, model.stem.index.dtype)))
+    train(model)
+    assert {*seen} == {(torch.bfloat16, torch.int64)}
+    assert_like(model, plainly_trained(model=expected))
+    for name, value in others.items():
+        assert torch.equal(getattr(model.stem, name), value), name
+    assert torch.equal(model.state_dict()["scale"], torch.full((8,), 1.1))
+
+
+@row("FSDP1", "`MixedPrecision(keep_low_precision_grads=True)`")
+def dtype_of_gradients() -> None:
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    model.scale.data = model.scale.bfloat16()
+    mean_loss(model(own(0))).backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@row("FSDP1", "`MixedPrecision(cast_forward_inputs, cast_root_forward_inputs)`")
+def inputs_of_the_root_alone() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4))
+    seen: list[torch.dtype] = []
+    for layer in model:
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    assert model(own(0)).dtype == torch.bfloat16
+    assert seen == [torch.bfloat16] * 2
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        model[1](torch.randn(2, 4))
+
+
+@row("FSDP1", "`MixedPrecision(_module_classes_to_ignore)`")
+def classes_in_full_precision() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    whole = {"mp_policy": MixedPrecisionPolicy(torch.float32, output_dtype=torch.bfloat16)}
+    for group in fsdp2.wrap_groups(model, {nn.BatchNorm1d: whole}):
+        fully_shard(group.module, **group.options)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    seen: list[Any] = []
+    for module in (model[0][1], model[1]):
+        module.register_forward_hook(lambda m, args, output: seen.append((args[0].dtype, m.weight.dtype)))
+    mean_loss(model(own(0))).backward()
+    assert seen == [(torch.float32,) * 2, (torch.bfloat16,) * 2]
+    assert model[0][1].weight.grad.dtype == torch.float32
 
 
 @row("FSDP1", "`CPUOffload(offload_params=True)`")
@@ -282,13 +332,37 @@ def offload() -> None:
     trains(model)
 
 
+@row("DDP", "`ignored_modules`")
 @row("FSDP1", "`ignored_states`, `ignored_modules`")
 def ignored() -> None:
-    model = build()
-    model.branch.requires_grad_(False)
-    shard(model, ignored_params={*model.branch.parameters()})
-    assert type(model.branch.weight) is nn.Parameter
-    trains(model)
+    for chosen in (lambda m: {*m.parameters()}, lambda m: [m, m.weight], lambda m: m):
+        model = build()
+        model.branch.requires_grad_(False)
+        shard(model, ignored_params=chosen(model.branch))
+        assert type(model.branch.weight) is nn.Parameter
+        trains(model)
+    used: Any = build()
+    used.branch.requires_grad_(False)
+    parameters = used.branch.parameters()
+    fully_shard(used, ignored_params=parameters)
+    assert type(used.branch.weight) is nn.Parameter
+    with pytest.raises(ValueError, match="another call has used it up"):
+        fully_shard(nn.Linear(2, 2), ignored_params=parameters)
+    with_buffer = build()
+    with_buffer.branch.requires_grad_(False)
+    with_buffer.branch.register_buffer("large", torch.ones(2, device="meta"))
+    large = with_buffer.branch.large
+    shard(with_buffer, ignored_params=[with_buffer.branch, with_buffer.branch.weight])
+    assert with_buffer.branch.large is large
+
+
+@row("FSDP1", "`process_group`, `device_mesh`")
+@row("DDP", "`process_group`, `device_mesh`")
+def ranks_of_a_process_group() -> None:
+    group = dist.new_group([*range(dist.get_world_size())])
+    mesh = DeviceMesh.from_group(group, "cpu")
+    trains(shard(build(), mesh=mesh))
+    trains(replicate(build(), mesh=mesh))
 
 
 @row("DeepSpeed", "`reduce_bucket_size`, `overlap_comm`, `contiguous_gradients`")
@@ -308,6 +382,24 @@ def always_so() -> None:
 def nothing_ahead_in_backward() -> None:
     order = order_in_a_step(lambda model: model.blocks[1].set_modules_to_backward_prefetch([]))
     assert order[::-1].index("gathers 0") < order[::-1].index("computes 1 backward")
+
+
+@row("FSDP1", "`backward_prefetch=None`; `forward_prefetch=False`")
+def nothing_ahead() -> None:
+    """By each method for its direction, and by the budget for both."""
+
+    def ahead(choose: Callable[[Any], None]) -> tuple[bool, bool]:
+        order = order_in_a_step(choose)
+        forward = order.index("gathers 2") < order.index("computes 1")
+        return forward, order[::-1].index("gathers 0") > order[::-1].index("computes 1 backward")
+
+    def each(method: str) -> Callable[[Any], None]:
+        return lambda model: [getattr(m, method)([]) for m in model.modules() if isinstance(m, FSDPModule)]  # type: ignore[return-value]
+
+    assert ahead(lambda model: None) == (True, True)
+    assert ahead(each("set_modules_to_forward_prefetch")) == (False, True)
+    assert ahead(each("set_modules_to_backward_prefetch")) == (True, False)
+    assert ahead(lambda model: model.set_prefetch_budget(0)) == (False, False)
 
 
 @row("DDP", "ranks that start from the first one's weights")
@@ -406,9 +498,60 @@ def whole_gradients() -> None:
     mean_loss(expected(batch(0))).backward()
     grad: Any = model.stem.weight.grad
     assert_same(grad.full_tensor(), expected.stem.weight.grad, 1e-5, 1e-6, "stem.weight")
+    with full_params(model, with_grads=True) as whole:
+        for (name, value), param in zip(whole.items(), expected.parameters(), strict=True):
+            assert_same(value.grad, param.grad, 1e-5, 1e-6, name)
 
 
-@row("DeepSpeed", "`stage3_gather_16bit_weights_on_model_save`, `zero_to_fp32.py`")
+@row("FSDP1", "`SHARDED_STATE_DICT`; `LOCAL_STATE_DICT`")
+def state_dicts_of_shards() -> None:
+    model = shard(build())
+    state = model.state_dict()
+    assert all(isinstance(state[name], DTensor) for name, _ in model.named_parameters())
+    rows = build().stem.weight.chunk(dist.get_world_size())[dist.get_rank()]
+    assert_same(state["stem.weight"].to_local(), rows, 0, 0, "stem.weight")
+
+
+@row("FSDP1", "`if rank == 0: torch.save(model.state_dict(), file)`")
+def saved_by_the_first_rank() -> None:
+    """tests/ranks/test_saved_shards.py has what the line does; here is what to write."""
+    state = get_model_state_dict(shard(build()), options=OPTIONS)
+    file = io.BytesIO()
+    if of_first_rank():
+        torch.save(state, file)
+        file.seek(0)
+        loaded = build(seed=1)
+        loaded.load_state_dict(torch.load(file))
+        assert_like(loaded, build(), 0)
+
+
+@row("FSDP1", "`fsdp_modules(model)`; `check_is_root()`")
+def sharded_modules() -> None:
+    model = shard(build())
+    assert [m for m in model.modules() if isinstance(m, FSDPModule)] == [model, *model.blocks]
+    groups = fsdp2.shards_of(model).groups
+    assert [(each.modules[0], each.is_root) for each in groups] == [
+        (model, True),
+        *((block, False) for block in model.blocks),
+    ]
+
+
+@row("FSDP1", "`model.apply(init)`")
+def initialised_afterwards() -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            torch.nn.init.orthogonal_(module.weight)  # needs the whole matrix
+
+    model, expected = shard(build()), build()
+    torch.manual_seed(3)
+    with full_params(model, writeback=True):
+        model.apply(init)
+    torch.manual_seed(3)
+    expected.apply(init)
+    assert_like(model, expected, 0)
+
+
+@row("DeepSpeed", "`stage3_gather_16bit_weights_on_model_save`")
 @row("FSDP1", "`state_dict_type(FULL_STATE_DICT)`")
 def full_state_dict() -> None:
     state = get_model_state_dict(shard(build()), options=OPTIONS)
@@ -437,6 +580,36 @@ def optimizer_state() -> None:
     mean_loss(again(own(1))).backward()
     optimizer.step()
     assert_like(again, plainly_trained(steps=2, model=expected))
+
+
+@row(
+    "FSDP1",
+    "`full_optim_state_dict`, `scatter_full_optim_state_dict`, `shard_full_optim_state_dict`, "
+    "`sharded_optim_state_dict`, `flatten_sharded_optim_state_dict`",
+)
+@row("FSDP1", "`rekey_optim_state_dict`")
+def optimizer_state_of_a_plain_model() -> None:
+    """What an optimizer of a plain model has numbered, under names; and back."""
+    plain, model, again = build(), shard(build(seed=1)), build(seed=2)
+    for each in (plain, model, again):
+        each.use_branch = True
+    of_plain, optimizer, of_again = sgd(plain), sgd(model), sgd(again)
+    mean_loss(plain(batch(0))).backward()
+    of_plain.step()
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(plain, of_plain), options=options)
+    mean_loss(model(own(1))).backward()
+    optimizer.step()
+    set_model_state_dict(again, get_model_state_dict(model, options=options))
+    set_optimizer_state_dict(again, of_again, get_optimizer_state_dict(model, optimizer, options=options))
+    optimizer.zero_grad()
+    of_again.zero_grad()
+    mean_loss(again(batch(2))).backward()
+    of_again.step()
+    expected = build()
+    expected.use_branch = True
+    assert_like(again, plainly_trained(steps=3, model=expected))
 
 
 @row("FSDP1", "`ShardedGradScaler`")
@@ -469,7 +642,8 @@ def hooks_of_reductions() -> None:
     mean_loss(model(own(0))).backward()
     expected = build()
     (mean_loss(expected(batch(0))) / 2).backward()
-    assert_same(model.stem.weight.grad, expected.stem.weight.grad, 1e-5, 1e-6, "stem.weight")
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert_same(param.grad, other.grad, 1e-5, 1e-6, name)  # of each group, not of the root's alone
 
 
 # ---- DDP -----------------------------------------------------------------------------------------------------------
@@ -521,12 +695,92 @@ def running_statistics() -> None:
     assert_same(model[1].running_mean, expected, 1e-5, 1e-6, "running_mean")
 
 
+@row("DDP", "`broadcast_buffers=True`, bit for bit")
+def buffers_of_the_first_rank() -> None:
+    """Beside DDP itself: each forward begins with the first rank's buffers, also at the steps at which checks run."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    model: Any = replicate(plain)
+    model.set_running_stats_averaging(False)
+
+    def broadcast(module: nn.Module, args: Any) -> None:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+
+    model.register_forward_pre_hook(broadcast)
+    for step in range(5):
+        for each in (model, ddp):
+            mean_loss(each(own(step))).backward()
+        for buffer, other in zip(model.buffers(), ddp.module.buffers(), strict=True):
+            assert torch.equal(buffer, other)
+
+
 @row("DDP", "`register_comm_hook(state, fp16_compress_hook)`")
 def gradients_in_fp16() -> None:
     trains(shard(build(), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.float16)), tolerance=1e-3)
+    trains(replicate(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), tolerance=1e-3)
 
 
-@row("DDP", "`gradient_as_bucket_view`, `static_graph`, `bucket_cap_mb`")
+@row("DDP", "`device_ids`, `output_device`, `dim`")
+@row("DDP", "`init_sync=False`, `forward_sync_buffers`")
+def arguments_of_ddp() -> None:
+    """They are errors that say what to write."""
+    options = {
+        "device_ids": [0],
+        "output_device": 0,
+        "broadcast_buffers": True,
+        "bucket_cap_mb": 25,
+        "init_sync": False,
+    }
+    options |= {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True}
+    for name, value in options.items():
+        with pytest.raises(TypeError, match=rf'{name} is an argument of DistributedD.* table "Coming from DDP"'):
+            replicate(build(), **{name: value})  # type: ignore[call-arg]
+    parameters = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters}
+    cells = " ".join(cells[0] for cells in ROWS["Coming from DDP"])
+    for name in parameters - {"module"}:
+        assert f"`{name}" in cells, name
+        with pytest.raises(TypeError, match=f"{name} is an argument of DistributedDataParallel"):
+            replicate(build(), **{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        replicate(build(), typo=1)  # type: ignore[call-arg]
+    model = replicate(build())
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    trains(model)
+
+
+@row("DDP", "`bucket_cap_mb`, `bucket_cap_mb_list`")
+def bytes_of_buckets() -> None:
+    """Their number in a step, by the collectives that a hook sees."""
+    counts: list[int] = []
+    for nbytes in (None, 1, 300, 10**9):
+        model: Any = replicate(build())
+        seen: list[int] = []
+        model.set_all_reduce_hook(lambda reduced, seen=seen: seen.append(reduced.numel()))
+        model.set_gradient_buckets(nbytes)
+        trains(model, steps=1)
+        counts.append(len(seen))
+        assert max(seen) * 4 <= max(300, 8 * 8 * 4) or nbytes in (None, 10**9)
+    parameters = sum("branch" not in name for name, _ in build().named_parameters())
+    assert counts[0] == counts[3] == 1  # all of them are little
+    assert counts[1] == parameters
+    assert 1 < counts[2] < parameters
+
+
+@row("DDP", "`mixed_precision`")
+def mixed_precision_of_replicas() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, buffer_dtype=torch.bfloat16)
+    model = replicate(build(), mp_policy=policy)
+    assert model(own(0)).dtype == torch.bfloat16
+    trains(model, tolerance=1e-2)
+
+
+@row(
+    "DDP",
+    "`gradient_as_bucket_view`, `static_graph`, `batched_grad_copy`, "
+    "`check_reduction`, `delay_all_reduce_named_params`, `param_to_hook_all_reduce`, `skip_all_reduce_unused_params`",
+)
 def nothing_to_choose() -> None:
     trains(replicate(build()))
 
@@ -559,10 +813,59 @@ def fewer_batches() -> None:
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
+def counted_in_a_step(accumulated: int = 3, **settings: str) -> tuple[int, int]:
+    """Gathers and reductions of a group in a step of several micro-batches, which trains as a plain model does.
+
+    `settings`: methods that are called with False for all micro-batches but the last.
+    """
+    model, log, steps = shard(build(), reshard_after_forward=False), [], 2
+    modules = (model, *model.blocks)
+    for module in modules:
+        module.set_custom_all_gather(CountedGather(log, "gather"))
+        module.set_custom_reduce_scatter(CountedReduceScatter(log, "reduce"))
+    optimizer = sgd(model)
+    for step in range(steps):
+        for i in range(accumulated):
+            for method in settings.values():
+                getattr(model, method)(i == accumulated - 1)
+            (mean_loss(model(own(accumulated * step + i))) / accumulated).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_like(model, plainly_trained(steps, accumulated))
+    gathers, reductions = log.count("gather"), log.count("reduce")
+    assert gathers % (steps * len(modules)) == reductions % (steps * len(modules)) == 0
+    return gathers // steps // len(modules), reductions // steps // len(modules)
+
+
 @row("DeepSpeed", "stage 1")
 def stage_1() -> None:
-    model = shard(build(), reshard_after_forward=False)
-    trains(model, accumulated=3, quiet="set_requires_gradient_sync")
+    """Each group is gathered once a step, not once a micro-batch, and reduced once."""
+    quiet = {"sync": "set_requires_gradient_sync", "stay": "set_reshard_after_backward"}
+    assert counted_in_a_step(**quiet) == (1, 1)
+    assert counted_in_a_step(sync=quiet["sync"]) == (3, 1)
+
+
+@row("DeepSpeed", "stage 2")
+def stage_2() -> None:
+    assert counted_in_a_step(stay="set_reshard_after_backward") == (1, 3)
+
+
+@row("DeepSpeed", "`zero_to_fp32.py`")
+def a_file_of_all_without_ranks() -> None:
+    """From a distributed checkpoint, by one process."""
+    folder = [tempfile.mkdtemp() if of_first_rank() else ""]
+    dist.broadcast_object_list(folder)
+    try:
+        torch.distributed.checkpoint.save(shard(build()).state_dict(), checkpoint_id=folder[0])
+        if of_first_rank():
+            dcp_to_torch_save(folder[0], f"{folder[0]}/whole.pt")
+            loaded = build(seed=1)
+            loaded.load_state_dict(torch.load(f"{folder[0]}/whole.pt"))
+            assert_like(loaded, build(), 0)
+        dist.barrier()
+    finally:
+        if of_first_rank():
+            shutil.rmtree(folder[0])
 
 
 @row("DeepSpeed", "`fp16`, `loss_scale`")

@@ -73,6 +73,10 @@ def test_sharded_run_learns_like_plain_training(
     _, curves = sharded_run
     losses, validations = curves
     assert list(losses) == list(range(1, STEPS + 1))
+    log = (sharded_run[0] / "losses.jsonl").read_text().splitlines()
+    peaks = [record["peak_memory_gb"] for record in map(json.loads, log) if "loss" in record]
+    assert peaks == sorted(peaks)
+    assert 0.05 < peaks[-1] < 4
     assert validations[STEPS] < validations[0] - 0.5
     assert_same(curves, plain_curves)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, describe, fully_shard, replicate
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, describe, fully_shard, replicate, shards_of
 from helpers import fake_world
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -122,7 +122,10 @@ def test_of_lists_parts_and_plain_modules() -> None:
     assert describe(pair).unmanaged == ("2.weight", "2.bias")
     net = sharded()
     (part,) = describe(net.blocks[2]).groups
-    assert (part.name, part.parameters[0]) == ("root", "0.weight")
+    assert (part.name, part.modules, part.parameters[0]) == ("this module", ("this module",), "0.weight")
+    assert [group.is_root for group in describe(net).groups] == [True, False, False, False]
+    assert [group.is_root for group in shards_of(net).groups] == [True, False, False, False]
+    assert [group.modules[0] for group in shards_of(net).groups] == [net, *net.blocks]
     assert describe(nn.Linear(2, 2)).groups == ()
     with pytest.raises(TypeError, match=r"nn\.Module, got Parameter"):
         describe(net.outside)

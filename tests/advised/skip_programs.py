@@ -1,0 +1,191 @@
+"""Follows the advice of `skip_together`, `hsdp_mesh`, gradients in `full_params`, and of what one rank has saved."""
+
+import copy
+import io
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fsdp2
+from advised.registry import (
+    ELSEWHERE,
+    backward,
+    batch,
+    build,
+    follows,
+    heard,
+    loss_of,
+    pair,
+    refused,
+    same,
+    same_gradients,
+    same_parameters,
+    sgd,
+    shard,
+    train,
+    warned,
+)
+
+ELSEWHERE['Initialise it with both: init_process_group("cpu:gloo,{}:...")'] = (
+    "tests/ranks/test_skip_together.py::test_on_a_device_without_gloo"
+)
+
+
+def skippable(model: Any, inside: Callable[[], object] = lambda: None) -> Any:
+    with fsdp2.skip_together(model) as attempt:
+        backward(model)
+        inside()
+    return attempt
+
+
+@follows(
+    "Leave that one first",
+    "Call fsdp2.skip_together(model) for each step",
+    "Step behind the block, if it was not skipped",
+    "Call optimizer.zero_grad() before the block: all micro-batches of a step belong inside",
+    "Call set_optimizer_in_backward(None), and step behind the block",
+)
+def amid_a_block() -> None:
+    model, plain = pair()
+    optimizer = sgd(model)
+    refused(lambda: skippable(model, lambda: skippable(model)))
+    refused(lambda: skippable(model, optimizer.step))
+    attempt = fsdp2.skip_together(model)
+    with attempt:
+        pass
+
+    def again() -> None:
+        with attempt:
+            pass
+
+    refused(again)
+    backward(model)
+    refused(lambda: skippable(model))
+    optimizer.zero_grad()
+    model.set_optimizer_in_backward(optimizer)
+    refused(lambda: skippable(model))
+    model.set_optimizer_in_backward(None)
+    assert not skippable(model).skipped
+    optimizer.zero_grad()
+    train(model, plain)
+
+
+@follows("another call has used it up. Make a list of it, for all calls", ranks=1)
+def a_generator_for_two_calls() -> None:
+    def ignored(model: Any, parameters: Any) -> Any:
+        model.head.requires_grad_(False)
+        fsdp2.fully_shard(model.block, ignored_params=parameters)
+        return fsdp2.fully_shard(model, ignored_params=parameters)
+
+    model: Any = build()
+    refused(lambda: ignored(model, model.head.parameters()))
+    model, plain = build(), build()
+    ignored(model, list(model.head.parameters()))
+    plain.head.requires_grad_(False)
+    train(model, plain)
+    assert type(model.head.weight) is nn.Parameter
+
+
+_WHOLE = (
+    "If the other ranks write no files of their own, call torch.distributed.checkpoint.state_dict.get_model_state_dict("
+    "model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, and save what the first "
+    "one gets; for an optimizer, get_optimizer_state_dict"
+)
+
+
+@follows(
+    _WHOLE,
+    "Let each rank read its own file; or save a full state dict, of torch.distributed.checkpoint.state_dict."
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), or by torch.distributed.checkpoint."
+    "save",
+)
+def shards_of_one_rank() -> None:
+    model, plain = pair()
+
+    def saved(state: Any) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return file
+
+    own = warned(lambda: saved(model.state_dict())) if dist.get_rank() == 0 else saved(model.state_dict())
+    data = [own.getvalue()]
+    dist.broadcast_object_list(data)
+    other = shard(build(seed=1))
+    if dist.get_rank() == 0:
+        other.load_state_dict(torch.load(io.BytesIO(data[0])))
+    else:
+        refused(lambda: other.load_state_dict(torch.load(io.BytesIO(data[0]))))
+    other.load_state_dict(torch.load(own))
+    same_parameters(other, plain)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        loaded = build(seed=1)
+        loaded.load_state_dict(torch.load(saved(state)))
+        same_parameters(loaded, plain)
+    assert heard
+
+
+@follows("Scale or clip p.grad of the sharded parameters")
+def gradients_of_copies() -> None:
+    model, plain = pair()
+
+    def write() -> None:
+        with fsdp2.full_params(model, writeback=True, with_grads=True):
+            pass
+
+    backward(model)
+    refused(write)
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    (loss_of(plain(batch())) / 2).backward()
+    same_gradients(model, plain)
+
+
+@follows("with_grads is not supported under tensor parallelism. Call p.grad.full_tensor() of the sharded", ranks=4)
+def gradients_under_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = build(lambda: nn.Sequential(nn.Linear(5, 4)))
+    model: Any = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(output_layouts=Replicate())})
+    fsdp2.fully_shard(model, mesh=mesh["dp"])
+    loss_of(model(batch().chunk(2)[mesh.get_local_rank("dp")])).backward()
+    loss_of(plain(batch())).backward()
+    refused(lambda: fsdp2.full_params(model, with_grads=True).__enter__())
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        same(param.grad.full_tensor(), other.grad)
+
+
+def launched(size: Any, local_rank: Any) -> Any:
+    values = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in values.items() if value is not None})
+
+
+@follows(
+    "Start the program by torchrun, or set both; or call init_device_mesh(device_type, (machines, ranks_of_one), "
+    'mesh_dim_names=("replicate", "shard"))',
+    "Start as many on each; or shard over all ranks, without a mesh",
+    "Have the launcher number ranks machine by machine",
+    ranks=4,
+)
+def ranks_of_machines() -> None:
+    rank = dist.get_rank()
+    refused(fsdp2.hsdp_mesh)
+    with launched(*((3, rank) if rank < 3 else (1, 0))):
+        refused(fsdp2.hsdp_mesh)
+    with launched(2, rank // 2):
+        refused(fsdp2.hsdp_mesh)
+    with launched(2, rank % 2):
+        meshes = (fsdp2.hsdp_mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), None)
+    for mesh in meshes:
+        model, plain = pair(mesh=mesh)
+        train(model, plain)
