@@ -120,7 +120,7 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
     ours: dict[str, Any] = {
-        name: getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec", "gather_codec")
+        name: getattr(policy, name, None) for name in ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec")
     }
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),

@@ -213,10 +213,10 @@ def distance_after_training(codec: Any, steps: int = 200) -> float:
     ones. Returns how far the others are from their targets, which plain training reaches.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = nn.Linear(32 * ranks, 1, bias=False)
+    model = nn.Linear(32 * ranks, 8, bias=False)
     nn.init.zeros_(model.weight)
-    targets = torch.linspace(-1, 1, 32 * ranks)
-    noise = torch.zeros(32 * ranks)
+    targets = torch.linspace(-1, 1, 32 * ranks)[:, None].expand(-1, 8)
+    noise = torch.zeros(32 * ranks, 8)
     noise[::32] = 300.0
     if codec is not None:
         policy = MixedPrecisionPolicy(gradient_codec=codec)
@@ -224,13 +224,13 @@ def distance_after_training(codec: Any, steps: int = 200) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
     eye = torch.eye(32 * ranks)
     for step in range(steps):
-        weights = model(eye).flatten()  # every rank has the whole loss, and noise of its own sign
+        weights = model(eye)  # every rank has the whole loss, and noise of its own sign
         sign = 1 if (step + rank) % 2 else -1
         (0.5 * (weights - targets).square().sum() + sign * (noise * weights).sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
     others = torch.arange(32 * ranks) % 32 != 0
-    return float((full(model.weight.detach()).flatten() - targets)[others].abs().max())
+    return float((full(model.weight.detach()).t() - targets)[others].abs().max())
 
 
 def feedback_reaches_what_plain_training_reaches() -> None:
@@ -284,7 +284,7 @@ class OneOf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(2))
+        self.branches = nn.ModuleList(nn.Linear(12, 24, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor, which: int) -> Tensor:
         return self.branches[which](x)
