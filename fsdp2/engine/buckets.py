@@ -133,8 +133,8 @@ def split_buckets(
     """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
     A bucket holds one (reduce dtype, kind: how it travels, storage dtype) and at least `min_bytes`, unless all of that
-    kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room` bytes if that
-    is more, and what is left over: there may be up to twice as many buckets.
+    kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room`
+    bytes if that is more, and what is left over: there may be up to twice as many buckets.
     """
     by_kind: dict[tuple[torch.dtype, Hashable, torch.dtype], list[int]] = {}
     for i in indices:

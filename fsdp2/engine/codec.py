@@ -257,7 +257,7 @@ class Encoder:
     """
 
     def __init__(self, codec: Codec, name: str = "") -> None:
-        self.codec, self.name = codec, name
+        self.codec = codec
         self._first_seed, self._calls = zlib.crc32(name.encode()) << 31, 0
         # Parameter index -> what has not been sent: [W, shard_numel], in the packed dtype.
         self._residuals: dict[int, Tensor] = {}

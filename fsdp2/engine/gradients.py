@@ -131,7 +131,7 @@ class GroupGradients:
         self._codecs_of_sums: tuple[Codec, ...] = ()
         # What their codecs are to get between steps.
         self._encoders: dict[Codec, Encoder] = {}
-        # How replicas sum, if not by one collective, and for which name and choices that was made.
+        # How replicas sum, if not by one collective, and for which choices that was made.
         self._summing: ReplicaSum | None = None
         self._summing_for: object = None
         self.buckets: list[Bucket] = []
@@ -173,9 +173,8 @@ class GroupGradients:
         self._codecs_of_sums = codecs_of(specs, policy, as_computed=False)
         ranks = self.reduction.shards.rank, self.reduction.replicas.rank if self.reduction.replicas else 0
         name = f"{ranks} {self.group.name} {[param.name for param in self._params[:1]]}"
-        known = {codec: encoder for codec, encoder in self._encoders.items() if encoder.name == name}
         codecs = {*self._codecs, *self._codecs_of_sums}
-        self._encoders = {codec: known.get(codec) or Encoder(codec, name) for codec in codecs}
+        self._encoders = {codec: self._encoders.get(codec) or Encoder(codec, name) for codec in codecs}
         self._find_summing(policy, name)
         for parameter in self._hooked:
             compat.on_accumulated(parameter, _KEY, None)
@@ -221,14 +220,14 @@ class GroupGradients:
         return [] if self._summing is None else [self._summing.holds_for(spec) for spec in specs]
 
     def _find_summing(self, policy: MixedPrecisionPolicy, name: str) -> None:
+        """Finds how replicas sum, and keeps what they have if that has not changed."""
         replicas, hook = self.reduction.replicas, self.group.settings.comm_hook
-        wanted = (policy.replica_codec, hook, name, replicas is not None)
+        wanted = (policy.replica_codec, hook, replicas is not None)
         if wanted == self._summing_for:
             return
         self._summing_for, self._summing = wanted, None
         if replicas is not None:
-            shared = f"{self.reduction.shards.rank} {self.group.name}"
-            self._summing = replica_sum_of(policy, hook, shared, replicas.rank)
+            self._summing = replica_sum_of(policy, hook, name)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor, is_late = self.reduction.divisor, self.reduction.divide_late is not None  # which checks compare

@@ -72,8 +72,8 @@ class PowerSGD:
         """Returns the rank of the matrices for a gradient of so many rows and columns."""
         return min(self.rank, rows, columns)
 
-    def make_sum(self, name: str) -> LowRankSum:
-        return LowRankSum(self, name)
+    def make_sum(self) -> LowRankSum:
+        return LowRankSum(self)
 
 
 @dataclass
@@ -108,8 +108,8 @@ class _Matrix(NamedTuple):
 class LowRankSum:
     """Sums the gradients of one group as matrices of low rank."""
 
-    def __init__(self, how: PowerSGD, name: str) -> None:
-        self._how, self._name = how, name
+    def __init__(self, how: PowerSGD) -> None:
+        self._how = how
         # Parameter index -> what is known of it.
         self._states: dict[int, _State] = {}
 
@@ -177,7 +177,7 @@ class LowRankSum:
         shape = values.size(1), self._how.rank_of(*values.shape)
         if state.first is None or state.first.shape != shape or state.first.dtype != values.dtype:
             # The same on all replicas.
-            generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{self._name} {part.name}".encode()))
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(part.name.encode()))
             first = torch.randn(shape, generator=generator, dtype=values.dtype, device="cpu")
             state.first, state.q, state.renewed = first.to(flat.device), None, 0
         return _Matrix(part, state, values, torch.linalg.qr(state.first if state.q is None else state.q).Q)

@@ -90,22 +90,22 @@ class ReplicaSum(Protocol):
 class ReplicaCodec(Protocol):
     """Says how replicas sum gradients by collectives of its own: `PowerSGD`."""
 
-    def make_sum(self, name: str) -> ReplicaSum:
-        """Returns what sums one group so. `name`: of the group and this rank's shard; the same on all replicas."""
+    def make_sum(self) -> ReplicaSum:
+        """Returns what sums one group so."""
 
 
-def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: str, rank: int) -> ReplicaSum | None:
+def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: str) -> ReplicaSum | None:
     """Returns how replicas sum the gradients of a group. None: by an all-reduce, in the reduce dtype.
 
-    `name`: of the group and this rank's shard. `rank`: which replica this is.
+    `name`: differs between groups and ranks, so that they round differently.
     """
     codec: Any = policy.replica_codec
     if hook is not None or codec is None:
         return hook
     if hasattr(codec, "make_sum"):
-        made: ReplicaSum = codec.make_sum(name)
+        made: ReplicaSum = codec.make_sum()
         return made
-    return EncodedSum(Encoder(codec, f"replica {rank} {name}")) if codec.exchanges else None
+    return EncodedSum(Encoder(codec, f"replicas {name}")) if codec.exchanges else None
 
 
 @final

@@ -74,7 +74,7 @@ class Oracle:
         model, codec = copy.deepcopy(self.model), self._policy.gather_codec
         for p in model.parameters():
             computed, dim = self._policy.param_dtype or p.dtype, min(self._dim, p.dim() - 1)
-            p.data = rounded(p, codec, self.ranks, computed, dim) if p.dim() > 1 else p.data.to(computed)
+            p.data = rounded(p, codec, self.ranks, computed, dim) if codecs.is_encoded(p.shape) else p.data.to(computed)
             p.grad = None
         return model
 
