@@ -358,8 +358,8 @@ class FSDPModule:
         be that of the replicas: `mesh.get_group("replicate")`, whatever the axis is called.
 
         All groups below this module use it, in place of the policy's `replica_codec`. Buckets are smaller than DDP's:
-        those of a group. Where there is one replica it is not called. On CPU the host waits for each hook: a codec is
-        faster. Every rank must call this, between steps.
+        those of a group. On one rank, and where there is one replica, it is not called. On CPU the host waits for each
+        hook: a codec is faster. Every rank must call this, between steps.
 
         Args:
             state: the first argument of the hook; torch's hooks take a process group, None for all ranks.
