@@ -1,9 +1,10 @@
 """Measures two real ranks on gloo: differences of gradients, step time, bytes on the wire."""
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,7 +51,8 @@ def _measure_workload(
     batch = make_batch(shape, precision, seed=1 + dist.get_rank())
     built = {library.name: _build(shape, precision, library, batch) for library in libraries}
     models = {name: model for name, (model, _) in built.items()}
-    differences = _compare_gradients(models, batch, precision)
+    lossy = {each.name for each in libraries if each.is_lossy}
+    differences, errors = _compare_gradients(models, batch, precision, lossy)
     count_bytes = _count_interface if job.megabits else _count_wire
     model_bytes = shape.numel * PRECISIONS[precision][0].itemsize
     wire = {name: count_bytes(model, batch) / model_bytes for name, model in models.items()}
@@ -64,6 +66,9 @@ def _measure_workload(
     yield Row(job.suite, "wire, in units of P", setting, wire, limit=wire_limit)
     quantity = f"largest gradient difference to {libraries[0].name}, relative"
     yield Row(job.suite, quantity, setting, differences, limit=0.0)
+    if lossy:
+        quantity = f"norm of the difference to {libraries[0].name} over that of the gradients, of the worst group"
+        yield Row(job.suite, quantity, setting, errors, limit=0.0)
 
 
 def _build(shape: Shape, precision: str, library: Library, batch: Tensor) -> tuple[nn.Module, dict[int, int]]:
@@ -84,8 +89,12 @@ def _wire_limit(shape: Shape) -> float:
     return (1 + shape.gathered_twice + 1) / 2
 
 
-def _compare_gradients(models: Mapping[str, nn.Module], batch: Tensor, precision: str) -> dict[str, float]:
-    """Returns the largest difference of each model's gradients to the first one's, over the largest gradient."""
+def _compare_gradients(
+    models: Mapping[str, nn.Module], batch: Tensor, precision: str, lossy: Set[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the largest difference of each model's gradients to the first one's, over the largest gradient; and the
+    norm of the difference over that of the gradients, in the group where that is most. `lossy`: those that may differ.
+    """
     for model in models.values():
         compute_loss(model, batch).backward()
     gradients = {name: full_gradients(model) for name, model in models.items()}
@@ -93,7 +102,19 @@ def _compare_gradients(models: Mapping[str, nn.Module], batch: Tensor, precision
         model.zero_grad(set_to_none=True)
     batch.grad = None
     first, *others = gradients
-    return {name: largest_difference(gradients[first], gradients[name], TOLERANCE[precision]) for name in others}
+    tolerances = {name: math.inf if name in lossy else TOLERANCE[precision] for name in others}
+    largest = {name: largest_difference(gradients[first], gradients[name], tolerances[name]) for name in others}
+    return largest, {name: _worst_group(gradients[first], gradients[name]) for name in others}
+
+
+def _worst_group(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    groups: dict[str, list[str]] = {}
+    for name in ours:
+        groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "root", []).append(name)
+    flat = [
+        tuple(torch.cat([each[n].flatten() for n in names]) for each in (ours, theirs)) for names in groups.values()
+    ]
+    return max(float((own - other).norm() / own.norm()) for own, other in flat)
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> float:

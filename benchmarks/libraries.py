@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .codecs import CODECS, shard_by_codec
 from .guards import GUARDS
 from .peers import shard_by_ddp, shard_by_fsdp1
 from .simple_fsdp import Dtypes, shard_by_dtensors
@@ -32,6 +33,7 @@ class Library:
         has_more: True if it has two options that torch's FSDP2 lacks, which `shard` then takes, too: a dtype in which
             gradients are sent (`wire_dtype=`) and a planner against padding (`planned=True`).
         is_unflattened: True if its optimizers step on each parameter by itself, where they could be flattened.
+        is_lossy: True if its gradients are not those of the others, because what travels is compressed.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Library:
     can_cast: bool = True
     has_more: bool = False
     is_unflattened: bool = False
+    is_lossy: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -57,13 +60,16 @@ PEERS = {
     "simple": Library("simple", shard_by_dtensors),
 }
 UNFLATTENED = "unflattened"  # fsdp2, whose optimizers step on each parameter by itself
-NAMES = (*MODULES, UNFLATTENED, *GUARDS, *PEERS)
+NAMES = (*MODULES, UNFLATTENED, *GUARDS, *CODECS, *PEERS)
 
 
 def load_library(name: str) -> Library:
     """Imports one library, or exits with a sentence that says what to do if it cannot be imported."""
     if name in PEERS:
         return PEERS[name]
+    if name in CODECS:
+        load_library("fsdp2")
+        return Library(name, partial(shard_by_codec, name), is_lossy=name != "replicate")
     if name == UNFLATTENED:
         return replace(load_library("fsdp2"), name=name, is_unflattened=True)
     if name in GUARDS:

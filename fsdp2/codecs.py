@@ -1,4 +1,5 @@
-"""Codecs: how gradients and weights travel between ranks, for `MixedPrecisionPolicy(gradient_codec=, gather_codec=)`.
+"""Codecs: how gradients and weights travel between ranks, for `MixedPrecisionPolicy(gradient_codec=, gather_codec=,
+replica_codec=)`.
 
 `Codec` says what a codec of your own has; the guide "Compressed gradients" in examples/README.md writes one.
 """
@@ -10,5 +11,7 @@ from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
 from .engine.float8 import Float8 as Float8
 from .engine.int8 import Int8 as Int8
+from .engine.power_sgd import PowerSGD as PowerSGD
+from .engine.replicas import GradientBucket as GradientBucket
 
-__all__ = ["AsIs", "Cast", "Codec", "Float8", "Int8", "Rows", "sum_decoded"]
+__all__ = ["AsIs", "Cast", "Codec", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows", "sum_decoded"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
+from .checks.comm_hooks import check_comm_hook
 from .checks.tools_when_needed import ask_audit
 from .engine import collectives, streams
 from .engine.compat import EXPORT_PLAIN
@@ -20,6 +21,7 @@ from .engine.events import extensions
 from .engine.module_class import class_attributes
 from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
 from .engine.policy import Hold, check_bool
+from .engine.replicas import CommHook
 from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
 from .features.accumulate import no_sync
@@ -373,6 +375,42 @@ class FSDPModule:
         run = hook if hook is None or stream is None else _on_stream(hook, stream)
         for group in groups:
             group.set(reduce_hook=run)
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any] | None) -> None:
+        """Has replicas (HSDP, `replicate`) sum gradients by `hook(state, bucket)`, as DDP's method of this name does.
+
+        The hook returns a torch.futures.Future of a flat tensor: the mean over replicas of `bucket.buffer()`, which it
+        may write to. torch's own hooks are such functions: `allreduce_hook`, `bf16_compress_hook`, `fp16_compress_hook`
+        and `powerSGD_hook` of `torch.distributed.algorithms.ddp_comm_hooks`. `bucket` is a
+        `fsdp2.codecs.GradientBucket`: it has the methods of `dist.GradBucket`, and `names` and `shapes`. With HSDP it
+        holds the shards of this rank, which the ranks of a replica have reduced. Then the process group in `state` must
+        be that of the replicas: `mesh.get_group("replicate")`, whatever the axis is called.
+
+        All groups below this module use it, in place of the policy's `replica_codec`. Buckets are smaller than DDP's:
+        those of a group. On one rank, and where there is one replica, it is not called. On CPU the host waits for each
+        hook: a codec is faster. Every rank must call this, between steps.
+
+        Args:
+            state: the first argument of the hook; torch's hooks take a process group, None for all ranks.
+            hook: such a function. None: sum as before.
+
+        Raises:
+            TypeError: `hook` is neither a function nor None.
+            ValueError: a hook of torch is given a process group of other ranks than the replicas.
+            NotImplementedError: ranks shard, and there are no replicas, or these share what rests.
+
+        Example:
+            `model.register_comm_hook(None, bf16_compress_hook)` of a model under `replicate`
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook: expected a function of a state and a bucket, or None, got {hook!r}")
+        groups = chosen_groups(self, True)
+        for group in groups if hook is not None else ():
+            check_comm_hook(group, state, hook)
+        shared = None if hook is None else CommHook(state, hook)
+        for group in groups:
+            group.set(comm_hook=shared)
+            group.parameters.follow_requires_grad()
 
     def set_custom_all_gather(self, all_gather: Any) -> None:
         """Gathers the groups of this module by an object of yours, in one flat call for each group.

@@ -42,7 +42,7 @@ from fsdp2 import (
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Rows, sum_decoded
-from fsdp2.engine import buckets
+from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
@@ -170,14 +170,17 @@ PRECISIONS = {
     "codec, bf16": MixedPrecisionPolicy(BF16, F32, gradient_codec=ToBfloat16()),
     "codec": MixedPrecisionPolicy(gradient_codec=ToBfloat16()),
     "codec with feedback": MixedPrecisionPolicy(gradient_codec=ToBfloat16(feedback=True)),
+    "codec between replicas": MixedPrecisionPolicy(replica_codec=ToBfloat16()),
+    "codec with feedback between replicas": MixedPrecisionPolicy(BF16, F32, replica_codec=ToBfloat16(feedback=True)),
 }
 OF_MIXED_DTYPES = ("fp32", "fp32 sums", "only a bf16 wire")
 """The policies for a model whose parameters have two dtypes."""
 
 
-def sent(policy: MixedPrecisionPolicy, gradient: Tensor) -> Tensor:
-    """Returns what arrives of a gradient."""
-    wire = policy.wire_dtype or (BF16 if policy.gradient_codec else None)
+def sent(encoder: Any, gradient: Tensor, wire: torch.dtype | None = None) -> Tensor:
+    """Returns what arrives of a gradient that travels in `wire`, or by a codec of the policy."""
+    is_encoded = encoder is not None and sum(size > 1 for size in gradient.shape) > 1
+    wire = wire or (BF16 if is_encoded else None)
     return gradient if wire is None else gradient.to(wire).to(gradient.dtype)
 
 
@@ -249,6 +252,7 @@ class Draw:
         encodes = self.policy.wire_dtype is not None or self.policy.gradient_codec is not None
         return not (
             (encodes and topology.function is replicate)
+            or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
@@ -274,10 +278,8 @@ class Draw:
             or (self.program == "another model" and self.travel == "all to all")
             # A copy to the simulated device may be made after the model that it is for is gone.
             or (self.program == "another model" and self.is_staged)
-            # What was not sent is forgotten when other parameters are trained.
-            or (self.program == "frozen for a step" and "feedback" in self.precision)
             # gloo adds up in no order that is known, where no rank does it.
-            or (self.travel == "all to all" and self.shards > 2 and not encodes)
+            or (self.travel == "all to all" and self.shards > 2 and self.policy.wire_dtype is None)
         )
 
     def plain(self, seed: int = 1) -> TinyModel:
@@ -314,6 +316,7 @@ class Draw:
     def environment(self) -> ExitStack:
         """Context: gradients travel that way, to and from memory that is there."""
         stack = ExitStack()
+        stack.enter_context(mock.patch.object(codec, "SMALL_NUMEL", 1))  # these models have no larger ones
         if self.travel == "hostile":
             stack.enter_context(hostile(dist.get_rank()))
         if self.travel == "late":
@@ -481,7 +484,10 @@ class Plain(Side):
         if mode == "reduce":
             for name, param in self.model.named_parameters():
                 if name in self.partial[0]:
-                    grad = self.mean([partial.pop(name) for partial in self.partial]).to(param.dtype)
+                    replicas = [
+                        self.leave_replica(r, partial.pop(name), name) for r, partial in enumerate(self.partial)
+                    ]
+                    grad = self.mean(replicas).to(param.dtype)
                     param.grad = grad if param.grad is None else param.grad + grad
             if self.steps_in_backward:
                 self.optimizer.step()
@@ -489,11 +495,18 @@ class Plain(Side):
 
     def leave(self, rank: int, name: str) -> Tensor:
         """Returns what others get of a gradient. With feedback, what rounding takes away is in the next one."""
-        codec, whole = self.draw.policy.gradient_codec, self.waiting[rank].pop(name)
+        policy = self.draw.policy
+        return self.leave_by(policy.gradient_codec, (rank, name), self.waiting[rank].pop(name), policy.wire_dtype)
+
+    def leave_replica(self, replica: int, partial: Tensor, name: str) -> Tensor:
+        """Returns what other replicas get of a mean of this one."""
+        return self.leave_by(self.draw.policy.replica_codec, (-1 - replica, name), partial)
+
+    def leave_by(self, codec: Any, key: tuple[int, str], whole: Tensor, wire: torch.dtype | None = None) -> Tensor:
         if codec is not None and codec.feedback:
-            whole = whole + self.lost.get((rank, name), 0)
-        arrives = sent(self.draw.policy, whole)
-        self.lost[rank, name] = whole - arrives
+            whole = whole + self.lost.get(key, 0)
+        arrives = sent(codec, whole, wire)
+        self.lost[key] = whole - arrives
         return arrives
 
     @staticmethod

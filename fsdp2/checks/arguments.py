@@ -147,7 +147,7 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has it since 2.15.
     override = getattr(policy, "param_dtype_override_fn", None)
-    own = ("wire_dtype", "gradient_codec", "gather_codec", "buffer_dtype")
+    own = ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec", "buffer_dtype")
     ours: dict[str, Any] = {name: getattr(policy, name, None) for name in own}
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),

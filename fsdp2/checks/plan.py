@@ -262,8 +262,9 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
         if value is not None and not mesh.shard_axes:
             raise ValueError(
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
-                "Gradients are summed between replicas in the reduce dtype."
+                "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
             )
+    _check_replica_codec(name, policy, mesh, stored)
     if policy.gather_codec is not None and not mesh.shard_axes:
         raise ValueError(
             f"{name}: expected no gather_codec in mp_policy on a mesh that only replicates, where nothing is gathered, "
@@ -284,6 +285,33 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
                 f"{name}: {policy.gradient_codec!r}.packed_dtype: expected a dtype no wider than that of the sums, "
                 f"{summed}, got {sent}"
             )
+
+
+def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored: torch.dtype) -> None:
+    """Refuses a choice of how replicas sum where there are none, or where they can't sum so."""
+    how, summed = policy.replica_codec, policy.gradient_dtype(stored)
+    if how is None:
+        return
+    if not mesh.replicate_axes and not mesh.shards_at_rest:
+        raise ValueError(
+            f"{name}: expected no replica_codec in mp_policy on a mesh without replicas, got {how!r}. How gradients "
+            "travel between ranks that shard is gradient_codec."
+        )
+    if hasattr(how, "make_sum"):
+        if mesh.shards_at_rest:
+            raise NotImplementedError(
+                f"{name}: {how!r} needs sums of whole shards on each replica; with shard_at_rest each replica has its "
+                "part only. Name the axis in `replicate`, or pass a codec such as fsdp2.codecs.Int8()."
+            )
+        return
+    try:
+        sent = how.packed_dtype(summed) if stored.is_floating_point else summed
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{name}: {error}") from None
+    if sent.itemsize > summed.itemsize:
+        raise ValueError(
+            f"{name}: {how!r}.packed_dtype: expected a dtype no wider than that of the sums, {summed}, got {sent}"
+        )
 
 
 def _check_names(root: nn.Module) -> None:

@@ -34,6 +34,7 @@ class Described(NamedTuple):
     kind: str
     dim: int
     codec: str
+    replica_codec: str
     requires_grad: bool
 
 
@@ -45,6 +46,7 @@ _FIELDS = {
     "kind": "tensors of the class",
     "dim": "shards along dim",
     "codec": "gradients that travel by",
+    "replica_codec": "sums between replicas by",
 }
 
 
@@ -65,6 +67,7 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     type(local).__name__,
                     param.dim,
                     repr(policy.codec_for(local.dtype)),
+                    repr(policy.replica_codec),
                     param.sharded.requires_grad,
                 )
             )

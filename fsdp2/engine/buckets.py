@@ -6,9 +6,10 @@ Shape legend:  W ranks,  P elements of one rank's segment.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import final
 
 import torch
@@ -18,6 +19,7 @@ from . import compat, streams
 from .codec import AS_IS, Cast, Codec, Encoder, Member
 from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
+from .replicas import Part, ReplicaSum
 from .streams import costs_launches
 
 # On CPU a group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the
@@ -91,7 +93,9 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
     unless the policy chooses how.
     """
     return tuple(
-        policy.codec_for(spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None)
+        policy.codec_for(
+            spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None, spec.shape
+        )
         for spec in specs
     )
 
@@ -99,28 +103,32 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
 def find_buckets(
     specs: Sequence[ParamSpec],
     reduce_dtypes: Sequence[torch.dtype],
-    wire_dtypes: Sequence[torch.dtype],
+    codecs: Sequence[Codec],
     trainable: Iterable[int],
     device: torch.device,
+    summed: Sequence[Hashable] = (),
     bucket_bytes: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Returns the parameter indices of each bucket. Gradients are expected in reverse order of the parameters.
 
-    `bucket_bytes`: what a user has chosen; a bucket then has at most so many, in the reduce dtype, or one gradient.
+    `summed`: a bucket holds parameters of which this is equal. Empty: it is for all. `bucket_bytes`: what a user has
+    chosen; a bucket then has at most so many, in the reduce dtype, or one gradient.
     """
+    wire_dtypes = [codec.packed_dtype(dtype) for codec, dtype in zip(codecs, reduce_dtypes, strict=True)]
+    kinds = [*zip(codecs, summed or repeat(None), strict=False)]
     expected, cuts = sorted(trainable, reverse=True), cuts_on(device, specs[0].world_size if specs else 1)
     if bucket_bytes is not None:
-        return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, None, 0, bucket_bytes)
+        return split_buckets(specs, reduce_dtypes, kinds, expected, None, 0, bucket_bytes)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)
     count = cuts.max_buckets if are_sent else cuts.max_buckets_of_copies
     most = count or len(expected) or 1
-    return split_buckets(specs, reduce_dtypes, wire_dtypes, expected, most, cuts.min_bucket_bytes, cuts.room)
+    return split_buckets(specs, reduce_dtypes, kinds, expected, most, cuts.min_bucket_bytes, cuts.room)
 
 
 def split_buckets(
     specs: Sequence[ParamSpec],
     reduce_dtypes: Sequence[torch.dtype],
-    wire_dtypes: Sequence[torch.dtype],
+    kinds: Sequence[Hashable],
     indices: Iterable[int],
     max_buckets: int | None,
     min_bytes: int,
@@ -128,15 +136,16 @@ def split_buckets(
 ) -> list[tuple[int, ...]]:
     """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, wire dtype, storage dtype) and at least `min_bytes`, unless all of that kind are
-    less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room` bytes if that
-    is more, and what is left over: there may be up to twice as many buckets. `max_buckets` None: `room` alone counts.
+    A bucket holds one (reduce dtype, kind: how it travels, storage dtype) and at least `min_bytes`, unless all of that
+    kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room`
+    bytes if that is more, and what is left over: there may be up to twice as many buckets. `max_buckets` None: `room`
+    alone counts.
     """
-    by_dtype: dict[tuple[torch.dtype, ...], list[int]] = {}
+    by_kind: dict[tuple[torch.dtype, Hashable, torch.dtype], list[int]] = {}
     for i in indices:
-        by_dtype.setdefault((reduce_dtypes[i], wire_dtypes[i], specs[i].storage_dtype), []).append(i)
+        by_kind.setdefault((reduce_dtypes[i], kinds[i], specs[i].storage_dtype), []).append(i)
     buckets = []
-    for (reduce_dtype, *_), members in by_dtype.items():
+    for (reduce_dtype, *_), members in by_kind.items():
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}
         target = max(0 if max_buckets is None else sum(sizes.values()) / max_buckets, min_bytes, room)
         bucket: list[int] = []
@@ -261,6 +270,7 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 class ReducePlan:
     """Holds what all reductions of one bucket have in common, and packs its gradients.
 
+    `summing`: how replicas sum these gradients, of which `parts` are the shards. None: by one collective.
     `pieces`, `halves`: (first, last) elements of each rank's shard of the bucket's one gradient, which is reduced part
     by part so that a copy of all of it, in the reduce dtype, is not the peak of a whole step: many pieces if it is all
     of its group, two halves if it is copied and shares its group with others. Empty: it is reduced as one.
@@ -273,12 +283,15 @@ class ReducePlan:
         world_size: int,
         device: torch.device,
         encoder: Encoder | None = None,
+        summing: ReplicaSum | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.layout, self.encoder = layout, encoder or Encoder(AS_IS)
+        self.summing, self.parts = summing, parts
         codec = self.encoder.codec
         self.exchanges = codec.exchanges
-        # A cast leaves its neighbours alone; another codec may see padding, which else holds anything.
-        self._fills_padding = self.exchanges and type(codec) is not Cast
+        # A cast leaves its neighbours alone; another codec, or sum, may see padding, which else holds anything.
+        self._fills_padding = (self.exchanges and type(codec) is not Cast) or summing is not None
         self.direct = [((specs[i].shard_numel,), layout.offsets[i]) for i in layout.direct]
         self.specs, self.world_size = specs, world_size
         self.nbytes = codec.sent_nbytes(layout.shard_numel, layout.reduce_dtype) * world_size  # of what is sent

@@ -10,7 +10,7 @@ process group sums the segments (reduce-scatter), or
     exchange  row r of all ranks goes to rank r           an all-to-all: bytes, which no process group sums
     sum       [W, n]          -> [P] in the summed dtype  on the rank that owns the shard, in the order of ranks
 
-and the sum is divided there. Each rank's gradient is so rounded once; sums between replica groups (HSDP) are not.
+and the sum is divided there. Each rank's gradient is so rounded once. (`replicas.py` has sums between replicas.)
 
 A gather of a parameter needs two of these methods. Each rank encodes its shard, [1, P] numbers in the dtype in which
 it rests; the process group gathers bytes; and each rank decodes [W, n] of them into the unsharded parameter, [W, P]
@@ -19,6 +19,7 @@ numbers in the dtype in which it computes.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ from .simulation import kind_of
 # What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
 Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
+SMALL_NUMEL = 256
+"""Parameters of fewer elements, like those of one dim, travel as without a codec: they are few bytes, and matter."""
+
+
+def is_encoded(shape: Sequence[int]) -> bool:
+    """Returns True if the codecs of a policy hold for parameters of this shape: they have SMALL_NUMEL elements, and two
+    dims or more that are longer than one.
+    """
+    return math.prod(shape) >= SMALL_NUMEL and sum(size > 1 for size in shape) > 1
+
 
 class Codec(Protocol):
     """Says how gradients travel, or weights. `MixedPrecisionPolicy(gradient_codec=..., gather_codec=...)` takes them; a
@@ -44,8 +55,8 @@ class Codec(Protocol):
     `exchanges`: what travels are bytes that this codec encodes and sums. False: numbers that the process group sums;
     then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
     to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
-    large as the unsharded gradient in the packed dtype, until buckets are planned anew or a backward pass fails. It is
-    not part of a checkpoint.
+    large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
+    until another object takes the parameter's place or a backward pass fails. It is not part of a checkpoint.
 
     Of weights, `summed` is the dtype in which the parameter rests. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: what rests is exact.
@@ -175,13 +186,16 @@ AS_IS = AsIs()
 _MEMBERS = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 
 
-def check_codec(codec: object, where: str) -> None:
-    """Refuses what is no codec. `where`: the argument, for errors.
+def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
+    """Refuses what is no codec. `where`: the argument, for errors. `may_sum`: it may be a way to sum between replicas.
 
     Raises:
         TypeError: it lacks something, or can't be hashed.
     """
-    missing = [name for name in _MEMBERS if not hasattr(codec, name)]
+    sums = hasattr(codec, "make_sum")
+    if sums and not may_sum and not isinstance(codec, type):
+        raise TypeError(f"{where}: expected a codec, got {codec!r}, which sums between replicas: pass replica_codec.")
+    missing = [] if sums else [name for name in _MEMBERS if not hasattr(codec, name)]
     if isinstance(codec, type) or missing:
         what = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
         raise TypeError(
@@ -257,29 +271,54 @@ class Encoder:
         """Drops what has not been sent."""
         self._residuals.clear()
 
-    def encode(self, numbers: Tensor, members: Sequence[Member]) -> Tensor:
+    def encode(self, numbers: Tensor, members: Sequence[Member], slices: int = 1) -> Tensor:
         """Returns what travels, [W, n], of packed segments, [W, P]. With feedback it writes to these.
 
-        `members`: the parameters in the segments.
+        `members`: the parameters in the segments. `slices`: each segment travels in so many equal slices, [W * slices,
+        n], which are encoded one by one.
         """
-        codec, self._calls = self.codec, self._calls + 1
-        seed = self._first_seed + self._calls
+        codec, sent, seed = self.codec, numbers.view(len(numbers) * slices, -1), self._next_seed()
         if not codec.feedback:
-            return encode(codec, numbers, seed)
+            return encode(codec, sent, seed)
         parts = [numbers[:, each.offset : each.offset + each.last - each.first] for each in members]
         residuals = [self._residual(each, numbers)[:, each.first : each.last] for each in members]
         for part, residual in zip(parts, residuals, strict=True):
             part.add_(residual)
-        wire = encode(codec, numbers, seed)
+        wire = encode(codec, sent, seed)
         decoded = torch.empty_like(numbers)
-        codec.decode(wire, decoded)
+        codec.decode(wire, decoded.view_as(sent))
         # What travels may share memory with the numbers. What is not finite would stay in all later gradients.
         lost = torch.sub(numbers, decoded, out=decoded).nan_to_num_(0, 0, 0)
         for each, residual in zip(members, residuals, strict=True):
             residual.copy_(lost[:, each.offset : each.offset + each.last - each.first])
         return wire
 
+    def encode_sum(self, total: Tensor, first: int, members: Sequence[Member], share: float) -> Tensor:
+        """Returns what travels, [1, n], of a sum that this rank has made of what ranks have sent: elements `first` on.
+
+        With feedback, what encoding changes of it joins what this rank has not sent itself. `share`: how many times as
+        much as it adds to such a sum that is.
+        """
+        wire = encode(self.codec, total[None], self._next_seed())
+        if self.codec.feedback:
+            decoded = torch.empty_like(total)
+            self.codec.decode(wire, decoded[None])
+            lost = torch.sub(total, decoded, out=decoded).nan_to_num_(0, 0, 0)
+            for each in members:
+                begin, end = max(each.offset, first), min(each.offset + each.shard_numel, first + total.numel())
+                if begin < end:
+                    residual = self._residual(each, total[None])[0]
+                    residual[begin - each.offset : end - each.offset].add_(
+                        lost[begin - first : end - first], alpha=share
+                    )
+        return wire
+
+    def _next_seed(self) -> int:
+        self._calls += 1
+        return self._first_seed + self._calls
+
     def _residual(self, member: Member, numbers: Tensor) -> Tensor:
-        if member.i not in self._residuals:
-            self._residuals[member.i] = numbers.new_zeros(len(numbers), member.shard_numel)
-        return self._residuals[member.i]
+        found, shape = self._residuals.get(member.i), (len(numbers), member.shard_numel)
+        if found is None or found.shape != shape or found.dtype != numbers.dtype:
+            found = self._residuals[member.i] = numbers.new_zeros(shape)
+        return found

@@ -21,6 +21,7 @@ from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
 from .reduce import FirstHalf, Pending, PendingReduce, Reduction, Shards, start_piece
+from .replicas import Part, ReplicaSum, replica_sum_of
 from .user_code import are_in_force, hidden, run_shown
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ class GroupGradients:
         self._codecs_of_sums: tuple[Codec, ...] = ()
         # What their codecs are to get between steps.
         self._encoders: dict[Codec, Encoder] = {}
+        # How replicas sum, if not by one collective, and for which choices that was made.
+        self._summing: ReplicaSum | None = None
+        self._summing_for: object = None
         self.buckets: list[Bucket] = []
         # Bytes of all gradients when they are sent.
         self.sent_nbytes = 0
@@ -143,8 +147,16 @@ class GroupGradients:
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes that codecs with feedback keep between steps."""
-        return sum(encoder.nbytes for encoder in self._encoders.values())
+        """Bytes that codecs with feedback, and sums between replicas, keep between steps."""
+        between = 0 if self._summing is None else self._summing.nbytes
+        return between + sum(encoder.nbytes for encoder in self._encoders.values())
+
+    def forget_kept(self) -> None:
+        """Drops what they keep: a parameter was replaced."""
+        for encoder in self._encoders.values():
+            encoder.discard()
+        if self._summing is not None:
+            self._summing.discard()
 
     # ---- plans
 
@@ -161,13 +173,15 @@ class GroupGradients:
         self._codecs_of_sums = codecs_of(specs, policy, as_computed=False)
         ranks = self.reduction.shards.rank, self.reduction.replicas.rank if self.reduction.replicas else 0
         name = f"{ranks} {self.group.name} {[param.name for param in self._params[:1]]}"
-        self._encoders = {codec: Encoder(codec, name) for codec in {*self._codecs, *self._codecs_of_sums}}
+        codecs = {*self._codecs, *self._codecs_of_sums}
+        self._encoders = {codec: self._encoders.get(codec) or Encoder(codec, name) for codec in codecs}
+        self._find_summing(policy, name)
         for parameter in self._hooked:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
-        dtypes = [codec.packed_dtype(dtype) for codec, dtype in zip(self._codecs, self._reduce_dtypes, strict=True)]
         chosen = self.group.settings.bucket_bytes
-        buckets = find_buckets(specs, self._reduce_dtypes, dtypes, trainable, device, chosen)
+        summed = self.summed_apart(specs)
+        buckets = find_buckets(specs, self._reduce_dtypes, self._codecs, trainable, device, summed, chosen)
         self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
         expected = [i for indices in buckets for i in indices]
         sizes = [self._codecs[i].sent_nbytes(specs[i].shard_numel, self._reduce_dtypes[i]) for i in expected]
@@ -192,7 +206,30 @@ class GroupGradients:
         direct_min_bytes = sys.maxsize if codec.feedback else shards.direct_min_bytes * self.reduction.num_blocks
         layout = bucket_layout(self._specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
         device = self._params[0].unsharded.device
-        return ReducePlan(layout, self._specs, self.reduction.num_shards, device, self._encoders[codec])
+        encoder, summing = self._encoders[codec], self._summing
+        if summing is None or not summing.holds_for(self._specs[first]):
+            return ReducePlan(layout, self._specs, self.reduction.num_shards, device, encoder)
+        parts = [self._part(i, layout.offsets[i]) for i in indices]
+        return ReducePlan(layout, self._specs, self.reduction.num_shards, device, encoder, summing, parts)
+
+    def _part(self, i: int, offset: int) -> Part:
+        param, spec = self._params[i], self._specs[i]
+        shape = spec.local_shape(self.reduction.shards.rank)
+        return Part(i, param.name, offset, spec.shard_numel, shape, param.sharded)
+
+    def summed_apart(self, specs: Sequence[ParamSpec]) -> list[bool]:
+        """Returns which parameters replicas sum otherwise than by one collective. Empty: none."""
+        return [] if self._summing is None else [self._summing.holds_for(spec) for spec in specs]
+
+    def _find_summing(self, policy: MixedPrecisionPolicy, name: str) -> None:
+        """Finds how replicas sum, and keeps what they have if that has not changed."""
+        replicas, hook = self.reduction.replicas, self.group.settings.comm_hook
+        wanted = (policy.replica_codec, hook, replicas is not None)
+        if wanted == self._summing_for:
+            return
+        self._summing_for, self._summing = wanted, None
+        if replicas is not None:
+            self._summing = replica_sum_of(policy, hook, name)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor, is_late = self.reduction.divisor, self.reduction.divide_late is not None  # which checks compare
@@ -300,8 +337,8 @@ class GroupGradients:
             first = next(iter(self.partial))
             carried = self._take_partial(next((b.indices for b in self.buckets if first in b.indices), (first,)))
             indices = tuple(carried)
-            layout, device = self._plan(indices, True).layout, self._params[0].unsharded.device
-            pending = reduce.resume(carried, layout, self.reduction, device, self._names(indices))
+            plan, device = self._plan(indices, True), self._params[0].unsharded.device
+            pending = reduce.resume(carried, plan, self.reduction, device, self._names(indices))
             self.group.queue.add(self, pending)
 
     def discard(self) -> None:
@@ -312,8 +349,7 @@ class GroupGradients:
             param.unsharded.grad = None
         for bucket in self.buckets:
             bucket.missing, bucket.completed = bucket.size, 0
-        for encoder in self._encoders.values():
-            encoder.discard()
+        self.forget_kept()
         for i in self.taken:
             self.forget(i)
         self._had_graph &= {*self.unsynchronized, *self.partial}
@@ -417,7 +453,7 @@ class GroupGradients:
         queue.add(self, FirstHalf(output, start_piece(gradient, plan, reduction, output, *first, what), nbytes))
         queue.make_room()
         rest = start_piece(gradient, plan, reduction, output, *second, what)
-        return PendingReduce(layout, reduction, rest, output, [], carried, nbytes, what, num_halves=1)
+        return PendingReduce(plan, reduction, rest, output, [], carried, nbytes, what, num_halves=1)
 
     # ---- delivery
 

@@ -218,6 +218,8 @@ class GroupParameters:
             for param, parameter in found:
                 param.take(parameter)
         self.registration.note_replacement()
+        if replaced:
+            self._gradients.forget_kept()
         self._rebuild(replaced)
 
     def _rebuild(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:

@@ -116,7 +116,7 @@ class FSDPParam:
         local = self.local
         extended, codec = gathers_itself(local), None
         if policy.gather_codec is not None and not extended and not self._keeps_dtype:
-            codec = policy.gather_codec_for(local.dtype, len(self.shape))
+            codec = policy.gather_codec_for(local.dtype, self.shape)
         return self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -6,7 +6,7 @@ Settings are frozen: one changes by putting another object in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .codec import AS_IS, Cast, Codec, check_codec
+from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
+    from .replicas import CommHook, ReplicaCodec
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,24 @@ class MixedPrecisionPolicy:
             `param_dtype` bfloat16, gradients are bfloat16 already, and nothing is rounded. A step then sends (2 + 2 +
             2) (N - 1) / N bytes per parameter instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks.
             Unsynchronized gradients accumulate in the reduce dtype, and are rounded when they are sent. Replica groups
-            (HSDP) sum in the reduce dtype; `replicate` therefore refuses it.
+            (HSDP) sum in the reduce dtype, unless there is a `replica_codec`; `replicate` therefore refuses it.
         gradient_codec: how gradients travel between the ranks of the shard group, in place of `wire_dtype`: a value
             that encodes each rank's gradient, and sums what arrives (`fsdp2.codecs`; `wire_dtype=dtype` is
-            `fsdp2.codecs.Cast(dtype)`). What is said of `wire_dtype` holds for it. Equal on all ranks.
+            `fsdp2.codecs.Cast(dtype)` for all parameters). What is said of `wire_dtype` holds for it. It holds for
+            parameters of 256 elements or more, in two dims or more that are longer than one; others travel as without
+            it, to the bit. Equal on all ranks.
         gather_codec: how weights travel in all-gathers, in place of `param_dtype`: `fsdp2.codecs.Float8()` for one byte
             an element. Each rank encodes its shard, and decodes what it gathers into unsharded parameters in the dtype
             in which they compute. So forward and backward compute with rounded weights. Sharded parameters, the
-            optimizer and checkpoints stay exact. It holds for floating-point parameters of two or more dims whose
-            dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary shards
-            (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels, but
-            weights are rounded alike. Equal on all ranks.
+            optimizer and checkpoints stay exact. It holds for floating-point parameters as large as those of
+            `gradient_codec` whose dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary
+            shards (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels,
+            but weights are rounded alike. Equal on all ranks.
+        replica_codec: how gradients travel between replicas (HSDP, `replicate`, `shard_at_rest`), in place of an
+            all-reduce in the reduce dtype: a codec, as `gradient_codec`, or `fsdp2.codecs.PowerSGD()`. Two replicas
+            round each gradient once; more also round the sum, once. All replicas get the same bits. It holds for
+            parameters as large as those of `gradient_codec`; others are summed as without it, to the bit, as are all
+            where there is one replica. Equal on all ranks.
         buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
             next forward those that were put in their place. None: they keep their own. State dicts have and take
             buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
@@ -65,7 +73,7 @@ class MixedPrecisionPolicy:
             require a gradient are left alone, and so are modules in `ignored_params`.
 
     Raises:
-        TypeError: a dtype is not a torch.dtype; `gradient_codec` or `gather_codec` is no codec.
+        TypeError: a dtype is not a torch.dtype; `gradient_codec`, `gather_codec` or `replica_codec` is no codec.
         ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; `wire_dtype` is neither narrower
             than `reduce_dtype` nor equal to it; both `wire_dtype` and `gradient_codec` are given; `gather_codec` has
             feedback.
@@ -79,6 +87,7 @@ class MixedPrecisionPolicy:
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
     gradient_codec: Codec | None = field(default=None, kw_only=True)
     gather_codec: Codec | None = field(default=None, kw_only=True)
+    replica_codec: Codec | ReplicaCodec | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -107,6 +116,8 @@ class MixedPrecisionPolicy:
                     f"{where}: expected wire_dtype or gradient_codec, got both, {wire} and {self.gradient_codec!r}. "
                     "Both say how gradients travel: leave one out."
                 )
+        if self.replica_codec is not None:
+            check_codec(self.replica_codec, f"{where}.replica_codec", may_sum=True)
         if self.gather_codec is not None:
             check_codec(self.gather_codec, f"{where}.gather_codec")
             if self.gather_codec.feedback:
@@ -136,23 +147,27 @@ class MixedPrecisionPolicy:
         """Returns the dtype in which a parameter stored as `stored` is gathered and used."""
         return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
 
-    def gather_codec_for(self, stored: torch.dtype, num_dims: int) -> Codec | None:
-        """Returns how a parameter of so many dims that is stored as `stored` travels in a gather. None: in the dtype in
+    def gather_codec_for(self, stored: torch.dtype, shape: Sequence[int]) -> Codec | None:
+        """Returns how a parameter of that shape that is stored as `stored` travels in a gather. None: in the dtype in
         which it computes.
         """
         codec = self.gather_codec
-        return codec if codec is not None and codec.exchanges and stored.is_floating_point and num_dims > 1 else None
+        takes = codec is not None and codec.exchanges and stored.is_floating_point and is_encoded(shape)
+        return codec if takes else None
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the gradient of a parameter stored as `stored` is reduced."""
         return self.reduce_dtype or stored
 
-    def codec_for(self, stored: torch.dtype, computed: torch.dtype | None = None) -> Codec:
+    def codec_for(
+        self, stored: torch.dtype, computed: torch.dtype | None = None, shape: Sequence[int] | None = None
+    ) -> Codec:
         """Returns how that gradient travels.
 
-        `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype.
+        `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype. `shape`: that of
+        the parameter. None: it is large.
         """
-        if self.gradient_codec is not None:
+        if self.gradient_codec is not None and (shape is None or is_encoded(shape)):
             return self.gradient_codec
         wanted = self.wire_dtype or computed
         is_narrower = wanted is not None and wanted.itemsize < self.gradient_dtype(stored).itemsize
@@ -272,6 +287,7 @@ class GroupSettings:
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
+        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
@@ -293,6 +309,7 @@ class GroupSettings:
     divide_factor: float | None = None
     divide_late: Callable[[Tensor], None] | None = None
     reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook: CommHook | None = None
     keep_storage: bool = False
     free_viewed_storage: bool = False
     pin_memory: bool = False

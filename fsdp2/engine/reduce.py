@@ -14,7 +14,7 @@ from . import compat, streams
 from .buckets import PIECES_IN_FLIGHT, ReducePlan
 from .codec import Member, Rows
 from .comm import AllWork, Comm, SumWork, Work
-from .layout import BucketLayout
+from .replicas import Steps, Sums
 from .streams import Transfer, Transfers
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
@@ -69,16 +69,18 @@ class Pending:
 
     `nbytes`: size of its inputs. `num_halves`: 1 if the other half of its bucket is another reduction, else 2.
     `is_partial`: a later reduction sums the result between replicas; it stays in the reduce dtype until then.
-    `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas.
+    `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas, or the next step of
+    another sum. `is_last`: no other reduction follows in this backward pass; the queue says so when it knows.
     """
 
     nbytes: int
     num_halves = 2
     is_partial = False
     has_second_stage = False
+    is_last = False
 
     def advance(self) -> None:
-        """Waits for the reduce-scatter, and begins the sum between replicas, if there is one."""
+        """Waits for the collective in flight, and begins the next one between replicas, if there is one."""
 
     def start_return(self) -> bool:
         """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
@@ -107,11 +109,12 @@ class PendingReduce(Pending):
 
     `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
     `what`: names the gradients, for the second stage. `return_segments`: called when the inputs have been read.
+    `plan`: says how replicas sum, if not by one collective.
     """
 
     def __init__(
         self,
-        layout: BucketLayout,
+        plan: ReducePlan,
         reduction: Reduction,
         work: Work | None,
         output: Tensor,
@@ -123,12 +126,15 @@ class PendingReduce(Pending):
         return_segments: Callable[[], None] | None = None,
     ) -> None:
         self.nbytes, self.num_halves, self._return_segments = nbytes, num_halves, return_segments
-        self._layout, self._reduction, self._work, self._output = layout, reduction, work, output
+        self._plan, self._layout, self._reduction, self._work, self._output = plan, plan.layout, reduction, work, output
+        # What is still to be done between replicas, in several collectives.
+        self._steps: Steps | None = None
         self._inputs_kept_alive = inputs
         # None: the reduce-scatter has been waited for.
         self._carried: Mapping[int, Tensor] | None = carried
         # What the stream beside the one that computes may still use.
         self._held_beside: tuple[Work, list[Tensor]] | None = None
+        self._held: list[Work] = []
         self._return: Transfer[Tensor] | None = None
         may_wait = reduction.replicas is not None or reduction.divide_late is not None
         self.is_partial = may_wait and not reduction.all_reduce
@@ -137,7 +143,7 @@ class PendingReduce(Pending):
         # What a second reduce-scatter fills: allocated here, on the stream that computes.
         self._own: Tensor | None = None
         if self.has_second_stage and reduction.scatters_twice:
-            self._own = output.new_empty(layout.shard_numel)
+            self._own = output.new_empty(self._layout.shard_numel)
         if work is None:
             self.advance()
         elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
@@ -147,6 +153,9 @@ class PendingReduce(Pending):
             self._held_beside = held
 
     def advance(self) -> None:
+        if self._steps is not None:
+            self._step(self._steps)
+            return
         if self._carried is None:
             return
         carried, self._carried = self._carried, None
@@ -157,12 +166,39 @@ class PendingReduce(Pending):
         comm = self._reduction.replicas
         if comm is not None and self.has_second_stage:
             divisor = self._reduction.divisors()[1]
+            if self._plan.summing is not None and comm.size > 1:
+                sums = Sums(self._output, self._own, self._plan.parts, lambda: self.is_last)
+                self._steps = self._plan.summing.steps(sums, comm, divisor, self._what)
+                if self._own is not None:
+                    self._output, self._own = self._own, None
+                self._step(self._steps)
+                return
             if self._own is None:
                 self._work = comm.all_reduce(self._output, divisor, self._what)
                 return
             blocks, self._output, self._own = self._output, self._own, None
             self._inputs_kept_alive.append(blocks)
             self._work = comm.reduce_scatter([self._output], [blocks], divisor, self._what)
+
+    def _step(self, steps: Steps) -> None:
+        """Waits for the collective in flight, and begins the next one between replicas. Where there are streams, all
+        that are left, on a stream beside the caller's.
+        """
+        device = self._output.device
+        if not streams.exist_on(device):
+            self.abandon()
+            try:
+                self._work = next(steps)
+            except StopIteration:
+                self._steps = None
+            return
+        with streams.beside(device):
+            for work in steps:
+                if work is None:
+                    return
+                self._held.append(work)
+                work.wait()
+            self._steps, self._work = None, streams.StreamWork(device)
 
     def start_return(self) -> bool:
         transfers = self._reduction.transfers
@@ -186,6 +222,8 @@ class PendingReduce(Pending):
 
     def _finish_sums(self) -> Tensor:
         self.advance()
+        while self._steps is not None:
+            self.advance()
         self.abandon()
         if self.is_partial:
             return self._output
@@ -206,6 +244,7 @@ class PendingReduce(Pending):
                 raise
             self._work = None
         self._held_beside = None
+        self._held.clear()
         if self._return is not None:
             self._return.finish()
         self._inputs_kept_alive.clear()
@@ -248,8 +287,9 @@ def start(
     if comm.size == 1:
         return _start_alone(gradients, plan, reduction, carried, what)
     device = gradients[layout.indices[0]].device
-    # Nobody reads padding but a user's hook.
-    allocate = torch.empty if reduction.hook is None else torch.zeros
+    # Nobody reads padding but a user's hook, and other sums than all-reduces.
+    reads_padding = reduction.hook is not None or plan.summing is not None
+    allocate = torch.zeros if reads_padding else torch.empty
     num_blocks = reduction.num_blocks
     output = allocate(layout.shard_numel * num_blocks, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
@@ -257,7 +297,7 @@ def start(
     return_segments = None
     if layout.packed_numel:
         segments = plan.take_segments(device)
-        if reduction.hook is not None:
+        if reads_padding:
             segments.flat.zero_()
         plan.pack(gradients, segments)
         inputs.append(segments.flat)
@@ -278,7 +318,7 @@ def start(
             outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
         work = comm.reduce_scatter(outputs, sources, divisor, what)
     return PendingReduce(
-        layout, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
+        plan, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
     )
 
 
@@ -343,12 +383,13 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def resume(
-    carried: Mapping[int, Tensor], layout: BucketLayout, reduction: Reduction, device: torch.device, what: str
+    carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, device: torch.device, what: str
 ) -> PendingReduce:
     """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
+    layout = plan.layout
     numel = layout.shard_numel * reduction.num_blocks
     output = torch.zeros(numel, dtype=layout.reduce_dtype, device=device)
-    return PendingReduce(layout, reduction, None, output, [], carried, layout.payload_nbytes, what)
+    return PendingReduce(plan, reduction, None, output, [], carried, layout.payload_nbytes, what)
 
 
 def _start_alone(
@@ -363,10 +404,10 @@ def _start_alone(
     extras = reduction.replicas, reduction.hook, reduction.transfers, reduction.divide_late
     if not any(each is not None for each in extras):
         return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
-    output = _as_one(gradients, plan, has_hook=reduction.hook is not None)
+    output = _as_one(gradients, plan, reads_padding=reduction.hook is not None or plan.summing is not None)
     if reduction.replicas is None and reduction.divisor not in (None, 1):
         output.div_(reduction.divisor)
-    return PendingReduce(layout, reduction, None, output, [], carried, plan.nbytes, what)
+    return PendingReduce(plan, reduction, None, output, [], carried, plan.nbytes, what)
 
 
 def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> tuple[Tensor, int]:
@@ -394,7 +435,7 @@ def _rounded(gradient: Tensor, i: int, plan: ReducePlan) -> Tensor:
     return total.to(layout.reduce_dtype).view(gradient.shape)
 
 
-def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, has_hook: bool) -> Tensor:
+def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bool) -> Tensor:
     """Returns one rank's gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
 
     It will be written to: a gradient's own memory is used only if nobody else holds it. Autograd may have given another
@@ -408,7 +449,7 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, has_hook: bool) -
         whole = some.to(layout.reduce_dtype)
         if whole.is_contiguous() and compat.owns_memory(whole):
             return whole.view(-1)
-    allocate = torch.zeros if has_hook else torch.empty
+    allocate = torch.zeros if reads_padding else torch.empty
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
     for i in layout.indices:
         gradient = gradients[i]
@@ -437,7 +478,7 @@ def start_in_pieces(
     # On streams the host has not waited for the pieces to be packed.
     inputs = [gradient] if streams.exist_on(device) else []
     nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
-    return PendingReduce(layout, reduction, AllWork(running), output, inputs, carried, nbytes, what)
+    return PendingReduce(plan, reduction, AllWork(running), output, inputs, carried, nbytes, what)
 
 
 def start_piece(

@@ -275,6 +275,8 @@ class ReductionQueue:
 
     def finish_all(self) -> None:
         """Finishes all reductions, and delivers their gradients."""
+        if self.running:
+            self.running[-1].pending.is_last = True
         while self.running:
             self._finish_oldest()
         if self.returning:

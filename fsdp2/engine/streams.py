@@ -97,6 +97,16 @@ class AllWork:
                     torch.accelerator.current_stream(device).synchronize()
 
 
+class StreamWork:
+    """Is all that the current stream of `device` was given before, none of which the host waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.accelerator.current_stream(device).record_event()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
 class DividedWork(AllWork):
     """Divides all outputs by one operation."""
 

@@ -133,12 +133,18 @@ class Outline:
 
 
 def _check_codecs(policy: MixedPrecisionPolicy) -> None:
-    """Refuses codecs of which a plan cannot know what they allocate: of gathers all, and of gradients those that read
-    values, which tensors of a plan do not have.
+    """Refuses codecs of which a plan cannot know what they allocate: of gathers and replicas all, and of gradients
+    those that read values, which tensors of a plan do not have.
 
     Raises:
-        NotImplementedError: there is a `gather_codec`; or `gradient_codec` has failed on a few numbers on meta.
+        NotImplementedError: there is a `gather_codec` or a `replica_codec`; or `gradient_codec` has failed on a few
+            numbers on meta.
     """
+    if policy.replica_codec is not None:
+        raise NotImplementedError(
+            f"plan: expected no replica_codec, got {policy.replica_codec!r}: a plan also has settings without "
+            "replicas, which refuse it. Plan without it: sums between replicas then take the bytes of the reduce dtype."
+        )
     if policy.gather_codec is not None:
         raise NotImplementedError(
             f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "

@@ -319,7 +319,8 @@ class OurGroup:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
             gather = sum(map(_needed_nbytes, plain)), size * payload
             least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
-            cut = group.mesh.device, group.settings.bucket_bytes
+            summed = group.gradients.summed_apart(specs)
+            cut = group.mesh.device, summed, group.settings.bucket_bytes
             reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, *cut)
         uneven = [
             UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
@@ -459,13 +460,14 @@ def _reduce_padding(
     comm: Comm,
     direct_min_bytes: int,
     device: torch.device,
+    summed_apart: Sequence[bool],
     bucket_bytes: int | None,
 ) -> tuple[int, int]:
     reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
     codecs = codecs_of(specs, policy, comm.sums_on_arrival)
     dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
     nbytes = padded_nbytes = 0
-    for indices in find_buckets(specs, reduce_dtypes, dtypes, trainable, device, bucket_bytes):
+    for indices in find_buckets(specs, reduce_dtypes, codecs, trainable, device, summed_apart, bucket_bytes):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
         layout = bucket_layout(specs, indices, summed, direct_min_bytes, wire_dtype)
@@ -500,6 +502,10 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"gradient_codec={now.policy.gradient_codec!r}"
     if now.policy.gather_codec is not None:
         yield f"gather_codec={now.policy.gather_codec!r}"
+    if now.comm_hook is not None:
+        yield f"comm_hook={now.comm_hook.name}"
+    elif now.policy.replica_codec is not None:
+        yield f"replica_codec={now.policy.replica_codec!r}"
     if now.policy.buffer_dtype is not None:
         yield f"buffer_dtype={dtype_text(now.policy.buffer_dtype)}"
     if is_conditional(group.state):

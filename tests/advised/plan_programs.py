@@ -305,6 +305,7 @@ class Own:
 @follows(
     "Plan with wire_dtype=torch.bfloat16 in its place",
     "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype",
+    "Plan without it: sums between replicas then take the bytes of the reduce dtype",
 )
 def planned_with_a_codec() -> None:
     def planned(**options: Any) -> Any:
@@ -314,6 +315,7 @@ def planned_with_a_codec() -> None:
     refused(lambda: planned(gradient_codec=Own()), NotImplementedError)
     planned(wire_dtype=torch.bfloat16).apply(init_device_mesh("cpu", (2,)))
     refused(lambda: planned(gather_codec=Own()), NotImplementedError)
+    refused(lambda: planned(replica_codec=Own()), NotImplementedError)
     train(planned().apply(init_device_mesh("cpu", (2,))), build(stack))
     for name in ("gradient_codec", "gather_codec"):
         policy = fsdp2.MixedPrecisionPolicy(**{name: Own()})

@@ -1,15 +1,17 @@
-"""Follows the advice about axes of meshes that share what rests, and about codecs of gathers."""
+"""Follows the advice about axes of meshes that share what rests, and about codecs of gathers and of replicas."""
 
 import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast
+from fsdp2.codecs import Cast, Int8, PowerSGD
 
 
 def axes(*sizes: int) -> Any:
@@ -69,3 +71,39 @@ def gathers_of_its_own() -> None:
     model = copy.deepcopy(plain)
     fully_shard(model.stem)
     train_the_rest(shard(model, mp_policy=policy), plain)
+
+
+@follows(
+    "Use MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); "
+    "set_custom_reduce_scatter for a function of yours; or a mesh of replicas (HSDP, replicate)",
+    "Pass mesh.get_group(NAME) of the axis that replicates",
+    "{}: expected a codec, got {}, which sums between replicas: pass replica_codec",
+)
+def hooks_and_sums_of_replicas() -> None:
+    mesh = axes(2, 1)
+    replicas: Any = shard(build(), mesh=mesh)
+    sharded: Any = shard(build())
+    refused(lambda: sharded.register_comm_hook(None, allreduce_hook), NotImplementedError)
+    for codec in (Cast(torch.bfloat16), Int8()):
+        train(shard(build(), mp_policy=MixedPrecisionPolicy(gradient_codec=codec)), build(), tolerance=0.05)
+
+    others = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    refused(lambda: replicas.register_comm_hook(others, allreduce_hook), ValueError)
+    replicas.register_comm_hook(mesh.get_group("outer"), allreduce_hook)
+    train(replicas, build())
+
+    refused(lambda: MixedPrecisionPolicy(gradient_codec=PowerSGD()), TypeError)  # type: ignore[arg-type]
+    policy = MixedPrecisionPolicy(replica_codec=PowerSGD())
+    train(shard(build(), mesh=mesh, mp_policy=policy), build())
+
+
+@follows(
+    "Use MixedPrecisionPolicy(replica_codec=...)",
+    ranks=4,
+)
+def hooks_where_replicas_share_what_rests() -> None:
+    dims = DataParallelMeshDims(shard="inner", shard_at_rest="outer")
+    at_rest: Any = shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims)
+    refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
+    policy = MixedPrecisionPolicy(replica_codec=Int8())
+    train(shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims, mp_policy=policy), build(), tolerance=0.05)

@@ -20,8 +20,8 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, accumulate, fully_shard
-from fsdp2.codecs import Int8
-from fsdp2.engine import comm
+from fsdp2.codecs import Int8, PowerSGD
+from fsdp2.engine import codec, comm
 from helpers import run_checks
 
 
@@ -68,6 +68,11 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "HSDP, bf16": BF16,
     "HSDP, offloaded": OFFLOAD,
     "HSDP, weighted": WEIGHTED,
+    "HSDP, int8 between": {"mp_policy": MixedPrecisionPolicy(replica_codec=Int8(8, True)), "tolerance": ROUNDED},
+    "HSDP, low rank between": {
+        "mp_policy": MixedPrecisionPolicy(replica_codec=PowerSGD(64, start=0, min_saving=1e-3)),
+        "tolerance": ROUNDED,
+    },
 }
 TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams": {},
@@ -79,7 +84,8 @@ TWO_STREAMS: dict[str, dict[str, Any]] = {
 
 
 def in_way(options: dict[str, Any], pieces: bool = False) -> None:
-    with judged(), as_large_ones() if pieces else nullcontext():
+    small_ones = mock.patch.object(codec, "SMALL_NUMEL", 1)  # are encoded, too
+    with judged(), small_ones, as_large_ones() if pieces else nullcontext():
         train(**options)
 
 
@@ -93,6 +99,8 @@ def test_all_ways_on_two_ranks() -> None:
 def test_replicas_on_four_ranks() -> None:
     checks = [(way, partial(in_way, {"mesh": (2, 2), **options})) for way, options in REPLICAS.items()]
     checks += [("HSDP, in pieces", partial(in_way, {"mesh": (2, 2), **BF16}, pieces=True))]
+    int8 = {"mesh": (4, 1), **REPLICAS["HSDP, int8 between"]}
+    checks += [("replicas, int8 between", partial(in_way, int8))]
     run_checks(4, checks, device=fake_gpu.KIND)
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
 from fsdp2.codecs import AsIs, Cast, Float8, Int8, Rows
+from fsdp2.engine import codec as codecs
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, world_sizes
 from models import OddMLP, TinyGPT, TinyModel, mean_loss
@@ -73,7 +74,7 @@ class Oracle:
         model, codec = copy.deepcopy(self.model), self._policy.gather_codec
         for p in model.parameters():
             computed, dim = self._policy.param_dtype or p.dtype, min(self._dim, p.dim() - 1)
-            p.data = rounded(p, codec, self.ranks, computed, dim) if p.dim() > 1 else p.data.to(computed)
+            p.data = rounded(p, codec, self.ranks, computed, dim) if codecs.is_encoded(p.shape) else p.data.to(computed)
             p.grad = None
         return model
 
@@ -125,6 +126,11 @@ def assert_trains_as_rounded(
 
 def deep() -> TinyGPT:
     return TinyGPT(depth=2)
+
+
+@pytest.fixture(autouse=True)
+def small_parameters_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "SMALL_NUMEL", 1)
 
 
 # ---- checks

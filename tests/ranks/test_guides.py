@@ -212,14 +212,30 @@ def compressed_gradients(names: Names) -> None:
     start = names["loss_of"](plain_model(names), whole(3, 1))
     loss = names["loss_of"](names["compressed"], whole(3, 1))
     assert abs(loss - expected) < 0.1 * abs(start - expected)
-    reference = names["make_sharded"](mp_policy=fsdp2.MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
-    names["loss_of"](reference, names["batch"](0)).backward()
-    for (name, got), want in zip(names["own"].named_parameters(), reference.parameters(), strict=True):
-        assert_same(full(got.grad), full(want.grad), 0, 0, name)
+    reference, without = (
+        names["make_sharded"](mp_policy=fsdp2.MixedPrecisionPolicy(wire_dtype=wire)) for wire in (torch.bfloat16, None)
+    )
+    for each in (reference, without):
+        names["loss_of"](each, names["batch"](0)).backward()
+    for (name, got), encoded, plain in zip(
+        names["own"].named_parameters(), reference.parameters(), without.parameters(), strict=True
+    ):
+        assert_same(full(got.grad), full((encoded if got.dim() > 1 else plain).grad), 0, 0, name)
     found, rounded = (
         torch.cat([full(p.grad).view(-1) for p in each.parameters()]) for each in (reference, names["narrow"])
     )
     assert 0 < (found - rounded).norm() < 0.1 * found.norm()
+
+
+@guide("Sums between replicas")
+def sums_between_replicas(names: Names) -> None:
+    expected = names["loss_of"](trained(names, steps=3), whole(3, 1))
+    start = names["loss_of"](plain_model(names), whole(3, 1))
+    loss = names["loss_of"](names["replicas"], whole(3, 1))
+    assert 0 < abs(loss - expected) < 0.1 * abs(start - expected)
+    names["loss_of"](names["low_rank"], names["batch"](0)).backward()
+    for (name, got), want in zip(names["low_rank"].named_parameters(), names["hooked"].parameters(), strict=True):
+        assert_same(full(got.grad), full(want.grad), 5e-3, 1e-5, name)
 
 
 @guide("Muon")

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,6 +45,7 @@ from fsdp2 import (
     replicate,
     sync_module_states,
 )
+from fsdp2.codecs import Cast
 from helpers import assert_same, run_checks, shard_batch
 from models import TanhBlock, mean_loss
 
@@ -644,6 +647,10 @@ def hooks_of_reductions() -> None:
     (mean_loss(expected(batch(0))) / 2).backward()
     for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert_same(param.grad, other.grad, 1e-5, 1e-6, name)  # of each group, not of the root's alone
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    model = shard(build(), mesh=mesh)
+    model.register_comm_hook(mesh.get_group("replicate"), fp16_compress_hook)
+    trains(model, tolerance=1e-3)
 
 
 # ---- DDP -----------------------------------------------------------------------------------------------------------
@@ -716,10 +723,14 @@ def buffers_of_the_first_rank() -> None:
             assert torch.equal(buffer, other)
 
 
-@row("DDP", "`register_comm_hook(state, fp16_compress_hook)`")
+@row("DDP", "`register_comm_hook(state, hook)`, `powerSGD_hook`")
 def gradients_in_fp16() -> None:
     trains(shard(build(), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.float16)), tolerance=1e-3)
-    trains(replicate(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)), tolerance=1e-3)
+    trains(replicate(build(), mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.float16))), tolerance=1e-3)
+    for state, hook in ((None, fp16_compress_hook), (PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook)):
+        model = replicate(build())
+        model.register_comm_hook(state, hook)
+        trains(model, tolerance=1e-3)
 
 
 @row("DDP", "`device_ids`, `output_device`, `dim`")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.engine import buckets
+from fsdp2.engine import codec as engine_codec
 from fsdp2.engine.mesh import Gathered, Reduced, Use
 from fsdp2.engine.state import groups_below, state_of
 from helpers import assert_same, run_checks, run_ranks, shard_batch
@@ -143,12 +145,19 @@ def gradients_travel_by_a_codec_as_in_hsdp() -> None:
     plain = model_of(OddMLP)
     mean_loss(plain(batch(plain, 0, own=False))).backward()
     expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
-    for codec in (codecs.Cast(torch.bfloat16), codecs.Int8()):
-        model = model_of(OddMLP, at_rest, mp_policy=MixedPrecisionPolicy(gradient_codec=codec))
-        mean_loss(model(batch(model, 0))).backward()
+    for policy in (
+        MixedPrecisionPolicy(gradient_codec=codecs.Cast(torch.bfloat16)),
+        MixedPrecisionPolicy(gradient_codec=codecs.Int8()),
+        MixedPrecisionPolicy(replica_codec=codecs.Cast(torch.bfloat16)),
+        MixedPrecisionPolicy(replica_codec=codecs.Int8(feedback=True)),
+        MixedPrecisionPolicy(gradient_codec=codecs.Int8(), replica_codec=codecs.Int8()),
+    ):
+        with mock.patch.object(engine_codec, "SMALL_NUMEL", 1):  # it has no larger ones
+            model = model_of(OddMLP, at_rest, mp_policy=policy)
+            mean_loss(model(batch(model, 0))).backward()
         found = torch.cat([p.grad.full_tensor().view(-1) for p in model.parameters()])
         error = ((found - expected).norm() / expected.norm()).item()
-        assert 1e-5 < error < 0.03, f"{codec}: {error}"  # rounded, and not more
+        assert 1e-5 < error < 0.03, f"{policy}: {error}"  # rounded, and not more
 
 
 class Lone(TinyModel):

@@ -39,6 +39,7 @@ from fsdp2 import (
 )
 from fsdp2.codecs import Cast
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
+from fsdp2.engine import codec
 from fsdp2.engine.group import Comms
 from fsdp2.engine.state import groups_below, require_state
 from helpers import fake_world, public_methods
@@ -213,6 +214,12 @@ others: list[Any] = []
 contexts = contextlib.ExitStack()
 
 
+def halved(state: Any, bucket: Any) -> Any:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer() / 2)
+    return future
+
+
 def share(model: Any, recurse: bool) -> None:
     """With a root that, behind each backward, has a reduction in flight."""
     others[:] = [fully_shard(nn.Linear(2, 2))]
@@ -278,6 +285,10 @@ TABLE: dict[str, Row] = {
     "set_all_reduce_hook": Row((*EACH, Late("never called")), call("set_all_reduce_hook", Calls())),
     "set_all_reduce_hook(stream)": Row(
         (Refused("stream"),) * 9, call("set_all_reduce_hook", Calls(), stream=torch.Stream)
+    ),
+    "register_comm_hook": Row(
+        (Refused("without replicas"), W, W, H, W, H, H, W, Refused("without replicas")),
+        lambda model, recurse: model.register_comm_hook(None, halved),
     ),
     "set_custom_all_gather": Row(
         (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, Late("never called")),
@@ -347,6 +358,10 @@ TABLE: dict[str, Row] = {
     "mp_policy(gather_codec)": Row(
         (W, W, H, W, Refused("only replicates"), H, Refused("only replicates"), W, H),
         options=policy(gather_codec=Cast(BF16)),
+    ),
+    "mp_policy(replica_codec)": Row(
+        (Refused("without replicas"), W, W, H, W, Refused("without replicas"), H, W, H),
+        options=policy(replica_codec=Cast(BF16)),
     ),
 }
 
@@ -500,6 +515,11 @@ def outcome(topology: Topology, row: Row) -> Cell:
         except RuntimeError as error:
             return Late(error)
     return W if with_it != look_without(topology, row) else H
+
+
+@pytest.fixture(autouse=True)
+def small_parameters_are_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "SMALL_NUMEL", 1)
 
 
 @pytest.mark.parametrize("setting", TABLE)

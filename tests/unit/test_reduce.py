@@ -143,7 +143,7 @@ def test_two_chunks_are_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> N
         pending = []
         for comm in exchange.comms:
             work = start_piece(comm, plan, gradients, outputs, second)
-            pending.append(PendingReduce(layout, Reduction(comm), work, outputs[comm.rank], [], {}, 1, num_halves=1))  # type: ignore[arg-type]
+            pending.append(PendingReduce(plan, Reduction(comm), work, outputs[comm.rank], [], {}, 1, num_halves=1))  # type: ignore[arg-type]
         mean = sum(each.double() for each in gradients) / world_size
         for rank, each in enumerate(pending):
             ((flat, offset),) = each.finish().values()

@@ -1,0 +1,38 @@
+"""Defines fsdp2 with codecs, sharded and replicated, to measure the bytes and the time that they save on a slow link.
+
+    python -m benchmarks gloo-1gbit --libraries fsdp2 torch ddp int8 int8-float8 replicate replicate-bf16 \
+        replicate-int8 replicate-power-sgd --name codecs
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .simple_fsdp import Dtypes
+
+# name -> (the function of fsdp2 that shards, the codecs of its policy, made of the module fsdp2.codecs)
+CODECS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "int8": ("fully_shard", lambda codecs: {"gradient_codec": codecs.Int8()}),
+    "int8-float8": ("fully_shard", lambda codecs: {"gradient_codec": codecs.Int8(), "gather_codec": codecs.Float8()}),
+    "replicate": ("replicate", lambda _: {}),
+    "replicate-bf16": ("replicate", lambda codecs: {"replica_codec": codecs.Cast(torch.bfloat16)}),
+    "replicate-int8": ("replicate", lambda codecs: {"replica_codec": codecs.Int8()}),
+    "replicate-power-sgd": ("replicate", lambda codecs: {"replica_codec": codecs.PowerSGD(rank=4, start=0)}),
+}
+
+
+def shard_by_codec(name: str, model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = None) -> nn.Module:
+    """Shards, or replicates, as the standard recipe does, with the codecs of that name."""
+    import fsdp2
+    import fsdp2.codecs
+
+    function, choose = CODECS[name]
+    policy = fsdp2.MixedPrecisionPolicy(*(mixed or ()), **choose(fsdp2.codecs))
+    shard: Callable[..., Any] = getattr(fsdp2, function)
+    for block in model.blocks:
+        shard(block, mesh=mesh, mp_policy=policy)
+    sharded: nn.Module = shard(model, mesh=mesh, mp_policy=policy)
+    return sharded
