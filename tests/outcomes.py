@@ -24,7 +24,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp2
-from helpers import RankError, assert_same, full, run_ranks, shard_batch
+from helpers import RankError, assert_same, end_of_part, full, run_ranks, shard_batch
 
 EXACT, LOUD, CRYPTIC, SILENT, HANG = "EXACT", "LOUD", "CRYPTIC", "SILENT", "HANG"
 KINDS = (EXACT, LOUD, CRYPTIC, SILENT, HANG)
@@ -162,7 +162,7 @@ def run_each(
         for situation, options in runs:
             print(f"rank {rank}: {situation.name}", file=sys.stderr, flush=True)  # for the report of a hang
             outcomes.append(_end_of(situation, Side(library, rank, ranks, options)))
-            dist.barrier()
+            end_of_part()
         return outcomes
 
     by_rank = run_ranks(ranks, body, timeout=timeout)

@@ -33,6 +33,7 @@ ACCUMULATION = "tests/ranks/test_accumulation.py"
 MEMORY = "tests/trace/test_memory.py"
 TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
+VIEW = "tests/ranks/test_sharded_view.py"
 
 
 class Mutation(NamedTuple):
@@ -120,7 +121,7 @@ MUTATIONS = (
         "a hold is ignored between passes",
         r"if hold is not Hold\.NOTHING and not \(hold >= Hold\.NEXT_PASS and self\.is_up_to_date\(\)\):",
         "if hold is not Hold.NOTHING:",
-        ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", "tests/ranks/test_settings.py"),
+        ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", VIEW),
     ),
     Mutation(
         "version counters of shards are not read",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import NIGHTLY, alone, assert_same, assert_shard_of, run_ranks, shard_batch
+from helpers import NIGHTLY, alone, assert_same, assert_shard_of, end_of_part, run_ranks, shard_batch
 from models import TanhBlock, mean_loss
 
 ROWS = 6  # divides by 2 and 3 ranks
@@ -152,6 +152,7 @@ def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] =
             different += [
                 f"{describe(case)} {text}" for text in differences(run, partial(scenario, run, **case), shown)
             ]
+            end_of_part()
         return different
 
     assert_none_differ(run_ranks(world_size, body, timeout=60))
@@ -202,6 +203,21 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.scale)
+
+
+class Uneven(nn.Module):
+    """An embedding, whose backward does not read its weight; blocks, one of which runs twice; one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH + 1, WIDTH)
+        self.first, self.twice, self.never = Block(), Block(), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.embed((x > 0).sum(1)))
+        return self.head(self.twice(self.twice(x) * self.scale))
 
 
 class KeepsWeight(torch.autograd.Function):
