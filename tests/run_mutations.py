@@ -276,6 +276,43 @@ MUTATIONS = (
         "unused = []",
         (TRAINING,),
     ),
+    # ---- what is in training's choices alone, or in one list of ways
+    Mutation(
+        "a user's own reduce-scatter is told to sum what it shall average",
+        r"op=dist\.ReduceOp\.AVG if averages else dist\.ReduceOp\.SUM,\n +async_op",
+        "op=dist.ReduceOp.SUM,\n                async_op",
+        (TRAINING,),
+    ),
+    Mutation(
+        "a user's own gather lacks the part of this rank",
+        r"slot\.copy_\(own\)",
+        "pass",
+        (TRAINING,),
+    ),
+    Mutation(
+        "what is in flight when a backward fails is delivered later",
+        r"self\.queue\.abandon\(self\.backward_pass\)",
+        "pass",
+        ("tests/ranks/test_failed_backward.py", "tests/ranks/test_faults.py", TRAINING),
+    ),
+    Mutation(
+        "a pass begins with what a failed backward has left",
+        r"if self\.backward is not None:\n +self\.recover\(\)  # it has failed",
+        "if self.backward is self:\n            self.recover()  # it has failed",
+        ("tests/ranks/test_failed_backward.py",),
+    ),
+    Mutation(
+        "writes to local tensors are not noticed",
+        r"return tuple\(map\(add, map\(version_of, self\._sharded\), map\(version_of, self\._locals\)\)\)",
+        "return tuple(map(version_of, self._sharded))",
+        (VIEW,),
+    ),
+    Mutation(
+        "weights that only backward reads are not gathered for it",
+        r"if group\.settings\.unshard_in_backward or not are_noticed:",
+        "if group.settings.unshard_in_backward:",
+        ("tests/ranks/test_settings.py", TRAINING),
+    ),
     # ---- streams
     Mutation(
         "shards that a sum between replicas takes along are freed early",

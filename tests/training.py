@@ -286,7 +286,7 @@ class Draw:
         return not (
             (encodes and topology.function is replicate)
             or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
-            or (self.setting.startswith("own collectives") and encodes)
+            or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
@@ -316,6 +316,7 @@ class Draw:
             or (self.program == "frozen for a step" and "feedback" in self.precision)
             # gloo adds up in no order that is known, where no rank does it.
             or (self.travel == "all to all" and self.shards > 2 and not encodes)
+            or (self.setting.startswith("own collectives") and self.shards > 2)
         )
 
     def plain(self, seed: int = 1) -> TinyModel:
