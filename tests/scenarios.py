@@ -131,9 +131,22 @@ class Run:
 Scenario = Callable[..., None]
 
 
+def wrapped(cases: Sequence[dict[str, Any]], wraps: Sequence[Any]) -> list[dict[str, Any]]:
+    """Deals ways to wrap to cases in turn, each to one at least; at night each case has all of them."""
+    if NIGHTLY:
+        return [{**case, "wrap": wrap} for case in cases for wrap in wraps]
+    return [{**cases[i % len(cases)], "wrap": wraps[i % len(wraps)]} for i in range(max(len(cases), len(wraps)))]
+
+
 def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
-    """Runs a scenario with every combination of `choices`, plain and then sharded, in one launch."""
+    """Runs a scenario with every combination of `choices`, plain and then sharded, in one launch.
+
+    Values of `wrap` are dealt to the combinations of the others.
+    """
+    wraps = choices.pop("wrap", None)
     cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    if wraps is not None:
+        cases = wrapped(cases, wraps)
 
     def plain() -> list[list[tuple[str, str, Any]]]:
         runs = []
