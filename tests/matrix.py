@@ -242,8 +242,8 @@ class Matrix:
 
     A scenario gets a `MatrixRun`, and a value for each choice. Each value of a choice meets each value of each other
     choice. Dealt to these combinations, in turn, are ways to wrap, the values of `wrap`; topologies, all that there are
-    if a scenario does not say which, and those of four ranks, which cost most, half as often; and settings, if there are
-    ways to wrap. At night there are all combinations, on all topologies.
+    if a scenario does not say which, and those of four ranks, which cost most, half as often; and settings, if there
+    are ways to wrap. At night there are all combinations, on all topologies.
     """
 
     def __init__(self) -> None:
