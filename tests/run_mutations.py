@@ -307,12 +307,6 @@ MUTATIONS = (
         "is_changed = False",
         (VIEW,),
     ),
-    Mutation(
-        "weights that only backward reads are not gathered for it",
-        r"if group\.settings\.unshard_in_backward or not are_noticed:",
-        "if group.settings.unshard_in_backward:",
-        ("tests/ranks/test_settings.py", TRAINING),
-    ),
     # ---- streams
     Mutation(
         "shards that a sum between replicas takes along are freed early",

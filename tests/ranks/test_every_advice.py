@@ -34,7 +34,8 @@ FROM_TORCH = ("module 'torch._C' has no attribute '_cuda_setDevice'", "Connectio
 
 
 class Holder:
-    x = torch.ones(2, 5)
+    def __init__(self) -> None:
+        self.x = torch.ones(2, 5)
 
 
 def object_of_inputs() -> None:
