@@ -133,7 +133,7 @@ MUTATIONS = (
         "a gathered copy of changed shards is used",
         r"if self\.shard_versions\(\) != self\.gathered_at:\n",
         "if self.gathered_at is self:\n",
-        ("tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
+        (VIEW, "tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(
         "versions of freed parameters are not bumped",
@@ -302,10 +302,10 @@ MUTATIONS = (
         ("tests/ranks/test_failed_backward.py",),
     ),
     Mutation(
-        "what has stayed is computed with though the weights have changed",
-        r"is_changed = self\.shard_versions\(\) != self\.gathered_at",
-        "is_changed = False",
-        (VIEW,),
+        "gradients of what was frozen, or is no longer, are not followed",
+        r"elif parameters\.trainable != self\.registration\.trainable\(\):",
+        "elif parameters.trainable == 0:",
+        (TRAINING,),
     ),
     # ---- streams
     Mutation(
