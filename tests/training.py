@@ -898,7 +898,7 @@ def sampled(seed: int = 0, candidates: int = 1000) -> list[Draw]:
     pairs = {each: {*itertools.combinations(enumerate(dataclasses.astuple(each)), 2)} for each in found}
     missing, chosen = set[Any]().union(*pairs.values()), list[Draw]()
     found.sort(key=lambda each: each.ranks > 3)  # which cost most: what others have drawn is not drawn again
-    for wanted in (40, 30, 24, 20, 16, 12, 9, 7, 5, 4, 3):
+    for wanted in (40, 30, 24, 20, 16, 12, 9, 7, 5, 4):
         for each in found:
             if each not in chosen and len(pairs[each] & missing) >= wanted:
                 missing -= pairs[each]
