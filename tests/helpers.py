@@ -116,6 +116,15 @@ def run_ranks(
             _reap(ranks)
 
 
+def end_of_part() -> None:
+    """Ends one of the parts of a launch: ranks wait for each other, so that one that fails disturbs no other part.
+
+    Its models go: cycles hold them, and each optimizer's first step looks at all that are alive.
+    """
+    gc.collect(1)
+    dist.barrier()
+
+
 def alone(fn: Callable[[], Any]) -> Any:
     """Returns `fn()`, run in its own forked process.
 
@@ -143,7 +152,7 @@ def run_checks(
             except (Exception, pytest.fail.Exception) as error:
                 failed.append(f"{name}: {type(error).__name__}: {error}")
                 print(f"rank {rank}: {failed[-1]}", file=sys.stderr, flush=True)  # others may wait for this rank
-            dist.barrier()
+            end_of_part()
         return failed
 
     failed = run_ranks(world_size, body, timeout=timeout, device=device)

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
 from fsdp2.engine import buckets
-from helpers import NIGHTLY, alone, assert_same, own_rows, run_ranks, shard_batch
+from helpers import NIGHTLY, alone, assert_same, end_of_part, own_rows, run_ranks, shard_batch
 from models import TinyModel
-from scenarios import TOLERANCE, WIDTH, Block, Run, assert_none_differ, describe, differences
+from scenarios import TOLERANCE, WIDTH, Block, Run, assert_none_differ, describe, differences, wrapped
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 NAMES = ("replicas", "shards")
@@ -240,10 +240,10 @@ def cover(choices: dict[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
 class Matrix:
     """Collects the scenarios of a file. Decorate each with `matrix.over(choice=values, ...)`.
 
-    A scenario gets a `MatrixRun`, and a value for each choice: `wrap` is one that has ways to wrap. Each value of a
-    choice meets each value of each other choice. The topologies, all that there are if a scenario does not say which,
-    are dealt to these combinations in turn, and so are the settings; a scenario without `wrap` gets none. At night
-    there are all combinations, on all topologies.
+    A scenario gets a `MatrixRun`, and a value for each choice. Each value of a choice meets each value of each other
+    choice. Dealt to these combinations, in turn, are ways to wrap, the values of `wrap`; topologies, all that there are
+    if a scenario does not say which, and those of four ranks, which cost most, half as often; and settings, if there
+    are ways to wrap. At night there are all combinations, on all topologies.
     """
 
     def __init__(self) -> None:
@@ -264,8 +264,11 @@ class Matrix:
         settings, deals = itertools.cycle(SETTINGS), dict[tuple[str, ...], Iterator[str]]()
         found = []
         for scenario, topologies, has_settings, choices in self._entries:
-            deal = deals.setdefault(topologies, itertools.cycle(topologies))
-            for row in cover(choices, seed=zlib.crc32(scenario.__name__.encode())):
+            few = [each for each in topologies if TOPOLOGIES[each].ranks < 4]
+            deal = deals.setdefault(topologies, itertools.cycle([*topologies, *few]))
+            others = {name: values for name, values in choices.items() if name != "wrap"}
+            rows = cover(others, seed=zlib.crc32(scenario.__name__.encode())) if others else [{}]
+            for row in wrapped(rows, choices["wrap"]) if has_settings else rows:
                 for topology in topologies if NIGHTLY else [next(deal)]:
                     found.append(Case(scenario, topology, next(settings) if has_settings else "nothing", row))
         return found
@@ -295,7 +298,7 @@ class Matrix:
                     different += [
                         f"{case} {text}" for text in differences(run, functools.partial(case.run, run), shown)
                     ]
-                dist.barrier()
+                end_of_part()
             return different
 
         assert_none_differ(run_ranks(TOPOLOGIES[topology].ranks, body, timeout=150))

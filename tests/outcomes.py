@@ -7,7 +7,6 @@ end, or only that of the process group's timeout.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import logging
 import re
@@ -24,7 +23,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp2
-from helpers import RankError, assert_same, full, run_ranks, shard_batch
+from helpers import RankError, alone, assert_same, end_of_part, full, run_ranks, shard_batch
 
 EXACT, LOUD, CRYPTIC, SILENT, HANG = "EXACT", "LOUD", "CRYPTIC", "SILENT", "HANG"
 KINDS = (EXACT, LOUD, CRYPTIC, SILENT, HANG)
@@ -157,12 +156,15 @@ def run_each(
         RankError: a rank didn't return, or died.
     """
 
+    programs = {situation.name: situation.program for situation, _ in runs}
+    shown = alone(lambda: {name: _shown_plainly(program) for name, program in programs.items()})
+
     def body(rank: int, _: int) -> list[Outcome]:
         outcomes = []
         for situation, options in runs:
             print(f"rank {rank}: {situation.name}", file=sys.stderr, flush=True)  # for the report of a hang
-            outcomes.append(_end_of(situation, Side(library, rank, ranks, options)))
-            dist.barrier()
+            outcomes.append(_end_of(situation, Side(library, rank, ranks, options), shown[situation.name]))
+            end_of_part()
         return outcomes
 
     by_rank = run_ranks(ranks, body, timeout=timeout)
@@ -187,8 +189,7 @@ def merged(of_ranks: list[Outcome]) -> Outcome:
     return dataclasses.replace(worst, warned=any(outcome.warned for outcome in of_ranks))
 
 
-def _end_of(situation: Situation, side: Side) -> Outcome:
-    expected = _shown_plainly(situation.program)
+def _end_of(situation: Situation, side: Side, expected: dict[str, Any]) -> Outcome:
     with _listening() as heard:
         try:
             _run(situation.program, side)
@@ -198,7 +199,6 @@ def _end_of(situation: Situation, side: Side) -> Outcome:
     return Outcome(SILENT if text else EXACT, text, bool(heard))
 
 
-@functools.cache
 def _shown_plainly(program: Program) -> dict[str, Any]:
     plain = Side()
     _run(program, plain)

@@ -33,6 +33,7 @@ ACCUMULATION = "tests/ranks/test_accumulation.py"
 MEMORY = "tests/trace/test_memory.py"
 TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
+VIEW = "tests/ranks/test_sharded_view.py"
 
 
 class Mutation(NamedTuple):
@@ -120,7 +121,7 @@ MUTATIONS = (
         "a hold is ignored between passes",
         r"if hold is not Hold\.NOTHING and not \(hold >= Hold\.NEXT_PASS and self\.is_up_to_date\(\)\):",
         "if hold is not Hold.NOTHING:",
-        ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", "tests/ranks/test_settings.py"),
+        ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", VIEW),
     ),
     Mutation(
         "version counters of shards are not read",
@@ -132,7 +133,7 @@ MUTATIONS = (
         "a gathered copy of changed shards is used",
         r"if self\.shard_versions\(\) != self\.gathered_at:\n",
         "if self.gathered_at is self:\n",
-        ("tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
+        (VIEW, "tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(
         "versions of freed parameters are not bumped",
@@ -273,6 +274,37 @@ MUTATIONS = (
         "zeros for unused parameters are not reduced",
         r"unused = \[each for each in self\.buckets if not each\.completed and self\._fills\(\)\]",
         "unused = []",
+        (TRAINING,),
+    ),
+    # ---- what is in training's choices alone, or in one list of ways
+    Mutation(
+        "a user's own reduce-scatter is told to sum what it shall average",
+        r"op=dist\.ReduceOp\.AVG if averages else dist\.ReduceOp\.SUM,\n +async_op",
+        "op=dist.ReduceOp.SUM,\n                async_op",
+        (TRAINING,),
+    ),
+    Mutation(
+        "a user's own gather lacks the part of this rank",
+        r"slot\.copy_\(own\)",
+        "pass",
+        (TRAINING,),
+    ),
+    Mutation(
+        "what is in flight when a backward fails is delivered later",
+        r"self\.queue\.abandon\(self\.backward_pass\)",
+        "pass",
+        ("tests/ranks/test_failed_backward.py", "tests/ranks/test_faults.py", TRAINING),
+    ),
+    Mutation(
+        "a pass begins with what a failed backward has left",
+        r"if self\.backward is not None:\n +self\.recover\(\)  # it has failed",
+        "if self.backward is self:\n            self.recover()  # it has failed",
+        ("tests/ranks/test_failed_backward.py",),
+    ),
+    Mutation(
+        "gradients of what was frozen, or is no longer, are not followed",
+        r"elif parameters\.trainable != self\.registration\.trainable\(\):",
+        "elif parameters.trainable == 0:",
         (TRAINING,),
     ),
     # ---- streams

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard
-from helpers import NIGHTLY, alone, assert_same, assert_shard_of, run_ranks, shard_batch
+from helpers import NIGHTLY, alone, assert_same, assert_shard_of, end_of_part, run_ranks, shard_batch
 from models import TanhBlock, mean_loss
 
 ROWS = 6  # divides by 2 and 3 ranks
@@ -131,9 +131,22 @@ class Run:
 Scenario = Callable[..., None]
 
 
+def wrapped(cases: Sequence[dict[str, Any]], wraps: Sequence[Any]) -> list[dict[str, Any]]:
+    """Deals ways to wrap to cases in turn, each to one at least; at night each case has all of them."""
+    if NIGHTLY:
+        return [{**case, "wrap": wrap} for case in cases for wrap in wraps]
+    return [{**cases[i % len(cases)], "wrap": wraps[i % len(wraps)]} for i in range(max(len(cases), len(wraps)))]
+
+
 def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] = TOLERANCE, **choices: Any) -> None:
-    """Runs a scenario with every combination of `choices`, plain and then sharded, in one launch."""
+    """Runs a scenario with every combination of `choices`, plain and then sharded, in one launch.
+
+    Values of `wrap` are dealt to the combinations of the others.
+    """
+    wraps = choices.pop("wrap", None)
     cases = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    if wraps is not None:
+        cases = wrapped(cases, wraps)
 
     def plain() -> list[list[tuple[str, str, Any]]]:
         runs = []
@@ -152,6 +165,7 @@ def check(scenario: Scenario, world_size: int = 2, tolerance: dict[str, float] =
             different += [
                 f"{describe(case)} {text}" for text in differences(run, partial(scenario, run, **case), shown)
             ]
+            end_of_part()
         return different
 
     assert_none_differ(run_ranks(world_size, body, timeout=60))
@@ -202,6 +216,21 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.scale)
+
+
+class Uneven(nn.Module):
+    """An embedding, whose backward does not read its weight; blocks, one of which runs twice; one that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH + 1, WIDTH)
+        self.first, self.twice, self.never = Block(), Block(), Block()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x + self.embed((x > 0).sum(1)))
+        return self.head(self.twice(self.twice(x) * self.scale))
 
 
 class KeepsWeight(torch.autograd.Function):

@@ -47,9 +47,9 @@ from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.engine.streams import AllWork
-from helpers import NIGHTLY, RankError, alone, assert_same, full, own_part, run_ranks, shard_batch
+from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
-from matrix import NAMES, SETTINGS, Topology
+from matrix import NAMES, Topology
 from models import (
     Adapted,
     ConvNet,
@@ -71,6 +71,7 @@ from models import (
     WithNothing,
     mean_loss,
 )
+from own_collectives import Gather, Scatter
 from scenarios import differences
 from simulated_device import simulated_device
 
@@ -207,6 +208,41 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # With a large `eps`: where the true gradient is 0 (a key bias), g / (|g| + 1e-8) would blow rounding up.
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
 }
+
+
+def own_collectives(gathers: bool, is_async: bool) -> Callable[[nn.Module], None]:
+    """Returns what gives each sharded module collectives of the user's own; `gathers`: those of parameters alone."""
+
+    def set_all(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(Gather(is_async))
+                if not gathers:
+                    module.set_custom_reduce_scatter(Scatter(is_async))
+
+    return set_all
+
+
+def at_once(*names: str) -> Callable[[nn.Module], None]:
+    return lambda model: [SETTINGS[name](model) for name in names] and None
+
+
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    **matrix.SETTINGS,
+    "no unshard_in_backward": lambda model: model.set_unshard_in_backward(False, recurse=True),
+    "own gathers": own_collectives(gathers=True, is_async=False),
+    "own collectives": own_collectives(gathers=False, is_async=False),
+    "own collectives, not waited for": own_collectives(gathers=False, is_async=True),
+    # What one has built must not be in another's way.
+    "six at once": at_once(
+        *("no reshard_after_backward", "prefetch everything", "many reductions", "hook", "separate group"),
+        "keep storage",
+    ),
+    "six others at once": at_once(
+        *("prefetch nothing", "a budget of 200 bytes", "sums", "divide factor", "free viewed storage"),
+        "no unshard_in_backward",
+    ),
+}
 RESHARDS = {"by default": None, "resharded": True, "kept": False, "half": "half"}
 
 
@@ -253,6 +289,8 @@ class Draw:
         return not (
             (encodes and topology.function is replicate)
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
+            or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
+            or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
@@ -280,6 +318,7 @@ class Draw:
             or (self.program == "another model" and self.is_staged)
             # gloo adds up in no order that is known, where no rank does it.
             or (self.travel == "all to all" and self.shards > 2 and self.policy.wire_dtype is None)
+            or (self.setting.startswith("own collectives") and self.shards > 2)
         )
 
     def plain(self, seed: int = 1) -> TinyModel:
@@ -621,9 +660,9 @@ def steps(side: Side) -> None:
         side.step(step)
 
 
-def micro_batches(side: Side, *modes: str) -> None:
-    """Takes two steps, each after one backward for each of `modes`."""
-    for step in range(2):
+def micro_batches(side: Side, *steps: Sequence[str]) -> None:
+    """Takes a step after one backward for each mode of each of `steps`."""
+    for step, modes in enumerate(steps):
         for micro, mode in enumerate(modes):
             side.model.before_step(micro)
             side.backward(10 * step + micro, mode=mode)
@@ -633,18 +672,18 @@ def micro_batches(side: Side, *modes: str) -> None:
 @program
 def accumulation(side: Side) -> None:
     """Gradients that wait add up in the dtype of the sums, are rounded when they leave, and leave once."""
-    micro_batches(side, "wait", "wait", "reduce")
+    micro_batches(side, ("wait", "wait", "reduce"), ("wait", "scatter", "reduce"))
 
 
 @program
 def replicas_last(side: Side) -> None:
     """What a replica has summed is rounded no more, neither between passes nor on its way to the other replica."""
-    micro_batches(side, "scatter", "wait", "scatter", "reduce")
+    micro_batches(side, ("scatter", "wait", "scatter", "reduce"), ("reduce", "scatter", "reduce"))
 
 
 @program
 def gradients_add_up(side: Side) -> None:
-    micro_batches(side, "reduce", "reduce")
+    micro_batches(side, ("reduce", "reduce"), ("reduce", "wait", "reduce"))
 
 
 @program
@@ -871,7 +910,8 @@ def sampled(seed: int = 0, candidates: int = 1000) -> list[Draw]:
         return found
     pairs = {each: {*itertools.combinations(enumerate(dataclasses.astuple(each)), 2)} for each in found}
     missing, chosen = set[Any]().union(*pairs.values()), list[Draw]()
-    for wanted in (40, 30, 24, 20, 16, 12, 9, 7, 5, 4, 3):
+    found.sort(key=lambda each: each.ranks > 3)  # which cost most: what others have drawn is not drawn again
+    for wanted in (40, 30, 24, 20, 16, 12, 9, 7, 5, 4):
         for each in found:
             if each not in chosen and len(pairs[each] & missing) >= wanted:
                 missing -= pairs[each]
@@ -897,7 +937,7 @@ def differing(draws: Iterable[Draw]) -> dict[Draw, list[str]]:
             print(f"rank {rank}: {draw}", file=sys.stderr, flush=True)  # for the report of a hang
             with draw.environment():
                 different.append(train(draw, meshes[draw.topology], shown))
-            dist.barrier()
+            end_of_part()
         return different
 
     try:

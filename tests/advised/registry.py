@@ -43,8 +43,11 @@ class Entry:
     def name(self) -> str:
         return self.program.__name__
 
-    def run(self) -> None:
-        """Runs it on this rank, and checks that some rank has heard what it claims, and has compared something."""
+    def run(self) -> list[str]:
+        """Runs it on this rank, and checks that some rank has heard what it claims, and has compared something.
+
+        Returns the texts that ranks have heard.
+        """
         heard.clear()
         compared.clear()
         with warnings.catch_warnings():
@@ -58,6 +61,7 @@ class Entry:
         unheard = [claim for claim in self.claims if not any(is_part(claim, text) for text in texts)]
         assert not unheard, f"expected {unheard} in {texts}"
         assert compared, "it has compared nothing"
+        return texts
 
 
 ENTRIES: list[Entry] = []

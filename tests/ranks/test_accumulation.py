@@ -1,7 +1,8 @@
 """Tests that gradients of several backwards add up as on a plain model, whenever they are synchronised or cleared.
 
-Each scenario is drawn over topologies, ways to wrap and settings, see matrix.py. Gradients wait unsharded ("wait"), or
-reduced within replicas ("scatter"); where there are no replicas, "scatter" is all there is to reduce.
+Each scenario is drawn over topologies, ways to wrap and settings, see matrix.py. test_training.py draws accumulations
+in which nothing else happens. Gradients wait unsharded ("wait"), or reduced within replicas ("scatter"); where there
+are no replicas, "scatter" is all there is to reduce.
 """
 
 import itertools
@@ -52,20 +53,7 @@ def fail(_: Tensor) -> None:
     raise ValueError("on purpose")
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
-
-
 # ---- accumulation ----------------------------------------------------------------------------------------------------
-
-
-@matrix.over(first=MODES, second=MODES, wrap=WRAPS)
-def every_order_of_modes(run: MatrixRun, first: str, second: str, wrap: Wrap) -> None:
-    """What waits in full, as a shard, and what is reduced add up once."""
-    model, optimizer = begin(run, wrap)
-    for step in range(2):
-        for i, mode in enumerate((first, second, "reduce")):
-            backward(run, model, 10 * step + i, mode)
-        run.step(f"step {step}", model, optimizer)
 
 
 @matrix.over(
@@ -275,18 +263,6 @@ def evaluation_with_unsynchronized_gradients(run: MatrixRun, without_grad: Any, 
             model.unshard()
             model.reshard()
         backward(run, model, step + 6, "reduce", "h")
-        run.step(f"step {step}", model, optimizer)
-
-
-@matrix.over(norm_type=(2.0, float("inf")), foreach=(True, False), mode=("wait", "scatter"), wrap=(whole, blocks))
-def clipping(run: MatrixRun, norm_type: float, foreach: bool, mode: str, wrap: Wrap) -> None:
-    """The norm is over all shards of all groups, of one replica."""
-    model, optimizer = begin(run, wrap, Net)
-    for step in range(2):
-        backward(run, model, 2 * step, mode)
-        backward(run, model, 2 * step + 1)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=norm_type, foreach=foreach)
-        run.value("norm", norm.full_tensor() if run.sharded else norm)
         run.step(f"step {step}", model, optimizer)
 
 

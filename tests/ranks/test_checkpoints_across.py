@@ -41,8 +41,8 @@ from models import NormedBlock, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 
-BEFORE, AFTER = 2, 2
-"""Steps before and after the checkpoint."""
+BEFORE, AFTER = 2, 1
+"""Steps before and after the checkpoint: one shows all of the optimizer's state."""
 ROWS = 12  # divides by 1, 2, 3 and 4
 ROUNDING = {"rtol": 1e-9, "atol": 1e-11}
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -195,8 +195,8 @@ def test_sharded_checkpoints_cross_both_ways(tmp_path: Path) -> None:
         [
             (layout, f"{source} by {by} on {layout}", functools.partial(load, tmp_path, source, by, layout))
             for layout, sources in LOADED.items()
-            for source in sources
-            for by in LIBRARIES
+            for i, source in enumerate(sources)
+            for by in (LIBRARIES if NIGHTLY or i == 0 else ["fsdp2"])
         ]
     )
 
@@ -255,8 +255,8 @@ def test_full_state_dicts_cross_both_ways(tmp_path: Path) -> None:
     on_their_ranks(
         [
             (layout, f"{by} on {layout}", functools.partial(load_whole, tmp_path, by, layout))
-            for layout in (ON_3, HSDP, TENSOR_PARALLEL)
-            for by in LIBRARIES
+            for layout, libraries in ((ON_3, LIBRARIES), (HSDP, ["fsdp2"]), (TENSOR_PARALLEL, ["torch"]))
+            for by in (LIBRARIES if NIGHTLY else libraries)
         ]
     )
 

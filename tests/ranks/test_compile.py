@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-RANKS, STEPS, ROWS = 2, 3, 4
+RANKS, STEPS, ROWS = 2, 2, 4
 
 
 # ---- a model, and a backend that counts ------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def short(graph: Sequence[str]) -> list[str]:
 
 
 def own(batch: Tensor) -> Tensor:
-    return shard_batch(batch, dist.get_rank(), RANKS)
+    return shard_batch(batch, dist.get_rank(), dist.get_world_size())
 
 
 def batch(seed: int, rows: int = ROWS) -> Tensor:
@@ -257,7 +257,7 @@ def trains_with_few_graphs(how: How, **options: Any) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         with different.noted():
-            assert_same(mean / RANKS, whole.detach(), **TOLERANCE, name=f"step {step}: loss")
+            assert_same(mean / dist.get_world_size(), whole.detach(), **TOLERANCE, name=f"step {step}: loss")
         compare(model, expected, different, f"step {step}, gradients", gradients=True)
         for optimizer in optimizers:
             optimizer.step()
@@ -381,15 +381,26 @@ def copies_of_optimized_modules_train_on() -> None:
             assert next(model.parameters()).grad is None
 
 
+# What is compiled, and when, is the same on one rank; each compiles by itself.
+ON_RANKS = (compiled_then_sharded, wrapped_whole, checkpoint_outside, whole_optimized_then_sharded)
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_graphs(ranks: int) -> None:
+    hows = [how for how in GRAPHS if NIGHTLY or (how in ON_RANKS) == (ranks > 1)]
+    checks: list[tuple[str, Callable[[], None]]] = [
+        (how.__name__, functools.partial(trains_with_few_graphs, how)) for how in hows
+    ]
+    run_checks(ranks, [*checks, *([(other_backends.__name__, other_backends)] if ranks == 1 else [])], timeout=150)
+
+
 def test_compiled_models() -> None:
     checks: list[tuple[Callable[..., None], dict[str, Any]]] = [
-        *((trains_with_few_graphs, {"how": how}) for how in GRAPHS),
         *([(trains_with_few_graphs, {"how": wrapped_whole, "reshard_after_forward": False})] if NIGHTLY else []),
         (settings_make_no_graphs, {}),
         (evaluation_makes_one_more, {}),
         (mixed_precision_is_that_of_eager, {}),
         (one_that_fails_to_compile, {}),
-        (other_backends, {}),
         (names_are_those_of_torch, {}),
         (copies_of_optimized_modules_train_on, {}),
     ]

@@ -171,16 +171,15 @@ def test_a_step_after_a_failed_backward_is_exact(world_size: int, device: str) -
         rank = torch.distributed.get_rank()
         model, plain = build(**options)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (model, plain)]
-        for step in range(3):
-            for where in (1, BLOCKS - 1):
-                held = Held()
-                model.fails_before = where
-                with held.patch, pytest.raises(MemoryError):
-                    backward(loss_of(model, 100 + step, rank, world_size))
-                model.fails_before = -1
-                undo = moment(model, held)
-                go_on(model, optimizers[0])
-                optimizers[0].zero_grad()
+        for step, where in enumerate((BLOCKS - 1, 1)):
+            held = Held()
+            model.fails_before = where
+            with held.patch, pytest.raises(MemoryError):
+                backward(loss_of(model, 100 + step, rank, world_size))
+            model.fails_before = -1
+            undo = moment(model, held)
+            go_on(model, optimizers[0])
+            optimizers[0].zero_grad()
             for each, ranks in ((model, world_size), (plain, 1)):
                 loss_of(each, step, rank, ranks).backward()
             undo()
@@ -197,7 +196,7 @@ def test_a_step_after_a_failed_backward_is_exact(world_size: int, device: str) -
     cases = [(*case, {}) for case in [*unheard, (in_the_next_forward, nothing, torch.autograd.backward)]]
     options = ({"is_checkpointed": True}, {"is_one_group": True})
     cases += [(moment, nothing, run_plainly, each) for each in options for moment in MOMENTS]
-    chosen = cases if world_size == 2 else cases[::4]
+    chosen = cases if device != "cpu" else cases[::3]  # of a device's threads, the moments are real
     run_checks(
         world_size,
         [

@@ -179,9 +179,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@on_each_device
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(2, CASES[:2]), (3, CASES[2:])] if not NIGHTLY else [(2, CASES), (3, CASES)]
+    ("world_size", "cases", "device"),
+    [(2, CASES[:2], "cpu"), (3, CASES[2:], fake_gpu.KIND)]
+    if not NIGHTLY
+    else [(ranks, CASES, device) for ranks in (2, 3) for device in ("cpu", fake_gpu.KIND)],
 )
 def test_the_step_after_a_fault_at_any_event_is_exact(
     world_size: int, cases: list[dict[str, Any]], device: str

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
 from fsdp2.engine.owners import sharded_owner
-from helpers import Differences, run_checks, run_ranks, world_sizes
+from helpers import NIGHTLY, Differences, run_checks, run_ranks, world_sizes
 from scenarios import Net
 
 Make = Callable[..., optim.Optimizer]
@@ -224,7 +224,7 @@ def test_training_at_random(ranks: int) -> None:
     def train(name: str) -> None:
         # torch's own can't step with momentum on some parameters that have one and others that have none yet.
         begin = 1 if name == "SGD fused" else 0
-        train_at_random(Pair(ELEMENTWISE[name]), 20, seed=ranks, begin=begin)
+        train_at_random(Pair(ELEMENTWISE[name]), 40 if NIGHTLY else 12, seed=ranks, begin=begin)
 
     run_checks(ranks, [(name, partial(train, name)) for name in variants(ranks)], timeout=120)
 

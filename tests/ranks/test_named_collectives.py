@@ -24,7 +24,7 @@ import helpers
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate, set_checks
 from fsdp2.checks import comm_watcher
 from fsdp2.engine.comm import CoalescedComm
-from helpers import RankError, alone, run_ranks
+from helpers import NIGHTLY, RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
 
 WIDTHS = (4, 240)
@@ -204,7 +204,10 @@ def test_all_ranks_raise_and_the_next_step_is_exact(width: int) -> None:
     expected = alone(lambda: plain(width))
 
     def body(rank: int, size: int) -> list[str]:
-        problems = [f"level {level}: {text}" for level in (0, 1) for text in strays_one_by_one(new(rank), width, level)]
+        problems = [f"level 0: {text}" for text in strays_one_by_one(new(rank), width, 0)]
+        if width == WIDTHS[-1] and not NIGHTLY:  # at the debug level, what ranks compare does not depend on it
+            return problems
+        problems += [f"level 1: {text}" for text in strays_one_by_one(new(rank), width, 1)]
         with coalesced():
             return problems + [f"coalesced: {text}" for text in strays_one_by_one(new(rank), width, 1)]
 

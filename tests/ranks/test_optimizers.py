@@ -79,7 +79,7 @@ def test_training() -> None:
         blocks(run, model)
         decays = "weight_decay" in getattr(OPTIMIZERS[name], "keywords", {})
         optimizer = in_two_groups(model, OPTIMIZERS[name]) if decays else OPTIMIZERS[name](model.parameters())
-        for step in range(3):
+        for step in range(2):
             run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
 
     check(scenario, world_size=3, name=tuple(OPTIMIZERS))
@@ -282,7 +282,7 @@ def test_a_closure_returns_the_loss_of_all_ranks() -> None:
             loss.backward()
             return loss.item() if as_number else loss
 
-        for step in range(3):
+        for step in range(2):
             loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
             run.value(f"loss {step}", torch.as_tensor(loss, dtype=torch.float64).detach())
             run.value(f"kind {step}", isinstance(loss, Tensor))

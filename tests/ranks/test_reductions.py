@@ -85,7 +85,9 @@ def test_a_penalty_added_to_a_loss_has_the_plain_gradient(world_size: int) -> No
         lacking: list[str] = []
         for kind, weight in [*weights().items()][1:] if size == 3 else [*weights().items()][:1]:
             model, plain = fully_shard(Weighted(weight), mesh=mesh), Weighted(weight)
-            for name, penalty in PENALTIES.items():
+            for i, (name, penalty) in enumerate(PENALTIES.items()):
+                if kind != "ties" and size == 3 and i % 2 != (kind == "few rows"):
+                    continue  # of the other two kinds, each operation has one in turn
                 model.zero_grad()
                 plain.zero_grad()
                 try:

@@ -1,10 +1,10 @@
-"""Tests that every setter of FSDPModule leaves the numbers of a step as they are, against plain training.
+"""Tests settings of FSDPModule against plain training.
 
-tests/trace/test_every_setting.py tests that each setting has an effect, without ranks.
+tests/trace/test_every_setting.py tests that each setting has an effect, without ranks; test_training.py draws them, one
+and several at once, in whatever way a model trains. Here are settings that change between steps, or the numbers.
 """
 
 import copy
-import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,185 +14,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.engine import reduce
 from helpers import run_checks, world_sizes
+from own_collectives import Gather, Scatter
 from scenarios import (
     ROWS,
     WIDTH,
-    Block,
     MayFail,
     Net,
     Run,
+    Uneven,
     Wrap,
     blocks,
     check,
     kept,
-    leaves,
     loss_of,
     sgd,
     whole,
 )
-
-
-class Model(nn.Module):
-    """An embedding, whose backward does not read its weight; blocks, one of which runs twice; one that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WIDTH + 1, WIDTH)
-        self.first, self.twice, self.never = Block(), Block(), Block()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x + self.embed((x > 0).sum(1)))
-        return self.head(self.twice(self.twice(x) * self.scale))
-
-
-class Gather:
-    """A user's all-gather, which remembers what it was called with. `is_async`: return a Work."""
-
-    def __init__(self, is_async: bool) -> None:
-        self.is_async = is_async
-        self.given: list[Tensor] = []
-        self.calls: list[tuple[Tensor, Tensor]] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.given.append(torch.empty(size, dtype=dtype, device=device))
-        return self.given[-1]
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.calls.append((output_tensor, input_tensor))
-        return self.done(group.allgather_into_tensor_coalesced([output_tensor], [input_tensor]))
-
-    def done(self, work: Any) -> Any:
-        if not self.is_async:
-            work.wait()
-        return work if self.is_async else None
-
-
-class Scatter(Gather):
-    """The same for a reduce-scatter, of which `factor` times the result is delivered."""
-
-    def __init__(self, is_async: bool, factor: float = 1) -> None:
-        super().__init__(is_async)
-        self.factor = factor
-
-    def __call__(  # type: ignore[override]
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        self.calls.append((output_tensor, input_tensor))
-        input_tensor.mul_(self.factor)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        return self.done(group.reduce_scatter_tensor_coalesced([output_tensor], [input_tensor], options))
+from training import SETTINGS
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def each(setter: Callable[[Any], object]) -> Callable[[nn.Module], None]:
-    """For setters that act on one module only."""
-
-    def set_all(model: nn.Module) -> None:
-        for module in sharded_modules(model):
-            setter(module)
-
-    return set_all
-
-
-def prefetch_what_never_runs(model: Any) -> None:
-    wrong = [module for module in sharded_modules(model) if module is model.never] or [model]
-    for module in sharded_modules(model):
-        module.set_modules_to_forward_prefetch(wrong)
-        module.set_modules_to_backward_prefetch(wrong)
-
-
-def prefetch_everything(model: nn.Module) -> None:
-    for module in sharded_modules(model):
-        module.set_modules_to_forward_prefetch(sharded_modules(model))
-        module.set_modules_to_backward_prefetch(sharded_modules(model))
-
-
-def prefetch_nothing(model: nn.Module) -> None:
-    for module in sharded_modules(model):
-        module.set_modules_to_forward_prefetch([])
-        module.set_modules_to_backward_prefetch([])
-
-
-SETTINGS: dict[str, Callable[[Any], object]] = {
-    "reshard_after_forward": lambda model: model.set_reshard_after_forward(True),
-    "no reshard_after_forward": lambda model: model.set_reshard_after_forward(False),
-    "no reshard_after_backward": lambda model: model.set_reshard_after_backward(False),
-    "no unshard_in_backward": lambda model: model.set_unshard_in_backward(False, recurse=True),
-    "prefetch nothing": prefetch_nothing,
-    "prefetch everything": prefetch_everything,
-    "prefetch what never runs": prefetch_what_never_runs,
-    "many input buffers": lambda model: model.set_reduce_scatter_max_input_buffers(9),
-    "force_sum": lambda model: model.set_force_sum_reduction_for_comms(True, recurse=True),
-    "hook": lambda model: model.set_all_reduce_hook(lambda reduced: None, recurse=True),
-    "divide factor": lambda model: model.set_gradient_divide_factor(dist.get_world_size(), recurse=True),
-    "all_gather": each(lambda module: module.set_custom_all_gather(Gather(is_async=False))),
-    "async all_gather": each(lambda module: module.set_custom_all_gather(Gather(is_async=True))),
-    "reduce_scatter": each(lambda module: module.set_custom_reduce_scatter(Scatter(is_async=False))),
-    "async reduce_scatter": each(lambda module: module.set_custom_reduce_scatter(Scatter(is_async=True))),
-    "separate group": lambda model: model.set_separate_reduce_scatter_group(),
-    "further backwards": lambda model: model.set_is_last_backward(False),
-    "keep storage": lambda model: model.set_keep_unsharded_storage(True),
-    "free viewed storage": lambda model: model.set_free_viewed_storage(True),
-}
-
-
 def apply(run: Run, model: nn.Module, *settings: str) -> None:
     for setting in settings if run.sharded else ():
         SETTINGS[setting](model)
-
-
-def train(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    """Two micro-batches a step, the first not synchronised in every other step; an evaluation in between."""
-    for step in range(steps):
-        for i in range(2):
-            run.set_sync(model, i == 1 or step == 0)
-            loss_of(model(run.batch(seed=10 * step + i))).backward()
-        run.step(f"step {step}", model, optimizer)
-        with torch.no_grad():
-            run.rows("evaluated", model(run.batch(seed=99)))
-
-
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
-def test_each_setting_leaves_the_numbers_alone(world_size: int) -> None:
-    """Set before the first step."""
-
-    def scenario(run: Run, setting: str, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        apply(run, model, setting)
-        train(run, model, sgd(model))
-
-    communicate = ("divide factor", "force_sum", "all_gather", "async reduce_scatter", "separate group")
-    check(scenario, world_size, setting=tuple(SETTINGS) if world_size == 2 else communicate, wrap=(leaves,))
-
-
-def test_settings_together_leave_the_numbers_alone() -> None:
-    """Six at a time, drawn at random, in any order: what one has built must not be in another's way."""
-    draw = random.Random(0)
-    together = tuple(tuple(draw.sample(list(SETTINGS), 6)) for _ in range(12))
-
-    def scenario(run: Run, settings: tuple[str, ...]) -> None:
-        model = run.build(Model)
-        blocks(run, model)
-        optimizer = sgd(model)
-        apply(run, model, *settings[:3])
-        run.step("first", model, optimizer, loss_of(model(run.batch(seed=1))))
-        apply(run, model, *settings[3:])
-        train(run, model, optimizer)
-
-    check(scenario, settings=together)
 
 
 def test_a_setting_is_taken_back() -> None:
@@ -208,7 +61,7 @@ def test_a_setting_is_taken_back() -> None:
     }
 
     def scenario(run: Run, setting: str, wrap: Wrap) -> None:
-        model = run.build(Model)
+        model = run.build(Uneven)
         wrap(run, model)
         optimizer = sgd(model)
         for step in range(4):
@@ -227,7 +80,7 @@ def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting(recomp
     """Only what nothing reads stays away: an embedding's weight, not a linear layer's, also under checkpointing."""
 
     def scenario(run: Run) -> None:
-        model = run.build(Model)
+        model = run.build(Uneven)
         blocks(run, model, reshard_after_forward=True)
         apply(run, model, "no unshard_in_backward")
         optimizer = sgd(model)
@@ -238,171 +91,6 @@ def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting(recomp
             run.rows("input", x.grad * x.shape[0])
 
     check(scenario)
-
-
-def _values(param: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(param.shape, generator=generator, dtype=param.dtype)
-    return distribute_tensor(values, param.device_mesh, param.placements) if isinstance(param, DTensor) else values
-
-
-def _local(param: Any) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def optimizer_step(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Run, nn.Module], None]:
-    def change(run: Run, model: nn.Module) -> None:
-        build([p for p in model.parameters() if p.grad is not None], lr=0.1, **options).step()
-
-    return change
-
-
-def in_place(change: Callable[[Any], object]) -> Callable[[Run, nn.Module], None]:
-    """Of each parameter, without grad."""
-
-    def change_all(run: Run, model: nn.Module) -> None:
-        with torch.no_grad():
-            for param in model.parameters():
-                change(param)
-
-    return change_all
-
-
-def step_by_hand(param: Any) -> None:
-    if param.grad is not None:
-        _local(param).sub_(0.1 * _local(param.grad))
-
-
-def load(run: Run, model: nn.Module, assign: bool = False) -> None:
-    state = {name: _values(param, seed=3) for name, param in model.state_dict().items()}
-    model.load_state_dict(state, assign=assign)
-
-
-def replace(run: Run, model: Any) -> None:
-    for owner in (model.twice.up, model.head):
-        owner.weight = nn.Parameter(_values(owner.weight, seed=4))
-
-
-def swap(run: Run, model: Any) -> None:
-    torch.utils.swap_tensors(model.head.weight, nn.Parameter(_values(model.head.weight, seed=4)))
-
-
-@torch.no_grad()
-def foreach_of_two(run: Run, model: nn.Module) -> None:
-    params = list(model.parameters())
-    torch._foreach_lerp_(params, [_values(p, seed=2) for p in params], 0.1)
-
-
-def assign_data(param: Tensor) -> None:
-    param.data = param.data * 0.9
-
-
-def in_inference_mode(run: Run, model: nn.Module) -> None:
-    with torch.inference_mode():
-        for param in model.parameters():
-            param.mul_(0.9)
-
-
-def write_to_kept_state(run: Run, model: nn.Module) -> None:
-    """As `dcp.load` does into a state dict that was taken before."""
-    if "kept_state" not in vars(model):
-        vars(model)["kept_state"] = model.state_dict()
-    for value in vars(model)["kept_state"].values():
-        _local(value).mul_(0.9)
-
-
-CHANGES: dict[str, Callable[[Run, nn.Module], object]] = {
-    "SGD foreach": optimizer_step(torch.optim.SGD, foreach=True),
-    "SGD one by one": optimizer_step(torch.optim.SGD, foreach=False),
-    "AdamW foreach": optimizer_step(torch.optim.AdamW, foreach=True),
-    "AdamW fused": optimizer_step(torch.optim.AdamW, fused=True),
-    "Adagrad": optimizer_step(torch.optim.Adagrad),
-    "by hand, on the local tensors": in_place(step_by_hand),
-    "by hand, on the DTensors": in_place(lambda p: p.sub_(0.1 * p.grad) if p.grad is not None else None),
-    "mul_": in_place(lambda p: p.mul_(0.9)),
-    "mul_ of a detached one": in_place(lambda p: p.detach().mul_(0.9)),
-    "mul_ of a view": in_place(lambda p: p.view(p.shape).mul_(0.9)),
-    "out=": in_place(lambda p: torch.mul(p, 0.9, out=p)),
-    "mul_ in inference mode": in_inference_mode,
-    "foreach on the local tensors": lambda run, model: torch._foreach_mul_(
-        [_local(p).detach() for p in model.parameters()], 0.9
-    ),
-    "copy_": in_place(lambda p: p.copy_(_values(p, seed=2))),
-    "copy_ to a state dict": lambda run, model: [p.copy_(_values(p, seed=2)) for p in model.state_dict().values()],
-    "init": in_place(lambda p: nn.init.constant_(p, 0.3)),
-    "load_state_dict": load,
-    "load_state_dict(assign)": lambda run, model: load(run, model, assign=True),
-    "load_state_dict of a part": lambda run, model: load(run, model.twice.up),  # type: ignore[arg-type]
-    "to(dtype) and back": lambda run, model: model.float().double(),
-    "to(dtype) of a part, and back": lambda run, model: model.head.float().double(),  # type: ignore[union-attr]
-    "replaced": replace,
-    "swapped": swap,
-    "the local tensor in a state dict": lambda run, model: [_local(p).mul_(0.9) for p in model.state_dict().values()],
-    "the local tensor in a state dict that is kept": write_to_kept_state,
-    "the local tensor of a detached one": in_place(lambda p: _local(p.detach()).mul_(0.9)),
-    "the local tensor of a view": in_place(lambda p: _local(p.view(p.shape)).mul_(0.9)),
-    "the local tensor of a transposed one": in_place(lambda p: _local(p.transpose(0, -1)).mul_(0.9)),
-    ".data": in_place(lambda p: p.data.mul_(0.9)),
-    ".data of a detached one": in_place(lambda p: p.detach().data.mul_(0.9)),
-    "copy_ to .data": in_place(lambda p: p.data.copy_(_values(p, seed=2))),
-    ".data assigned": in_place(assign_data),
-    "foreach": lambda run, model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.9),
-    "foreach of two lists": foreach_of_two,
-    "foreach of .data": lambda run, model: torch._foreach_mul_([p.data for p in model.parameters()], 0.9),
-    "freezing": lambda run, model: model.twice.requires_grad_(False),  # type: ignore[union-attr]
-}
-
-UNCOUNTED: dict[str, Callable[[Run, nn.Module], object]] = {
-    "the local tensor's .data": in_place(lambda p: _local(p).data.mul_(0.9)),
-}
-
-
-def train_around(run: Run, model: nn.Module, change: Callable[[Run, nn.Module], object]) -> None:
-    """Leave full parameters behind in each way there is, change the sharded ones, and show what comes then."""
-    loss_of(model(run.batch(seed=1))).backward()
-    change(run, model)
-    with torch.no_grad():
-        run.rows("evaluated", model(run.batch(seed=2)))
-    change(run, model)
-    loss_of(model(run.batch(seed=3))).backward()
-    run.grads("trained", model)
-    change(run, model)
-    model(run.batch(seed=4))
-    change(run, model)
-    loss_of(model(run.batch(seed=5))).backward()
-    run.grads("after a forward alone", model)
-    run.params("last", model)
-
-
-def test_stale_unsharded_parameters_are_not_used() -> None:
-    """set_reshard_after_backward(False): whatever changes a parameter, the next forward computes with the new value."""
-
-    def scenario(run: Run, change: str, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        apply(run, model, "no reshard_after_backward")
-        train_around(run, model, CHANGES[change])
-
-    check(scenario, change=tuple(CHANGES), wrap=(kept,))
-
-
-def test_unsharded_parameters_are_not_stale_after_changes_that_torch_does_not_count() -> None:
-    """Operations through a plain tensor's `.data` leave versions as they are: users call reshard."""
-
-    def scenario(run: Run, change: str, wrap: Wrap) -> None:
-        model = run.build(Model)
-        wrap(run, model)
-        apply(run, model, "no reshard_after_backward")
-
-        def change_and_reshard(run: Run, model: nn.Module) -> None:
-            UNCOUNTED[change](run, model)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-
-        train_around(run, model, change_and_reshard)
-
-    check(scenario, change=tuple(UNCOUNTED), wrap=(kept,))
 
 
 class Shift(nn.Module):
@@ -429,7 +117,8 @@ def test_unsharded_parameters_changed_between_forward_and_backward_are_stale() -
         if when == "between two backwards":
             loss.backward(retain_graph=True)
         if when == "before backward":
-            in_place(lambda p: p.mul_(0.9))(run, model)
+            with torch.no_grad():
+                torch._foreach_mul_([*model.parameters()], 0.9)
         else:
             later = loss_of(model(run.batch(seed=2)))
             later.backward(retain_graph=True)
@@ -571,19 +260,6 @@ def test_parameters_that_only_some_ranks_use(times: int) -> None:
         check(scenario, uses=USES, wrap=(whole, blocks), waits=(False, True))
     else:
         check(scenario, uses=USES[:1], wrap=(blocks,), waits=(False,))
-
-
-def test_parameters_that_only_some_of_three_ranks_use() -> None:
-    def scenario(run: Run, uses: tuple[str, ...]) -> None:
-        model = run.build(Branches)
-        blocks(run, model)
-        if isinstance(model, FSDPModule):
-            model.set_reduce_scatter_unused_params(True)
-        optimizer = sgd(model)
-        branches_backward(run, model, uses, seed=1)
-        show_with_zeros(run, "step", model, optimizer)
-
-    check(scenario, 3, uses=(("a", "b", ""), ("", "ab", "ab")))
 
 
 def test_unused_parameters_of_one_module_only() -> None:
@@ -753,7 +429,7 @@ def test_a_finalisation_that_fails() -> None:
     """The next one delivers nothing of what this one has left: an optimizer would step on a part of the gradients."""
 
     def scenario(run: Run) -> None:
-        model = run.build(Model)
+        model = run.build(Uneven)
         blocks(run, model)
         in_flight(run, model)
         optimizer = sgd(model)
@@ -923,7 +599,7 @@ def test_roots_that_share_the_bound_of_their_reductions() -> None:
             hidden.backward(cut.grad)
             run.step(f"step {step}", nn.ModuleList([first, second]), optimizer)
 
-    options = ((), ("many input buffers",), ("separate group", "further backwards"))
+    options = ((), ("many reductions",), ("separate group", "further backwards"))
     check(scenario, when=("at first", "between backwards"), wrap=(blocks,), settings=options)
 
 
@@ -959,7 +635,7 @@ def test_modules_under_another_root_are_prefetched(world_size: int) -> None:
         loss_of(second(run.batch(seed=9))).backward()
         run.grads("the second alone", second)
 
-    check(scenario, world_size, wrap=(blocks,), settings=((), ("no reshard_after_forward",), ("keep storage",)))
+    check(scenario, world_size, wrap=(blocks,), settings=((), ("keep storage",)))
 
 
 def test_reductions_in_flight_when_roots_begin_to_share() -> None:
@@ -1008,7 +684,7 @@ def test_a_failing_reduction_of_unsynchronized_gradients() -> None:
     """Half begun, it leaves nothing that another finalisation would deliver as if it were all."""
 
     def scenario(run: Run) -> None:
-        model = run.build(Model)
+        model = run.build(Uneven)
         blocks(run, model)
         optimizer = sgd(model)
         if run.sharded:

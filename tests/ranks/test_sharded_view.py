@@ -1,6 +1,6 @@
 """Tests that users see the same sharded parameters outside forward and backward, and never stale unsharded ones."""
 
-from collections.abc import Callable
+import zlib
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import FSDPModule, fully_shard
 from helpers import fake_world
 from matrix import TOPOLOGIES, Matrix, MatrixRun
-from scenarios import WRAPS, MayFail, Net, Run, Wrap, check, kept, leaves, loss_of, sgd, whole
+from scenarios import WRAPS, MayFail, Net, Run, Uneven, Wrap, check, kept, leaves, loss_of, sgd, whole
+from weight_changes import CHANGES
 
 matrix = Matrix()
 
@@ -183,125 +184,30 @@ def test_parameters_are_unsharded_again_after_a_zero_grad_that_raises() -> None:
 
 # ---- stale weights ---------------------------------------------------------------------------------------------------
 
-FACTOR = 0.9
 
+@matrix.over(change=tuple(CHANGES))
+def every_change_of_the_weights_shows_in_the_next_forward(run: MatrixRun, change: str) -> None:
+    """Full parameters are left behind in each way there is: by backward, by a forward alone, by evaluation.
 
-def by_optimizer(**options: bool) -> Callable[..., None]:
-    def change(model: nn.Module, other: nn.Module) -> None:
-        for param, source in zip(model.parameters(), other.parameters(), strict=True):
-            param.grad = source.detach().clone()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3, **options)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    change.__name__ = f"adamw {options}"
-    return change
-
-
-def by_data(model: nn.Module, other: nn.Module) -> None:
-    for param, source in zip(model.parameters(), other.parameters(), strict=True):
-        param.data.mul_(FACTOR).add_(source.data, alpha=1 - FACTOR)
-
-
-@torch.no_grad()
-def by_lerp(model: nn.Module, other: nn.Module) -> None:
-    torch._foreach_lerp_(list(model.parameters()), list(other.parameters()), 1 - FACTOR)
-
-
-@torch.no_grad()
-def by_foreach_mul(model: nn.Module, other: nn.Module) -> None:
-    torch._foreach_mul_([p.detach() for p in model.parameters()], FACTOR)
-
-
-@torch.no_grad()
-def by_copy(model: nn.Module, other: nn.Module) -> None:
-    for param, source in zip(model.parameters(), other.parameters(), strict=True):
-        param.copy_(source)
-
-
-@torch.no_grad()
-def by_local(model: nn.Module, other: nn.Module) -> None:
-    for param in model.parameters():
-        (param.to_local() if isinstance(param, DTensor) else param).mul_(FACTOR)
-
-
-def by_new_parameter(model: nn.Module, other: nn.Module) -> None:
-    for module in model.modules():
-        for name, param in list(module._parameters.items()):
-            setattr(module, name, nn.Parameter(param.detach() * FACTOR))
-
-
-def by_loading(model: nn.Module, other: nn.Module) -> None:
-    model.load_state_dict({name: value * FACTOR for name, value in other.state_dict().items()})
-
-
-def by_loading_assign(model: nn.Module, other: nn.Module) -> None:
-    model.load_state_dict({name: value * FACTOR for name, value in other.state_dict().items()}, assign=True)
-
-
-@torch.inference_mode()
-def in_inference_mode(model: nn.Module, other: nn.Module) -> None:
-    for param in model.parameters():
-        param.mul_(FACTOR)
-
-
-CHANGES = (
-    by_optimizer(foreach=True),
-    by_optimizer(foreach=False),
-    by_optimizer(fused=True),
-    by_data,
-    by_lerp,
-    by_foreach_mul,
-    by_copy,
-    by_local,
-    by_new_parameter,
-    by_loading,
-    by_loading_assign,
-    in_inference_mode,
-)
-
-
-@matrix.over(change=CHANGES, wrap=(whole, kept, leaves))
-def every_change_of_the_weights_shows_in_the_next_forward(
-    run: MatrixRun, change: Callable[..., None], wrap: Wrap
-) -> None:
-    """A teacher that follows in place and is evaluated: full copies kept from the last forward would be stale."""
-    model, other = run.build(Net), run.build(Net, seed=2)
-    wrap(run, model)
-    wrap(run, other)
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        run.rows("before", evaluate(run, model, 1, mode))
-        change(model, other)
-        run.rows("after", evaluate(run, model, 1, mode))
-    train(run, model, 2)
-    change(model, other)
-    run.rows("after training", evaluate(run, model, 1))
-    change(model, other)
-    run.params("in the end", model)
-    model.zero_grad()
-    run.step("trained", model, sgd(model), loss_of(model(run.batch(seed=3))))
-
-
-@matrix.over(wrap=WRAPS)
-def a_teacher_that_follows_the_student(run: MatrixRun, wrap: Wrap) -> None:
-    """Exponential averages of sharded weights, evaluated in every step, before and after the student's own step."""
-    student, teacher = run.build(Net), run.build(Net)
-    teacher.requires_grad_(False)
-    wrap(run, student)
-    wrap(run, teacher)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=0.01, eps=1e-3, foreach=True)
-    for step in range(4):
-        x = run.batch(seed=step)
-        with torch.no_grad():
-            target = teacher(x)
-        run.rows("target", target)
-        loss = (student(x) - target).square().mean() + loss_of(student(x))
-        run.rows("target again", evaluate(run, teacher, step))
-        run.step(f"student {step}", student, optimizer, loss)
-        with torch.no_grad():
-            torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
-        run.params(f"teacher {step}", teacher)
-        run.rows("student evaluated", evaluate(run, student, step))
+    Ways to wrap are dealt to the changes.
+    """
+    model = run.build(Uneven)
+    (whole, kept, leaves)[zlib.crc32(change.encode()) % 3](run, model)
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_backward(False)
+    train(run, model, 1)
+    for seed, mode in enumerate((torch.no_grad, torch.inference_mode, torch.enable_grad)):
+        CHANGES[change](model)
+        run.rows(f"evaluated {seed}", evaluate(run, model, seed, mode))
+    CHANGES[change](model)
+    train(run, model, 3)
+    run.grads("trained", model)
+    CHANGES[change](model)
+    model(run.batch(seed=4))
+    CHANGES[change](model)
+    train(run, model, 5)
+    run.grads("after a forward alone", model)
+    run.params("last", model)
 
 
 @matrix.over(wrap=WRAPS)

@@ -70,7 +70,7 @@ def model_of(build: Callable[[], TinyModel], shard: Callable[..., Any] | None = 
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
 
 
 def batch(model: TinyModel, seed: int, own: bool = True) -> Tensor:

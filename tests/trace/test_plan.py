@@ -254,13 +254,13 @@ def measure_step(model: nn.Module, batch: Any, meter: AllocationMeter, step: str
 
 
 def dealt(name: str) -> list[str]:
-    """Returns the settings of a model: at night all, else the default and three of the others, dealt in turns. Several
+    """Returns the settings of a model: at night all, else the default and two of the others, dealt in turns. Several
     blocks in one call are for models that have blocks side by side.
     """
     first, *others = SETTINGS
     turn, model = [*MODELS].index(name), MODELS[name]()
     calls = fsdp2.wrap_groups(model)
-    settings = [first, *(others if NIGHTLY else [others[(turn + step) % len(others)] for step in (0, 2, 5)])]
+    settings = [first, *(others if NIGHTLY else [others[(turn + step) % len(others)] for step in (0, 3)])]
     can_join = len(join_blocks(model, calls, 2)) < len(calls)
     return [setting for setting in settings if setting != "blocks together" or can_join]
 

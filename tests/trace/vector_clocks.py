@@ -40,6 +40,8 @@ from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp2
+
 Clock = Counter["Stream"]
 
 HOST_READS = {
@@ -49,6 +51,7 @@ HOST_READS = {
 """Operations whose result the host needs, or whose size it needs."""
 PLAIN = (Tensor, torch.nn.Parameter)
 ALLOCATE_ONLY = ("empty", "new_empty", "resize", "lift")
+PACKAGE = fsdp2.__file__.removesuffix("__init__.py")
 TOUCH_NOTHING = ("detach", "set_", "alias", "_unsafe_view")
 
 
@@ -400,5 +403,4 @@ def _file_in_package(code: CodeType) -> str | None:
     """Returns "" of other code, and None of pytest's, outside which there is none of the package."""
     if "/_pytest/" in code.co_filename:
         return None
-    _, folder, file = code.co_filename.rpartition("/fsdp2/")
-    return file if folder and "/tests/" not in code.co_filename else ""
+    return code.co_filename.removeprefix(PACKAGE) if code.co_filename.startswith(PACKAGE) else ""
