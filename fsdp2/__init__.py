@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.join import Joined, join
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
@@ -54,6 +55,7 @@ _MODULES = {
     "Finding": "tools.finding",
     "GroupDescription": "tools.describe",
     "GroupPadding": "tools.padding",
+    "Joined": "features.join",
     "MatrixSplit": "optim.split",
     "ModelDescription": "tools.describe",
     "ParamBucket": "tools.stream",
@@ -78,6 +80,7 @@ _MODULES = {
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
+    "join": "features.join",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
@@ -120,6 +123,7 @@ __all__ = [
     "GradientReductionHandle",
     "GroupDescription",
     "GroupPadding",
+    "Joined",
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
@@ -150,6 +154,7 @@ __all__ = [
     "flatten_optimizer",
     "full_params",
     "fully_shard",
+    "join",
     "muon",
     "no_sync",
     "padding_report",
