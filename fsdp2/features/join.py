@@ -326,6 +326,8 @@ class JoinConsensus(Consensus):
         self._is_in_step = False
         self._is_serving = self._is_broken = self._is_closed = False
         self._held: dict[FSDPParamGroup, set[int]] = {}
+        # While all ranks are present: which gradients the last backward has delivered, and their versions.
+        self._delivered: dict[FSDPParam, tuple[int, int]] = {}
         self._versions: dict[FSDPParamGroup, tuple[int, ...]] = {}
         # What settings of groups were when this rank began to serve, or to follow.
         self._settings: dict[FSDPParamGroup, Any] = {}
@@ -375,7 +377,7 @@ class JoinConsensus(Consensus):
                 self._is_serving = True
                 self._prepare()
                 self._post_hook = register_optimizer_step_post_hook(self._after_step)
-                self._hold(zeros=False)  # those were cleared in this step, which ranks that have joined do not begin
+                self._hold(but_cleared=True)  # in this step, which ranks that have joined do not begin
                 self._note_versions()
 
     def _prepare(self) -> None:
@@ -428,10 +430,8 @@ class JoinConsensus(Consensus):
             if self.conditional and not self.has_joined:
                 super().before_gather(group)
             return
-        restores = group.phase is SECONDARY
-        comm = group.comms.post_forward if restores else group.comms.gathers
-        if group.params and comm is not None and comm.size > 1:
-            index = self._indices[group]
+        if group.params:  # also where one rank has them whole: checks count gathers
+            index, restores = self._indices[group], group.phase is SECONDARY
             self._reach(_RESTORE + index if restores else GATHER + _KINDS * index, group in self.conditional)
         elif is_begun:
             self._tell(_FAILED)  # there was nothing to gather
@@ -476,9 +476,16 @@ class JoinConsensus(Consensus):
             self._depth -= 1
 
     def after_delivery(self) -> None:
-        if not self.has_joined and self._is_serving and not self._is_in_step and not self._is_closed:
+        if self.has_joined or self._is_in_step or self._is_closed:
+            return
+        if self._is_serving:
             self._hold()
             self._note_versions()  # optimizers may have stepped in backward
+            return
+        with no_torch_function():
+            params = (param for group in self._root.groups for param in group.params)
+            found = ((param, param.sharded.grad) for param in params)
+            self._delivered = {param: _version_of(grad) for param, grad in found if grad is not None}
 
     def before_weights(self) -> None:
         if self._is_off() or not self._is_serving or self._is_in_step:
@@ -712,17 +719,22 @@ class JoinConsensus(Consensus):
 
     # ---- held gradients
 
-    def _hold(self, zeros: bool = True) -> None:
-        """Puts placeholders into `.grad` until the next step or backward. `zeros`: also where it is of zeros."""
+    def _hold(self, but_cleared: bool = False) -> None:
+        """Puts placeholders into `.grad` until the next step or backward.
+
+        `but_cleared`: not where it was set to zero since it was delivered.
+        """
         with no_torch_function():
             for group, i in self._each_param():
                 param = group.params[i]
                 gradient = param.sharded.grad
                 if gradient is None or isinstance(gradient, UnsynchronizedGrad):
                     continue
-                if zeros or local_of(gradient).count_nonzero():
+                is_changed = but_cleared and self._delivered.get(param) != _version_of(gradient)
+                if not is_changed or local_of(gradient).count_nonzero():
                     put_placeholder(param, HeldGrad)
                     self._held.setdefault(group, set()).add(i)
+        self._delivered.clear()
 
     def _release(self) -> None:
         """Puts the gradients back."""
@@ -774,6 +786,8 @@ class JoinConsensus(Consensus):
         if not self._settings:
             self._prepare()
         for group in self._root.groups:
+            if group.settings.reduce_unused:
+                group.set(reduce_unused=False)  # this rank reduces what others ask for
             self._rest(group)
 
     def _next(self) -> int:
@@ -953,7 +967,7 @@ class JoinConsensus(Consensus):
         for group, before in self._settings.items():
             changes = {"reduce_when": before.reduce_when, "divide_factor": before.divide_factor}
             if self.has_joined:
-                changes |= {name: getattr(before, name) for name in ("reduce_gradients", "all_reduce", "divide_late")}
+                changes |= {name: getattr(before, name) for name in _FOLLOWED}
             group.set(**changes)
         # Ranks have recorded other orders, and have kept other groups.
         root.prefetcher.forget_order()
@@ -967,6 +981,10 @@ _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "
     "the latter only? Step it in the function that join gets as `step`, or behind the block."
 )
+
+
+# The settings of groups that a rank which has joined changes.
+_FOLLOWED = ("reduce_gradients", "all_reduce", "divide_late", "reduce_unused")
 
 
 class _GivenUp(Exception):
@@ -1008,6 +1026,10 @@ def _meet_fate(param: FSDPParam, fate: int) -> None:
             param.sharded.grad = None
         local = torch.zeros_like(param.local)
         param.sharded.grad = compat.new_dtensor(param.tensor_class, local, param.dtensor_spec)
+
+
+def _version_of(gradient: Tensor) -> tuple[int, int]:
+    return id(gradient), local_of(gradient)._version
 
 
 def _checksum_of(optimizer: Optimizer) -> int:

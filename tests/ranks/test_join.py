@@ -4,10 +4,10 @@ The oracle is the plain model on the batches of all ranks that have one, step by
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from conditional_models import Conditional, Dropped, Multimodal
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.engine.state import groups_below
 from helpers import RankError, assert_same, full, run_checks, run_ranks
-from models import OddMLP, TinyModel, mean_loss
+from models import ConvNet, ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 Counts = Sequence[int]
@@ -47,16 +49,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def plain_epoch(
-    model: Any, optimizer: Any, counts: Counts, by_present: bool = False, max_norm: float | None = None
-) -> None:
-    """Trains on all batches. Step i has those of the ranks that have so many."""
+def plain_epoch(model: Any, optimizer: Any, counts: Counts, by_present: bool = False, zeros: bool = False) -> None:
+    """Trains on all batches. Step i has those of the ranks that have so many. `zeros`: for parameters without gradient."""
     for i in range(max(counts)):
+        model.before_step(i)
         present = [rank for rank, count in enumerate(counts) if i < count]
         divisor = len(present) if by_present else len(counts)
         sum(mean_loss(model(batch_of(model, rank, i))) for rank in present).div(divisor).backward()
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for param in model.parameters() if zeros else ():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         optimizer.step()
         optimizer.zero_grad()
 
@@ -83,27 +84,35 @@ def counts_for(num_ranks: int) -> list[Counts]:
 
 
 def train_joined(
-    counts: Counts, joins: Callable[..., Any], by_present: bool = False, make: Any = OddMLP, **options: Any
+    counts: Counts,
+    joins: Callable[..., Any],
+    by_present: bool = False,
+    make: Callable[[], TinyModel] = OddMLP,
+    setup: Callable[[Any], Any] = shard,
+    tolerance: float = 1e-12,
 ) -> None:
-    """Two epochs of `for ...: backward(); step(); zero_grad()`, the second one with other numbers; then a step of all."""
+    """Two epochs of `backward(); step(); zero_grad()`, the second with other numbers; then a step of all ranks."""
     plain, rank = build(make), dist.get_rank()
-    model = shard(copy.deepcopy(plain), **options)
+    model = setup(copy.deepcopy(plain))
     optimizer, expected = adamw(model), adamw(plain)
+    same = {"rtol": tolerance, "atol": tolerance / 10}
     for of_ranks in (counts, counts[::-1]):
-        plain_epoch(plain, expected, of_ranks, by_present)
+        plain_epoch(plain, expected, of_ranks, by_present, zeros=setup is unused)
         with joins(model, optimizer, divide_by_initial_world_size=not by_present):
             for i in range(of_ranks[rank]):
+                model.before_step(i)
                 mean_loss(model(batch_of(plain, rank, i))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        compare(model, plain)
-    if max(counts):
+        compare(model, plain, **same)
+    if max(counts) and tolerance == 1e-12:
         compare_states(optimizer, expected)
-    plain_epoch(plain, expected, [1] * len(counts))
+    plain_epoch(plain, expected, [1] * len(counts), zeros=setup is unused)
+    model.before_step(0)
     mean_loss(model(batch_of(plain, rank, 0))).backward()
     optimizer.step()
     optimizer.zero_grad()
-    compare(model, plain)
+    compare(model, plain, **same)
 
 
 def ours(model: Any, optimizer: Any, **options: Any) -> Any:
@@ -124,3 +133,162 @@ def test_each_batch_counts_once(num_ranks: int) -> None:
         for by_present in (False, True)
     ]
     run_checks(num_ranks, checks)
+
+
+# ---- ways to shard
+
+
+def with_options(apply: Any = fully_shard, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: shard(model, apply, **options)
+
+
+def on_mesh(names: tuple[str, ...] | None = None, **options: Any) -> Callable[[Any], Any]:
+    """Shards on 2 x 2 ranks; the mesh is made when ranks run."""
+    return lambda model: shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), **options)
+
+
+def unused(model: Any) -> Any:
+    """A parameter that no rank uses gets a gradient of zeros."""
+    shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def late(model: Any) -> Any:
+    shard(model)
+    model.set_reshard_after_backward(False)
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    """Recomputes each block in backward."""
+    for block in model.blocks:
+        run = block.forward
+        block.forward = lambda *args, run=run: checkpoint(run, *args, use_reentrant=False)
+    return shard(model)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+AT_REST = DataParallelMeshDims(shard="s", shard_at_rest="r")
+
+ONE_AXIS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
+    "reshard after forward": (ConvStack, with_options(reshard_after_forward=True), 1e-12),
+    "keep after forward": (ConvStack, with_options(reshard_after_forward=False), 1e-12),
+    "keep after backward": (OddMLP, late, 1e-12),
+    "replicate": (OddMLP, with_options(replicate), 1e-12),
+    "offload": (OddMLP, with_options(offload_policy=CPUOffloadPolicy()), 1e-12),
+    "fp32 compute": (OddMLP, with_options(mp_policy=BF16), 1e-5),
+    "unused": (SkippedModule, unused, 1e-12),
+    "used by none": (SkippedModule, shard, 1e-12),
+    "blocks": (TinyGPT, shard, 1e-12),
+    "checkpointing": (TinyGPT, checkpointed, 1e-12),
+}
+TWO_AXES: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
+    "HSDP": (OddMLP, on_mesh(), 1e-12),
+    "HSDP with names": (ConvStack, on_mesh(("r", "s")), 1e-12),
+    "replicas that share what rests": (OddMLP, on_mesh(("r", "s"), dp_mesh_dims=AT_REST), 1e-12),
+    "restored among 2": (ConvStack, with_options(reshard_after_forward=2), 1e-12),
+}
+
+
+@pytest.mark.parametrize("ways", [ONE_AXIS, TWO_AXES], ids=["2 ranks", "4 ranks"])
+def test_ways_to_shard(ways: dict[str, Any]) -> None:
+    num_ranks = 2 if ways is ONE_AXIS else 4
+    counts = [(3, 1), (0, 2)] if num_ranks == 2 else [(1, 3, 2, 2), (2, 2, 0, 1)]
+    checks = [
+        (f"{name} {each}", partial(train_joined, each, ours, by_present, make, setup, tolerance))
+        for name, (make, setup, tolerance) in ways.items()
+        for each, by_present in zip(counts, (False, True), strict=True)
+    ]
+    run_checks(num_ranks, checks)
+
+
+class Recounting(Dropped):
+    """Leaves out layers by the number of rows, so that ranks differ; `example` makes batches of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plan = frozenset(("0",) if len(x) == 1 else ("1", "2") if len(x) == 2 else ())
+        return super().forward(x)
+
+
+class Seeing(Multimodal):
+    """Runs its towers by the number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plan = frozenset(("image",) if len(x) == 1 else ("audio", "image") if len(x) == 2 else ())
+        return super().forward(x)
+
+
+def conditionally(model: Any) -> Any:
+    for module, is_conditional in model.groups():
+        fully_shard(module, conditional=is_conditional)
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_conditional_modules(num_ranks: int) -> None:
+    """Ranks that are present leave modules out, and ranks that have joined leave out all."""
+    makes: dict[str, Any] = {"dropped": Recounting, "again": partial(Recounting, recompute=False), "towers": Seeing}
+    checks = [
+        (f"{name} {counts}", partial(train_joined, counts, ours, False, make, conditionally))
+        for name, make in makes.items()
+        for counts in counts_for(num_ranks)[:2]
+    ]
+    run_checks(num_ranks, checks)
+
+
+# ---- what a loop does
+
+
+def micro_steps(counts: Counts, rank: int, accumulates: int) -> Iterator[tuple[int, bool]]:
+    """Yields the number of each micro-batch of a rank, and whether it is the last of a step."""
+    yield from ((i, i % accumulates == accumulates - 1) for i in range(counts[rank]))
+
+
+def accumulate_plainly(plain: Any, optimizer: Any, counts: Counts, accumulates: int) -> None:
+    for first in range(0, max(counts), accumulates):
+        for i in range(first, first + accumulates):
+            for rank in (rank for rank, count in enumerate(counts) if i < count):
+                mean_loss(plain(batch_of(plain, rank, i))).div(len(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_accumulating(counts: Counts, how: str, setup: Callable[[Any], Any] = shard) -> None:
+    """A rank may run out amid an accumulation: what it has accumulated counts."""
+    plain, rank, accumulates = build(ConvStack), dist.get_rank(), 3
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i, is_last in micro_steps(counts, rank, accumulates):
+            if how == "replicas last":
+                model.set_requires_all_reduce(is_last)
+            elif how != "each":
+                model.set_requires_gradient_sync(is_last)
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=how != "each")
+    accumulate_plainly(plain, expected, counts, accumulates)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, **EXACT, name="a parameter")
+    compare_states(optimizer, expected)
+
+
+def test_ranks_run_out_amid_an_accumulation() -> None:
+    checks = [
+        (f"{how} {counts}", partial(train_accumulating, counts, how))
+        for how in ("last", "each")
+        for counts in ((6, 2), (1, 6), (3, 5, 6)[:2], (0, 3))
+        if max(counts) % 3 == 0
+    ]
+    run_checks(2, checks)
+
+
+def test_replicas_run_out_amid_an_accumulation() -> None:
+    checks = [
+        (f"{how} {counts}", partial(train_accumulating, counts, how, on_mesh()))
+        for how in ("last", "replicas last", "each")
+        for counts in ((6, 2, 3, 4), (3, 3, 1, 0))
+    ]
+    run_checks(4, checks)
