@@ -65,8 +65,9 @@ _NAMES = {
     _FAILED: "giving up a forward or backward that has raised",
 }
 # What has become of the gradient of a parameter on the ranks that are present: there is none; it was cleared since
-# backward; it is of zeros; it is as backward has left it; it is anything else.
-_NONE, _CLEARED, _ZEROS, _KEPT, _CHANGED = range(5)
+# backward; it was set to zero; that, or it is as backward has left it; it is so; it is anything else. If ranks differ,
+# the last one counts.
+_NONE, _CLEARED, _ZEROS, _UNSURE, _KEPT, _CHANGED = range(6)
 
 _HOW = (
     "Pass what all ranks are to do for a step, clipping and schedulers included, as a function: "
@@ -326,8 +327,8 @@ class JoinConsensus(Consensus):
         self._is_in_step = False
         self._is_serving = self._is_broken = self._is_closed = False
         self._held: dict[FSDPParamGroup, set[int]] = {}
-        # While all ranks are present: which gradients the last backward has delivered, and their versions.
-        self._delivered: dict[FSDPParam, tuple[int, int]] = {}
+        # Those of them that are zeros on this rank, of before the first rank had joined.
+        self._unsure: set[tuple[FSDPParamGroup, int]] = set()
         self._versions: dict[FSDPParamGroup, tuple[int, ...]] = {}
         # What settings of groups were when this rank began to serve, or to follow.
         self._settings: dict[FSDPParamGroup, Any] = {}
@@ -377,7 +378,7 @@ class JoinConsensus(Consensus):
                 self._is_serving = True
                 self._prepare()
                 self._post_hook = register_optimizer_step_post_hook(self._after_step)
-                self._hold(but_cleared=True)  # in this step, which ranks that have joined do not begin
+                self._hold_first()
                 self._note_versions()
 
     def _prepare(self) -> None:
@@ -481,11 +482,6 @@ class JoinConsensus(Consensus):
         if self._is_serving:
             self._hold()
             self._note_versions()  # optimizers may have stepped in backward
-            return
-        with no_torch_function():
-            params = (param for group in self._root.groups for param in group.params)
-            found = ((param, param.sharded.grad) for param in params)
-            self._delivered = {param: _version_of(grad) for param, grad in found if grad is not None}
 
     def before_weights(self) -> None:
         if self._is_off() or not self._is_serving or self._is_in_step:
@@ -623,19 +619,21 @@ class JoinConsensus(Consensus):
             RuntimeError: they can't; on all ranks.
         """
         root = self._root
-        flags = [flag for g in root.groups for flag in (g.settings.reduce_gradients, g.settings.all_reduce)]
+        flags = [int(f) for g in root.groups for f in (g.settings.reduce_gradients, g.settings.all_reduce)]
         with no_torch_function():
             fates = [0 if self.has_joined else self._find_fate(group, i) for group, i in self._each_param()]
-        own = [self._is_written(), self.num_joined, self._find_block(), root.num_resets, *map(int, flags), *fates]
+        own = [self._is_written(), self.num_joined, self._find_block(), root.num_resets, *flags, *fates]
         common = self._find_common(event)
         found = self._find_largest([*self._told(own), *common, *(-each for each in common)], event)
         (is_written, self.num_joined, block, num_resets), found = found[:4], found[4:]
         flags, fates, found = found[: len(flags)], found[len(flags) : len(own) - 4], found[len(own) - 4 :]
         self._refuse_written(is_written)
         self._refuse_differences(found[: len(common)], [-each for each in found[len(common) :]])
+        self._unsure.clear()
         for (group, i), fate in zip(self._each_param(), fates, strict=True):
             if fate == _CHANGED:
                 self._fail(f"{group.params[i].name}: its gradient was changed since backward. {_HOW}")
+        self._refuse_unsure([each for each, fate in zip(self._each_param(), fates, strict=True) if fate == _UNSURE])
         if self.has_joined:
             self._follow(block, num_resets, flags)
             with no_torch_function():
@@ -680,12 +678,31 @@ class JoinConsensus(Consensus):
     def _find_fate(self, group: FSDPParamGroup, i: int) -> int:
         """Returns what has become of the gradient of a parameter since the last backward."""
         gradient: Any = group.params[i].sharded.grad
-        if isinstance(gradient, UnsynchronizedGrad):
-            return _KEPT
+        if _is_placeholder(gradient):
+            return _UNSURE if (group, i) in self._unsure else _KEPT
         was_there = i in group.placeholders or i in self._held.get(group, ())
         if gradient is None:
             return _CLEARED if was_there else _NONE
         return _CHANGED if local_of(gradient).count_nonzero() else _ZEROS
+
+    def _refuse_unsure(self, unsure: Sequence[tuple[FSDPParamGroup, int]]) -> None:
+        """Raises RuntimeError if a rank that has joined has more than zeros where those that are present have zeros."""
+        if not unsure:
+            return
+        with no_torch_function():
+            own = [group.params[i].sharded.grad for group, i in unsure]
+            differs = [
+                self.has_joined and not (grad is None or _is_placeholder(grad)) and bool(local_of(grad).count_nonzero())
+                for grad in own
+            ]
+        found = self._find_largest([*map(int, differs)], _BACKWARD)
+        names = [group.params[i].name for (group, i), each in zip(unsure, found, strict=True) if each]
+        if names:
+            self._fail(
+                f"{names[0]}: its gradient is zero on the ranks that are present, and not on one that has run out of "
+                "batches, which can't know if it was set to zero. Call optimizer.zero_grad(), without "
+                f"set_to_none=False, or clear gradients behind each step. {_HOW}"
+            )
 
     def _is_written(self) -> int:
         return int(not self.has_joined and any(g.shard_versions() != v for g, v in self._versions.items()))
@@ -719,22 +736,37 @@ class JoinConsensus(Consensus):
 
     # ---- held gradients
 
-    def _hold(self, but_cleared: bool = False) -> None:
-        """Puts placeholders into `.grad` until the next step or backward.
-
-        `but_cleared`: not where it was set to zero since it was delivered.
-        """
+    def _hold(self) -> None:
+        """Puts placeholders into `.grad` until the next step or backward."""
         with no_torch_function():
             for group, i in self._each_param():
                 param = group.params[i]
-                gradient = param.sharded.grad
-                if gradient is None or isinstance(gradient, UnsynchronizedGrad):
-                    continue
-                is_changed = but_cleared and self._delivered.get(param) != _version_of(gradient)
-                if not is_changed or local_of(gradient).count_nonzero():
+                if param.sharded.grad is not None and not _is_placeholder(param.sharded.grad):
                     put_placeholder(param, HeldGrad)
                     self._held.setdefault(group, set()).add(i)
-        self._delivered.clear()
+
+    def _hold_first(self) -> None:
+        """Holds gradients of before the first rank had joined. This step may have begun with setting them to zero, which
+        a rank that has joined does not begin: all of an optimizer at once, and then they are zeros.
+        """
+        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        index = {id(param): k for k, each in enumerate(optimizers) for param in _params_of(each)}
+        of_optimizer: dict[int | None, list[tuple[FSDPParamGroup, int, Tensor]]] = {}
+        with no_torch_function():
+            for group, i in self._each_param():
+                param = group.params[i].sharded
+                if param.grad is not None and not _is_placeholder(param.grad):
+                    of_optimizer.setdefault(index.get(id(param)), []).append((group, i, local_of(param.grad)))
+            for k, found in of_optimizer.items():
+                filled = [(group, i) for group, i, local in found if local.numel()]
+                zeros = [(group, i) for group, i, local in found if not local.count_nonzero()]
+                if filled and {*filled} <= {*zeros}:
+                    continue
+                if k is None or not filled:
+                    self._unsure.update(zeros)
+                for group, i, _ in found:
+                    put_placeholder(group.params[i], HeldGrad)
+                    self._held.setdefault(group, set()).add(i)
 
     def _release(self) -> None:
         """Puts the gradients back."""
@@ -1009,6 +1041,10 @@ def _modules_of(root: Root) -> list[nn.Module]:
     return [*dict.fromkeys(module for outer in root.state.modules for module in outer.modules())]
 
 
+def _is_placeholder(gradient: Tensor | None) -> bool:
+    return isinstance(gradient, UnsynchronizedGrad)
+
+
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
     for module, is_training in zip(modules, modes, strict=True):
         if module.training != is_training:
@@ -1018,7 +1054,7 @@ def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
 def _meet_fate(param: FSDPParam, fate: int) -> None:
     """Does to the gradient of a rank that has joined what was done to those of the others."""
     gradient: Any = param.sharded.grad
-    is_waiting = isinstance(gradient, UnsynchronizedGrad)
+    is_waiting = _is_placeholder(gradient)
     if fate == _CLEARED or (fate == _NONE and not is_waiting):
         param.sharded.grad = None
     elif fate == _ZEROS:
@@ -1028,8 +1064,8 @@ def _meet_fate(param: FSDPParam, fate: int) -> None:
         param.sharded.grad = compat.new_dtensor(param.tensor_class, local, param.dtensor_spec)
 
 
-def _version_of(gradient: Tensor) -> tuple[int, int]:
-    return id(gradient), local_of(gradient)._version
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _checksum_of(optimizer: Optimizer) -> int:

@@ -69,11 +69,10 @@ def compare(model: nn.Module, plain: nn.Module, **tolerance: float) -> None:
 
 
 def compare_states(optimizer: Any, plain: Any) -> None:
-    ours, theirs = ([*each.state.values()] for each in (optimizer, plain))
-    assert len(ours) == len(theirs)
-    for own, expected in zip(ours, theirs, strict=True):
-        for name, value in expected.items():
-            assert_same(full(own[name]), value, **EXACT, name=name)
+    assert len(optimizer.state) == len(plain.state)
+    for own, other in zip(optimizer.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        for name, value in plain.state[other].items() if other in plain.state else ():
+            assert_same(full(optimizer.state[own][name]), value, **EXACT, name=name)
 
 
 def counts_for(num_ranks: int) -> list[Counts]:
@@ -292,3 +291,139 @@ def test_replicas_run_out_amid_an_accumulation() -> None:
         for counts in ((6, 2, 3, 4), (3, 3, 1, 0))
     ]
     run_checks(4, checks)
+
+
+def train_stepping(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    """Clips, steps and follows a schedule in the function that all ranks call."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    sides = []
+    for side in (model, plain):
+        optimizer = adamw(side)
+        sides.append((side, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)))
+    norms: list[float] = []
+
+    def step(side: Any, optimizer: Any, schedule: Any) -> float:
+        clip = fsdp2.clip_grad_norm_ if side is model else torch.nn.utils.clip_grad_norm_
+        norm = clip(side.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    for of_ranks in (counts, counts[::-1]):
+        with fsdp2.join(model, partial(step, *sides[0])) as joined:
+            for i in range(of_ranks[rank]):
+                mean_loss(model(batch_of(plain, rank, i))).backward()
+                norms.append(joined.step())
+        norms = norms[-of_ranks[rank] or len(norms) :]
+        for i in range(max(of_ranks)):
+            present = [each for each, count in enumerate(of_ranks) if i < count]
+            sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(of_ranks)).backward()
+            norm = step(*sides[1])
+            assert i >= of_ranks[rank] or abs(norms[i] - norm) < 1e-12
+        compare(model, plain)
+    compare_states(sides[0][1], sides[1][1])
+    assert sides[0][2].get_last_lr() == sides[1][2].get_last_lr()
+
+
+def train_in_backward(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    model.set_optimizer_in_backward(optimizer)
+    with Join([model]):
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+    plain_epoch(plain, expected, counts)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, **EXACT, name="a parameter")
+    compare_states(optimizer, expected)
+
+
+def weigh(counts: Counts, sync: str, num_batches: int | None, setup: Callable[[Any], Any] = shard) -> None:
+    """Steps of two micro-batches, divided by the rows of all ranks that have some."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def loss_sum(side: Any, rows: Tensor) -> Tensor:
+        return (side(rows) - 0.5).square().sum()
+
+    means = []
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            with fsdp2.accumulate(model, sync=sync, num_batches=num_batches) as acc:
+                for k in range(2):
+                    rows = batch_of(plain, rank, 2 * i + k)
+                    acc.backward(loss_sum(model, rows), weight=len(rows))
+            means.append((acc.mean_loss, acc.total_weight))
+            optimizer.step()
+            optimizer.zero_grad()
+    for i in range(max(counts)):
+        parts = [batch_of(plain, each, 2 * i + k) for each, count in enumerate(counts) if i < count for k in range(2)]
+        total = sum(map(len, parts))
+        loss = sum(loss_sum(plain, rows) for rows in parts) / total
+        loss.backward()
+        expected.step()
+        expected.zero_grad()
+        if i < counts[rank]:
+            assert means[i][1] == total and abs(means[i][0] - float(loss.detach())) < 1e-12
+    compare(model, plain)
+    compare_states(optimizer, expected)
+
+
+def evaluate(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    """A loop without grad, and one in inference mode, between training steps."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode(), fsdp2.join(model):
+            for i in range(counts[rank]):
+                rows = batch_of(plain, rank, i)
+                assert_same(model(rows), plain(rows), **EXACT, name="an output")
+    optimizer, expected = adamw(model), adamw(plain)
+    for i in range(2):
+        mean_loss(model(batch_of(plain, rank, i))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain_epoch(plain, expected, [2] * len(counts))
+    compare(model, plain)
+
+
+def cleared_first(counts: Counts, to_none: bool) -> None:
+    """zero_grad at the beginning of each step: what the last one has left is there behind the block, on all ranks."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            optimizer.zero_grad(set_to_none=to_none)
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+    for i in range(max(counts)):
+        expected.zero_grad()
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(counts)).backward()
+        expected.step()
+    compare(model, plain)
+    compare_states(optimizer, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_loops(num_ranks: int) -> None:
+    setups = {"": shard} if num_ranks == 2 else {"HSDP": on_mesh()}
+    counts = [(3, 1), (0, 2)] if num_ranks == 2 else [(1, 3, 2, 2), (2, 2, 0, 1)]
+    checks = []
+    for (name, setup), each in ((setup, each) for setup in setups.items() for each in counts):
+        checks += [
+            (f"{name} step {each}", partial(train_stepping, each, setup)),
+            (f"{name} in backward {each}", partial(train_in_backward, each, setup)),
+            (f"{name} no grad {each}", partial(evaluate, each, setup)),
+            (f"{name} each {each}", partial(weigh, each, "each", 2, setup)),
+            (f"{name} last {each}", partial(weigh, each, "last", 2, setup)),
+            (f"{name} unknown {each}", partial(weigh, each, "last", None, setup)),
+            (f"{name} cleared first {each}", partial(cleared_first, each, True)),
+            (f"{name} zeroed first {each}", partial(cleared_first, each, False)),
+        ]
+    run_checks(num_ranks, checks)
