@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from conditional_models import Conditional, Dropped, Multimodal
+from conditional_models import Dropped, Multimodal
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.engine.state import groups_below
-from helpers import RankError, assert_same, full, run_checks, run_ranks
-from models import ConvNet, ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+from helpers import assert_same, full, run_checks
+from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 Counts = Sequence[int]
@@ -50,7 +48,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_epoch(model: Any, optimizer: Any, counts: Counts, by_present: bool = False, zeros: bool = False) -> None:
-    """Trains on all batches. Step i has those of the ranks that have so many. `zeros`: for parameters without gradient."""
+    """Trains on all batches. Step i has those of the ranks that have so many.
+
+    `zeros`: parameters without a gradient get one of zeros.
+    """
     for i in range(max(counts)):
         model.before_step(i)
         present = [rank for rank, count in enumerate(counts) if i < count]
@@ -368,7 +369,8 @@ def weigh(counts: Counts, sync: str, num_batches: int | None, setup: Callable[[A
         expected.step()
         expected.zero_grad()
         if i < counts[rank]:
-            assert means[i][1] == total and abs(means[i][0] - float(loss.detach())) < 1e-12
+            assert means[i][1] == total
+            assert abs(means[i][0] - float(loss.detach())) < 1e-12
     compare(model, plain)
     compare_states(optimizer, expected)
 
@@ -427,3 +429,188 @@ def test_loops(num_ranks: int) -> None:
             (f"{name} zeroed first {each}", partial(cleared_first, each, False)),
         ]
     run_checks(num_ranks, checks)
+
+
+# ---- running statistics
+
+
+class WithNorm(TinyModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(torch.cat([x, 2 * x]))))[: len(x)]
+
+
+def train_norm(counts: Counts) -> None:
+    """Running statistics are means over the ranks with a batch; a rank that has joined has them, and counters, too."""
+    plain, rank = build(WithNorm), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with fsdp2.join(model), torch.no_grad():
+        for i in range(counts[rank]):
+            model(batch_of(plain, rank, i))
+    assert not model.training
+    for i in range(max(counts)):
+        present = [each for each, count in enumerate(counts) if i < count]
+        before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        after = []
+        for each in present:
+            plain.load_state_dict(before, strict=False)
+            (mean_loss(plain(batch_of(plain, each, i))) / len(counts)).backward()
+            after.append({name: buffer.clone() for name, buffer in plain.named_buffers()})
+        for name in ("norm.running_mean", "norm.running_var"):
+            plain.get_buffer(name).copy_(sum(each[name] for each in after) / len(after))
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+    for name, buffer in plain.named_buffers():
+        assert_same(model.get_buffer(name), buffer, **EXACT, name=name)
+
+
+def test_running_statistics() -> None:
+    """Over so many steps that checks which compare ranks are due several times."""
+    run_checks(3, [(f"{counts}", partial(train_norm, counts)) for counts in ((5, 2, 9), (0, 4, 1))])
+
+
+# ---- what can't be followed
+
+
+def loop(model: Any, rank: int, counts: Counts, act: Callable[[int], None], **options: Any) -> None:
+    """Runs a loop in which `act` is called behind each backward."""
+    with fsdp2.join(model, **options) as joined:
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            act(i)
+    assert joined is not None
+
+
+def refuse(act: Callable[[Any, Any, int], None], present: str, joined: str, **options: Any) -> None:
+    """Rank 1 has fewer batches. All ranks raise, each what it is to, and the next step is exact."""
+    rank, plain = dist.get_rank(), build()
+    model = shard(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(RuntimeError, match=joined if rank == 1 else present):
+        loop(model, rank, (3, 1, 3), lambda i: act(model, optimizer, i), **options)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    adam, expected = adamw(model), adamw(plain)
+    mean_loss(model(batch_of(plain, rank, 0))).backward()
+    adam.step()
+    adam.zero_grad()
+    plain_epoch(plain, expected, [1] * 3)
+    compare(model, plain)
+
+
+LEFT = r"rank \d, which leaves the block of join by an exception|rank 0 has left the block of join"
+
+
+def clip_outside(model: Any, optimizer: Any, i: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scale_outside(model: Any, optimizer: Any, i: int) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+
+
+def assign_outside(model: Any, optimizer: Any, i: int) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def step_unknown(model: Any, optimizer: Any, i: int) -> None:
+    if i:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def write(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+    if i:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1)
+
+
+def change_rate(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.0 if i == 0 else -0.0
+
+
+def raise_amid(model: Any, optimizer: Any, i: int) -> None:
+    if dist.get_rank() == 0 and i == 1:
+        raise RuntimeError("a bad sample")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unfreeze(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+    if i == 1:
+        model.wide.bias.requires_grad_(False)
+
+
+def test_what_ranks_without_batches_cannot_follow() -> None:
+    """Every rank raises, and soon; nothing is silently wrong."""
+    held = "some ranks have run out of batches, and can't do to their part of this gradient"
+    checks: list[tuple[str, Callable[[], None]]] = [
+        ("clip", partial(refuse, clip_outside, held, LEFT)),
+        ("scale", partial(refuse, scale_outside, held, LEFT)),
+        ("assign", partial(refuse, assign_outside, "its gradient was changed since", "its gradient was changed since")),
+        ("unknown", partial(refuse, step_unknown, "has not stepped in this block", "has not stepped in this block")),
+        ("write", partial(refuse, write, "written to outside of a step", "written to outside of a step")),
+        ("rate", partial(refuse, change_rate, "differ between ranks", "differ between ranks")),
+        ("amid", partial(refuse, raise_amid, "a bad sample|rank 0, which leaves|rank 0 has left", LEFT)),
+        ("unfreeze", partial(refuse, unfreeze, "requires_grad was changed", "requires_grad was changed")),
+        (
+            "early",
+            partial(
+                refuse,
+                lambda *_: None,
+                "at least one rank that exhausted",
+                "Rank 1 exhausted all",
+                throw_on_early_termination=True,
+            ),
+        ),
+    ]
+    run_checks(3, checks)
+
+
+def refuse_arguments() -> None:
+    model = shard(build())
+    with pytest.raises(RuntimeError, match="expected the root"):
+        fsdp2.join(model.wide)
+    with pytest.raises(TypeError, match="step: expected a function"):
+        fsdp2.join(model, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer: expected"):
+        fsdp2.join(model, optimizer=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Join([model], other=1)
+    with pytest.raises(RuntimeError, match="fully_shard was applied to"):
+        fsdp2.join(OddMLP())
+    with fsdp2.join(model) as joined:
+        with pytest.raises(RuntimeError, match="in another block"):
+            fsdp2.join(model)
+        with pytest.raises(RuntimeError, match="got none"):
+            joined.step()
+    other = shard(build())
+    with pytest.raises(NotImplementedError, match="one sharded model, before all others"), Join([model, other]):
+        other(batch_of(OddMLP(), 0, 0))
+    with fsdp2.join(model, enable=False):
+        mean_loss(model(batch_of(OddMLP(), 0, 0))).backward()
+
+
+def test_arguments() -> None:
+    run_checks(2, [("arguments", refuse_arguments)])
