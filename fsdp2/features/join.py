@@ -46,8 +46,9 @@ from ..engine.root import Root
 from ..engine.state import require_state
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
-from .conditional import _BACKWARD_END, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
+from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
 from .optimizer_in_backward import steps_of
+from .user_collectives import unwatch_collectives, watch_collectives
 
 # Events of no group, besides those of conditional modules.
 _FORWARD, _BACKWARD, _UNSYNCHRONIZED, _WEIGHTS, _STEP, _END, _FAILED = range(-10, -3)
@@ -338,6 +339,7 @@ class JoinConsensus(Consensus):
         self._totals: tuple[int, Totals | None] = (0, None)
         self._post_hook: Any = None
         root.consensus = self
+        watch_collectives(self, root, always=True)
         optimizer_steps.before_step.insert(0, self._before_step)
 
     def is_alive(self) -> bool:
@@ -491,12 +493,16 @@ class JoinConsensus(Consensus):
         self._share_state(_WEIGHTS)
 
     def before_collective(self) -> None:
-        if self._is_serving and not self._is_in_step and not self.has_joined:
-            raise RuntimeError(
-                "join: a collective of your own, in a forward or backward, while some ranks have run out of batches: "
-                f"they can't take part. {_HOW}"
-            )
-        if not self.has_joined:
+        """Raises RuntimeError if a user is about to communicate, in which ranks that have joined can't take part."""
+        if self._is_off() or self._is_in_step:
+            return
+        root = self._root
+        if not (self._depth or root.running or root.backward is not None):
+            self._begin_phase()
+        if self._is_serving:
+            self._tell(_COLLECTIVE)
+            self._fail(_COLLECTIVE_OF_OTHERS)
+        if self.conditional and (root.running or root.backward is not None):
             super().before_collective()
 
     # ---- steps
@@ -683,6 +689,8 @@ class JoinConsensus(Consensus):
         was_there = i in group.placeholders or i in self._held.get(group, ())
         if gradient is None:
             return _CLEARED if was_there else _NONE
+        if not was_there and not self._root.settings.finalize_backward:
+            return _KEPT  # it was delivered before others, which are still in flight
         return _CHANGED if local_of(gradient).count_nonzero() else _ZEROS
 
     def _refuse_unsure(self, unsure: Sequence[tuple[FSDPParamGroup, int]]) -> None:
@@ -746,8 +754,10 @@ class JoinConsensus(Consensus):
                     self._held.setdefault(group, set()).add(i)
 
     def _hold_first(self) -> None:
-        """Holds gradients of before the first rank had joined. This step may have begun with setting them to zero, which
-        a rank that has joined does not begin: all of an optimizer at once, and then they are zeros.
+        """Holds gradients of before the first rank had joined.
+
+        This step, which a rank that has joined does not begin, may have begun with setting them to zero: all of an
+        optimizer at once, and then they are zeros.
         """
         optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
         index = {id(param): k for k, each in enumerate(optimizers) for param in _params_of(each)}
@@ -801,6 +811,8 @@ class JoinConsensus(Consensus):
         elif event == _STEP:
             self._share_state(event)
             self._run_step()
+        elif event == _COLLECTIVE:
+            self._fail(_COLLECTIVE_OF_OTHERS)
         elif event <= _LEFT:
             self._is_broken = True
             raise RuntimeError(f"rank {_LEFT - event} has left the block of join by an exception, see its error")
@@ -866,6 +878,8 @@ class JoinConsensus(Consensus):
             event = self._next()
             if event == _FAILED:
                 return False
+            if event == _COLLECTIVE:
+                self._fail(_COLLECTIVE_OF_OTHERS)
             if event == end:
                 return True
             if event == _BACKWARD:  # inside a forward
@@ -987,6 +1001,9 @@ class JoinConsensus(Consensus):
             return
         self._is_closed, root = True, self._root
         root.consensus = self._usual
+        unwatch_collectives(root)
+        if self._usual is not None:
+            watch_collectives(self._usual, root)
         optimizer_steps.before_step.remove(self._before_step)
         if self._post_hook is not None:
             self._post_hook.remove()
@@ -1009,6 +1026,9 @@ class JoinConsensus(Consensus):
                 group.reshard_if_idle()
 
 
+_COLLECTIVE_OF_OTHERS = (
+    f"a collective of your own in the loop, in which ranks that have run out of batches can't take part. {_HOW}"
+)
 _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "
     "the latter only? Step it in the function that join gets as `step`, or behind the block."

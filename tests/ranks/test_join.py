@@ -4,9 +4,12 @@ The oracle is the plain model on the batches of all ranks that have one, step by
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from conditional_models import Dropped, Multimodal
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
-from helpers import assert_same, full, run_checks
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.features import conditional
+from fsdp2.features import join as join_module
+from helpers import RankError, assert_same, full, run_checks, run_ranks
 from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -614,3 +620,260 @@ def refuse_arguments() -> None:
 
 def test_arguments() -> None:
     run_checks(2, [("arguments", refuse_arguments)])
+
+
+# ---- what it costs
+
+
+def count_messages(model: Any, optimizer: Any, joins: bool, batches: Counts) -> list[str]:
+    """Returns what this rank sends: "count" and "agree" of join, and whatever else."""
+    sent: list[str] = []
+
+    def counting(module: Any, name: str, as_what: str) -> Any:
+        usual = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(as_what)
+            return usual(*args, **kwargs)
+
+        return mock.patch.object(module, name, call)
+
+    rank = dist.get_rank()
+    with (
+        counting(join_module, "all_reduce_now", "count"),
+        counting(conditional, "all_reduce_now", "agree"),
+        counting(NamedPairwiseComm, "_exchange", "exchange"),
+        fsdp2.join(model, optimizer=optimizer) if joins else nullcontext(),
+    ):
+        for i in range(batches[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own = [*sent]
+    return own
+
+
+def test_a_step_of_all_ranks_costs_one_count() -> None:
+    """As long as all ranks are present, one number is all-reduced in each forward pass, and nothing else differs. Then
+    there is one more for each event.
+    """
+
+    def check() -> None:
+        models = [shard(build()) for _ in range(3)]
+        runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        without = count_messages(*runs[0], False, (4, 4))
+        joined = count_messages(*runs[1], True, (4, 4))
+        assert joined.count("count") == 4
+        assert [each for each in joined if each != "count"] == without
+        uneven = count_messages(*runs[2], True, (4, 3))
+        if dist.get_rank() == 1:
+            assert uneven == joined[: len(uneven)]
+        else:
+            assert uneven.count("count") == 3 + 3  # forward, backward and step of the last batch
+            forward = 2 + 3 + 1  # what it is, and in which modes; gathers; its end
+            backward = 2 + 3 * 2 + 2  # what it is, and of which gradients; reductions of what; its end; what is left
+            step = 3  # what it is; of which gradients; the optimizer's settings
+            assert uneven.count("agree") == forward + backward + step
+
+    run_checks(2, [("counts", check)])
+
+
+# ---- together with others
+
+
+def scaled(counts: Counts) -> None:
+    """A GradScaler that skips a step skips it on all ranks."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with fsdp2.join(model, step) as joined:
+        for i in range(counts[rank]):
+            loss = mean_loss(model(batch_of(plain, rank, i)))
+            scaler.scale(loss * (torch.inf if i == 1 else 1)).backward()
+            joined.step()
+    for i in (i for i in range(max(counts)) if i != 1):
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(counts)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+    scales = [torch.zeros(()) for _ in counts]
+    dist.all_gather(scales, torch.tensor(scaler.get_scale()))
+    assert len({float(each) for each in scales}) == 1
+
+
+def debugged(model: Any) -> Any:
+    shard(model)
+    model.set_debug_level(1)
+    return model
+
+
+def finalizing(counts: Counts) -> None:
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    model.set_manual_backward_finalization(True)
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            model.wide.unshard()
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, counts)
+    compare(model, plain)
+
+
+def penalised(counts: Counts) -> None:
+    """Two forwards for each backward, one without grad between them, and a gradient of inputs."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def loss_of(side: Any, rows: Tensor) -> Tensor:
+        first = mean_loss(side(rows))
+        with torch.no_grad():
+            factor = side(rows).mean()
+        return first + factor * mean_loss(side(2 * rows))
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            rows = batch_of(plain, rank, i).requires_grad_()
+            torch.autograd.grad(mean_loss(model(rows)), rows)
+            loss_of(model, rows.detach()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for i in range(max(counts)):
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(loss_of(plain, batch_of(plain, each, i)) for each in present).div(len(counts)).backward()
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+
+
+def caught(counts: Counts) -> None:
+    """Forwards and backwards that raise on all ranks, and are left out."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad sample")
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            rows = batch_of(plain, rank, i)
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(rows)
+            output = model(rows)
+            output.register_hook(fail)
+            with pytest.raises(ValueError, match="a bad sample"):
+                mean_loss(output).backward()
+            mean_loss(model(rows)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, counts)
+    compare(model, plain)
+
+
+def communicate(counts: Counts, where: str) -> None:
+    """A collective of a user's own takes all ranks: while all are present, and in the function that all call."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[float] = []
+
+    def sum_up(*_: Any) -> None:
+        total = torch.ones(())
+        dist.all_reduce(total)
+        seen.append(float(total))
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "step":
+            sum_up()
+
+    if where == "forward":
+        model.narrow.register_forward_hook(sum_up)
+
+    def run() -> None:
+        with fsdp2.join(model, step) as joined:
+            for i in range(counts[rank]):
+                if where == "before":
+                    sum_up()
+                mean_loss(model(batch_of(plain, rank, i))).backward()
+                joined.step()
+                if where == "behind":
+                    sum_up()
+
+    if where == "step":
+        run()
+        assert seen == [2.0] * max(counts)
+    else:
+        with pytest.raises(RuntimeError, match="a collective of your own in the loop"):
+            run()
+        assert seen == [2.0] * min(counts)
+    plain_step = batch_of(plain, rank, 0)
+    assert_same(model(plain_step), plain(plain_step), **EXACT, name="the next output")
+
+
+def test_together_with_others() -> None:
+    checks = [
+        (f"{check.__name__} {counts}", partial(check, counts))
+        for check in (scaled, finalizing, penalised, caught)
+        for counts in ((3, 1), (1 if check is scaled else 0, 2))  # a scaler must have scaled a loss
+    ]
+    checks.append(("debug level", partial(train_joined, (3, 1), ours, False, OddMLP, debugged)))
+    checks += [
+        (f"a collective {where}", partial(communicate, (3, 2), where))
+        for where in ("step", "before", "forward", "behind")
+    ]
+    run_checks(2, checks)
+
+
+# ---- ranks that stop without it
+
+
+@pytest.mark.parametrize(
+    ("counts", "question"),
+    [
+        ((7, 6), r"rank 1 has not begun step 7: has it fewer batches\? See fsdp2\.join\.\n.*Where each rank was"),
+        ((2, 1, 1), r"ranks 1, 2 have not begun step 2: have they fewer batches\?"),
+    ],
+)
+def test_a_rank_that_stops_is_named(counts: Counts, question: str) -> None:
+    """As soon as its process has ended, which is what a program does behind its loop."""
+
+    def body(rank: int, _: int) -> None:
+        model = shard(build())
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            model.zero_grad()
+        os._exit(0)
+
+    with pytest.raises(RankError, match=f"(?s){question}"):
+        run_ranks(len(counts), body, timeout=30)
+
+
+def test_a_rank_that_stops_amid_a_step_is_not() -> None:
+    def body(rank: int, _: int) -> None:
+        model = shard(build())
+        if rank == 1:
+            model.wide.register_forward_pre_hook(lambda *_: os._exit(0))
+        model(batch_of(OddMLP(), rank, 0))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, body, timeout=30)
+    assert "Where each rank was" in str(caught.value)
+    assert "has not begun" not in str(caught.value)
