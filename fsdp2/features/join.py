@@ -260,7 +260,7 @@ def make_join_hook(
         if group.mesh is not mesh and ranks_of(group.mesh) != ranks_of(mesh):
             raise NotImplementedError(
                 f"join: expected all groups on the same ranks, got {group} on {sorted(ranks_of(group.mesh))} and "
-                f"{state} on {sorted(ranks_of(mesh))}. Give all ranks equally many batches."
+                f"{state} on {sorted(ranks_of(mesh))}, which would not know who has run out of batches"
             )
     before = root.consensus
     if isinstance(before, JoinConsensus):
@@ -290,7 +290,7 @@ def join_group(model: Any) -> dist.ProcessGroup:
     if world is not None and ranks_of(mesh) == {*dist.get_process_group_ranks(world)}:
         return world
     if mesh.mesh.mesh_dim_names is None:
-        raise NotImplementedError("join: expected a mesh whose axes have names. Pass mesh_dim_names to it.")
+        raise NotImplementedError("join: expected a mesh of all ranks, or one whose axes have names (mesh_dim_names)")
     return compat.mesh_over(mesh.mesh, several).get_group()
 
 
@@ -361,7 +361,7 @@ class JoinConsensus(Consensus):
             RuntimeError: the block has failed; or one has run out, and the block is to end then.
         """
         if self._is_broken:
-            raise RuntimeError("join: ranks were out of step in this block, see the first error. Leave it.")
+            raise RuntimeError("join: this block has failed on all ranks, see the first error")
         config: Any = vars(self._model())["_join_config"]
         if not config.is_first_joinable:
             raise NotImplementedError(
