@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .comm import CommWatcher, Unwatched
 
@@ -236,6 +237,12 @@ class RankConsensus(Protocol):
 
     def before_weights(self) -> None:
         """Is called before ranks gather the weights of `accumulate`."""
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Is called before an optimizer steps on sharded parameters, outside of a backward."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Is called when an optimizer has stepped on sharded parameters."""
 
 
 class BackwardSteps(Protocol):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
@@ -136,6 +137,12 @@ class Consensus:
 
     def before_weights(self) -> None:
         """Does nothing: no rank is in a module."""
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Does nothing: all ranks step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Does nothing: all ranks step."""
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)

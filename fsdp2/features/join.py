@@ -31,9 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..dtensor import optimizer_steps
 from ..engine import compat
 from ..engine.compat import local_of, no_torch_function
 from ..engine.group import SECONDARY, FSDPParamGroup
@@ -69,6 +67,8 @@ _NAMES = {
 # backward; it was set to zero; that, or it is as backward has left it; it is so; it is anything else. If ranks differ,
 # the last one counts.
 _NONE, _CLEARED, _ZEROS, _UNSURE, _KEPT, _CHANGED = range(6)
+
+_CONFIG = "_join_config"  # the attribute in which torch's Join keeps its arguments
 
 _HOW = (
     "Pass what all ranks are to do for a step, clipping and schedulers included, as a function: "
@@ -212,8 +212,8 @@ class Joined(Join):
 class FollowHook(JoinHook):
     """Is what a rank does in torch's Join when it has run out. `following`: None on a model that one rank has whole."""
 
-    def __init__(self, following: JoinConsensus | None) -> None:
-        self.following = following
+    def __init__(self, model: nn.Module, following: JoinConsensus | None) -> None:
+        self.following, self._model = following, weakref.ref(model)
 
     def main_hook(self) -> None:
         """Follows one phase of the ranks that are present."""
@@ -224,6 +224,7 @@ class FollowHook(JoinHook):
         """Ends the block on all ranks."""
         if self.following is not None:
             self.following.end()
+        self.close()
 
     def leave(self) -> None:
         """Tells the other ranks that this one leaves by an exception, where they listen."""
@@ -234,6 +235,9 @@ class FollowHook(JoinHook):
         """Gives the model its settings of before. It does not communicate."""
         if self.following is not None:
             self.following.close()
+        model = self._model()
+        if model is not None:
+            vars(model).pop(_CONFIG, None)
 
 
 # ---- what torch's Join asks of a model
@@ -268,9 +272,9 @@ def make_join_hook(
             raise RuntimeError("join: the model is in another block of join. Leave that one first.")
         before.close()
     if not moves_data(mesh.axis_groups, mesh.device):
-        return FollowHook(None)
+        return FollowHook(model, None)
     following = JoinConsensus(model, root, step, optimizer, divide_by_initial_world_size)
-    hook = FollowHook(following)
+    hook = FollowHook(model, following)
     following.hook = weakref.ref(hook)
     return hook
 
@@ -337,10 +341,8 @@ class JoinConsensus(Consensus):
         self._active: object = None
         self._num_blocks = 0
         self._totals: tuple[int, Totals | None] = (0, None)
-        self._post_hook: Any = None
         root.consensus = self
         watch_collectives(self, root, always=True)
-        optimizer_steps.before_step.insert(0, self._before_step)
 
     def is_alive(self) -> bool:
         """Returns True if the block may still run."""
@@ -362,7 +364,7 @@ class JoinConsensus(Consensus):
         """
         if self._is_broken:
             raise RuntimeError("join: this block has failed on all ranks, see the first error")
-        config: Any = vars(self._model())["_join_config"]
+        config: Any = vars(self._model())[_CONFIG]
         if not config.is_first_joinable:
             raise NotImplementedError(
                 "Join: expected one sharded model, before all others in the list. Train other models in blocks of "
@@ -379,7 +381,6 @@ class JoinConsensus(Consensus):
             if not self._is_serving:
                 self._is_serving = True
                 self._prepare()
-                self._post_hook = register_optimizer_step_post_hook(self._after_step)
                 self._hold_first()
                 self._note_versions()
 
@@ -402,7 +403,7 @@ class JoinConsensus(Consensus):
         """Returns True if nothing is to be counted or told: this rank follows others, or the block is over."""
         if self.has_joined or self._is_closed:
             return True
-        config = vars(self._model()).get("_join_config")
+        config = vars(self._model()).get(_CONFIG)
         if self.hook() is None or config is None or not config.enable:
             self.close()
             return True
@@ -530,9 +531,8 @@ class JoinConsensus(Consensus):
                 self._hold()
                 self._note_versions()
 
-    def _before_step(self, optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
-        """Has ranks that have joined step this optimizer, too. It is called before each step of any optimizer."""
-        if in_backward or groups[0].root is not self._root or self._is_closed or not self.is_alive():
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if self._is_closed or (not self.has_joined and self._is_off()):
             return
         index = next((i for i, each in enumerate(self._optimizers) if each() is optimizer), None)
         if index is None:
@@ -541,6 +541,11 @@ class JoinConsensus(Consensus):
         if not self._is_serving:
             return
         if not self.has_joined and not self._is_in_step:
+            if has_closure:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step: ranks that have run out of batches have none for its closure, "
+                    "in which backward runs. They follow a step behind backward."
+                )
             self._begin_phase()
             self._tell(_OPTIMIZER - index)
             self._share_state(_OPTIMIZER - index)
@@ -550,9 +555,8 @@ class JoinConsensus(Consensus):
         if least != most:
             self._fail(f"{type(optimizer).__name__}: {_UNEQUAL}")
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        is_own = any(each() is optimizer for each in self._optimizers)
-        if is_own and not self.has_joined and not self._is_in_step and not self._is_closed:
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._is_serving and not (self.has_joined or self._is_in_step or self._is_closed):
             self._hold()
             self._note_versions()
 
@@ -1004,12 +1008,6 @@ class JoinConsensus(Consensus):
         unwatch_collectives(root)
         if self._usual is not None:
             watch_collectives(self._usual, root)
-        optimizer_steps.before_step.remove(self._before_step)
-        if self._post_hook is not None:
-            self._post_hook.remove()
-        model = self._model()
-        if model is not None:
-            vars(model).pop("_join_config", None)
         if not self._is_serving:
             return
         self._release()

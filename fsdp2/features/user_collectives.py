@@ -21,16 +21,20 @@ from ..engine.compat import untraced
 _NAMES = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "broadcast_object_list",
     "gather",
+    "gather_object",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
     "scatter",
+    "scatter_object_list",
 )
 
 

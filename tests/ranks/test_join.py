@@ -562,6 +562,17 @@ def raise_amid(model: Any, optimizer: Any, i: int) -> None:
     optimizer.zero_grad()
 
 
+def close_over(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+
+    def closure() -> Tensor:
+        loss = mean_loss(model(batch_of(OddMLP(), dist.get_rank(), i)))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 def unfreeze(model: Any, optimizer: Any, i: int) -> None:
     optimizer.zero_grad()
     if i == 1:
@@ -578,6 +589,7 @@ def test_what_ranks_without_batches_cannot_follow() -> None:
         ("unknown", partial(refuse, step_unknown, "has not stepped in this block", "has not stepped in this block")),
         ("write", partial(refuse, write, "written to outside of a step", "written to outside of a step")),
         ("rate", partial(refuse, change_rate, "differ between ranks", "differ between ranks")),
+        ("closure", partial(refuse, close_over, "have none for its closure", LEFT)),
         ("amid", partial(refuse, raise_amid, "a bad sample|rank 0, which leaves|rank 0 has left", LEFT)),
         ("unfreeze", partial(refuse, unfreeze, "requires_grad was changed", "requires_grad was changed")),
         (
