@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from conditional_models import Dropped, Multimodal
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.features import conditional
+from fsdp2.engine.state import require_state
+from fsdp2.features import conditional, user_collectives
 from fsdp2.features import join as join_module
 from helpers import RankError, assert_same, full, run_checks, run_ranks
 from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
@@ -134,9 +136,8 @@ def test_each_batch_counts_once(num_ranks: int) -> None:
     """With both contexts, both divisors, and all numbers of batches, 0 included."""
     checks = [
         (f"{joins.__name__} {counts} {by_present}", partial(train_joined, counts, joins, by_present))
-        for joins in (ours, torchs)
-        for counts in counts_for(num_ranks)
-        for by_present in (False, True)
+        for i, counts in enumerate(counts_for(num_ranks))
+        for joins, by_present in ((ours, i % 2 == 0), (torchs, i % 2 == 1))
     ]
     run_checks(num_ranks, checks)
 
@@ -231,6 +232,13 @@ def conditionally(model: Any) -> Any:
     return model
 
 
+def on_two_axes(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for module, is_conditional in model.groups():
+        fully_shard(module, mesh=mesh, conditional=is_conditional)
+    return model
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_conditional_modules(num_ranks: int) -> None:
     """Ranks that are present leave modules out, and ranks that have joined leave out all."""
@@ -241,6 +249,40 @@ def test_conditional_modules(num_ranks: int) -> None:
         for counts in counts_for(num_ranks)[:2]
     ]
     run_checks(num_ranks, checks)
+
+
+def test_conditional_modules_of_replicas() -> None:
+    train = partial(train_joined, (1, 3, 2, 0), ours, True, Seeing, on_two_axes)
+    run_checks(4, [("towers", train)])
+
+
+class Wide(OddMLP):
+    """Has layers that tensor parallelism can cut evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(5, 8), nn.Linear(8, 3)
+
+
+def train_tensor_parallel() -> None:
+    """Ranks that share a batch run out together. Those that share parameters are counted."""
+    plain = build(Wide)
+    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    shard(model, mesh=mesh["dp"])
+    optimizer, expected, rank = adamw(model), adamw(plain), mesh.get_local_rank("dp")
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range((1, 3)[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, (1, 3))
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(full(param), other, rtol=1e-12, atol=1e-13), name
+
+
+def test_tensor_parallelism() -> None:
+    run_checks(4, [("tensor parallelism", train_tensor_parallel)])
 
 
 # ---- what a loop does
@@ -630,8 +672,36 @@ def refuse_arguments() -> None:
         mean_loss(model(batch_of(OddMLP(), 0, 0))).backward()
 
 
+def leave_by_an_exception() -> None:
+    """torch's Join tells nobody; the model is as before when it is dropped, also if it was never entered."""
+    model, plain = shard(build()), build()
+    rows = batch_of(plain, dist.get_rank(), 0)
+
+    def fail() -> None:
+        with Join([model]):
+            mean_loss(model(rows)).backward()
+            raise ValueError("a bad sample")
+
+    with pytest.raises(ValueError, match="a bad sample"):
+        fail()
+    fsdp2.join(model)
+    model.zero_grad()
+    mean_loss(model(rows)).backward()
+    model.zero_grad()
+    assert require_state(model).root.consensus is None
+    assert not user_collectives._Replaced.functions, "torch's collectives are in their places again"
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model):
+        mean_loss(model(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "_join_config" not in vars(model)
+    plain_epoch(plain, expected, [1] * dist.get_world_size())
+    compare(model, plain)
+
+
 def test_arguments() -> None:
-    run_checks(2, [("arguments", refuse_arguments)])
+    run_checks(2, [("arguments", refuse_arguments), ("an exception", leave_by_an_exception)])
 
 
 # ---- what it costs
