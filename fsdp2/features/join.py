@@ -198,6 +198,7 @@ class Joined(Join):
             if kind is not None:
                 hook.leave()
             elif self._is_enabled:
+                hook.settle()
                 is_last = True
                 while self._get_num_nonjoined_procs():
                     if self._throws:
@@ -225,6 +226,11 @@ class FollowHook(JoinHook):
         if self.following is not None:
             self.following.end()
         self.close()
+
+    def settle(self) -> None:
+        """Tells other ranks that a pass has raised and was left out, if one has."""
+        if self.following is not None:
+            self.following.settle()
 
     def leave(self) -> None:
         """Tells the other ranks that this one leaves by an exception, where they listen."""
@@ -337,6 +343,8 @@ class JoinConsensus(Consensus):
         self._versions: dict[FSDPParamGroup, tuple[int, ...]] = {}
         # What settings of groups were when this rank began to serve, or to follow.
         self._settings: dict[FSDPParamGroup, Any] = {}
+        # And those that it follows, when it had run out.
+        self._followed: dict[FSDPParamGroup, dict[str, Any]] = {}
         # The block of accumulate that runs on the ranks that are present, and how many there were; here: its sums.
         self._active: object = None
         self._num_blocks = 0
@@ -362,8 +370,7 @@ class JoinConsensus(Consensus):
         Raises:
             RuntimeError: the block has failed; or one has run out, and the block is to end then.
         """
-        if self._is_broken:
-            raise RuntimeError("join: this block has failed on all ranks, see the first error")
+        self.settle()
         config: Any = vars(self._model())[_CONFIG]
         if not config.is_first_joinable:
             raise NotImplementedError(
@@ -383,6 +390,20 @@ class JoinConsensus(Consensus):
                 self._prepare()
                 self._hold_first()
                 self._note_versions()
+
+    def settle(self) -> None:
+        """Ends a phase that has raised, and was left out.
+
+        Raises:
+            RuntimeError: this block has failed on all ranks; or a phase is still running.
+        """
+        if self._is_broken:
+            raise RuntimeError("join: this block has failed on all ranks, see the first error")
+        if self._depth and not self.has_joined and not self._is_closed:
+            if self._root.running or self._root.is_in_backward():
+                raise RuntimeError("join: expected a step between passes, got one during a forward or backward")
+            self._tell(_FAILED)
+            self._depth = 0
 
     def _prepare(self) -> None:
         """Has all gradients of a group reduced together from now on."""
@@ -415,9 +436,6 @@ class JoinConsensus(Consensus):
         super().before_pass()
         if self._is_off() or self._is_in_step or self._root.running:
             return
-        if self._depth:  # the last one has raised
-            self._tell(_FAILED)
-            self._depth = 0
         self._begin_phase()
         if self._is_serving:
             self._tell(_FORWARD)
@@ -464,9 +482,10 @@ class JoinConsensus(Consensus):
             return
         if not self._depth:
             self._begin_phase()
-        self._tell(_UNSYNCHRONIZED if self._root.backward is None else _BACKWARD)
+        event = _UNSYNCHRONIZED if self._root.backward is None else _BACKWARD
+        self._tell(event)
         self._depth += 1
-        self._share_state(_BACKWARD)
+        self._share_state(event)
         self._release()
 
     def after_backward(self) -> None:
@@ -525,6 +544,9 @@ class JoinConsensus(Consensus):
         self._is_in_step = True
         try:
             return run_shown(self._own_step)
+        except BaseException:
+            self._is_broken = True  # others may be anywhere in it
+            raise
         finally:
             self._is_in_step = False
             if not self.has_joined:
@@ -815,11 +837,6 @@ class JoinConsensus(Consensus):
         elif event == _STEP:
             self._share_state(event)
             self._run_step()
-        elif event == _COLLECTIVE:
-            self._fail(_COLLECTIVE_OF_OTHERS)
-        elif event <= _LEFT:
-            self._is_broken = True
-            raise RuntimeError(f"rank {_LEFT - event} has left the block of join by an exception, see its error")
         elif event <= _OPTIMIZER:
             self._share_state(event)
             optimizer = self._optimizers[_OPTIMIZER - event]()
@@ -834,6 +851,7 @@ class JoinConsensus(Consensus):
         if not self._settings:
             self._prepare()
         for group in self._root.groups:
+            self._followed[group] = {name: getattr(group.settings, name) for name in _FOLLOWED}
             if group.settings.reduce_unused:
                 group.set(reduce_unused=False)  # this rank reduces what others ask for
             self._rest(group)
@@ -852,6 +870,11 @@ class JoinConsensus(Consensus):
                     "ranks are out of step: this one has run out of batches, one is "
                     f"{self._describe(-first)}, one is {self._describe(last)}. {self._advice}"
                 )
+            elif last <= _LEFT:
+                self._is_broken = True
+                raise RuntimeError(f"rank {_LEFT - last} has left the block of join by an exception, see its error")
+            elif last == _COLLECTIVE:
+                self._fail(_COLLECTIVE_OF_OTHERS)
             else:
                 return last
 
@@ -882,13 +905,14 @@ class JoinConsensus(Consensus):
             event = self._next()
             if event == _FAILED:
                 return False
-            if event == _COLLECTIVE:
-                self._fail(_COLLECTIVE_OF_OTHERS)
             if event == end:
                 return True
-            if event == _BACKWARD:  # inside a forward
+            if event == _BACKWARD:  # inside a forward, or behind one that has raised
                 self._share_state(event)
                 self._follow_backward()
+            elif event == _UNSYNCHRONIZED:
+                self._share_state(event)
+                self._follow_reductions()
             elif event >= 0:
                 self._do(event)
 
@@ -943,7 +967,9 @@ class JoinConsensus(Consensus):
         root.take_placeholders()
         for group in root.groups:
             group.gradients.begin_backward(object())
-        self._follow_until(_BACKWARD_END)
+        if not self._follow_until(_BACKWARD_END):
+            root.queue.abandon(None)
+            return root.recover()
         self._reduce_left()
         for group in reversed(root.groups):
             group.gradients.end_backward()
@@ -1012,9 +1038,9 @@ class JoinConsensus(Consensus):
             return
         self._release()
         for group, before in self._settings.items():
-            changes = {"reduce_when": before.reduce_when, "divide_factor": before.divide_factor}
-            if self.has_joined:
-                changes |= {name: getattr(before, name) for name in _FOLLOWED}
+            changes = {"reduce_when": before.reduce_when, **self._followed.get(group, {})}
+            if not self._divides_by_all and before.divide_factor is None:
+                changes["divide_factor"] = None
             group.set(**changes)
         # Ranks have recorded other orders, and have kept other groups.
         root.prefetcher.forget_order()

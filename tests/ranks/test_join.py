@@ -540,6 +540,53 @@ def loop(model: Any, rank: int, counts: Counts, act: Callable[[int], None], **op
     assert joined is not None
 
 
+def alone_by_an_exception() -> None:
+    """The last rank with a batch leaves amid a forward, which the other follows."""
+    model, rank = shard(build()), dist.get_rank()
+
+    def fail(*_: Any) -> None:
+        if model.training and rank == 0 and runs == 1:
+            raise ValueError("a bad sample")
+
+    model.narrow.register_forward_hook(fail)
+    runs = 0
+
+    def run() -> None:
+        nonlocal runs
+        with fsdp2.join(model):
+            for runs in range(2 - rank):
+                model(batch_of(OddMLP(), rank, runs))
+
+    with pytest.raises((ValueError, RuntimeError), match="a bad sample" if rank == 0 else "rank 0 has left the block"):
+        run()
+
+
+def caught_at_the_end() -> None:
+    """The last forward raises, and is left out, as is a step that raises on all ranks that call it."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad sample")
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(3 - 2 * rank):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(batch_of(plain, rank, i))
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(batch_of(plain, rank, i))
+    plain_epoch(plain, expected, (3, 1))
+    compare(model, plain)
+
+
+def test_passes_that_raise() -> None:
+    run_checks(2, [("alone", alone_by_an_exception), ("at the end", caught_at_the_end)])
+
+
 def refuse(act: Callable[[Any, Any, int], None], present: str, joined: str, **options: Any) -> None:
     """Rank 1 has fewer batches. All ranks raise, each what it is to, and the next step is exact."""
     rank, plain = dist.get_rank(), build()
