@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
@@ -22,11 +21,9 @@ from .engine.module_class import class_attributes
 from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
 from .engine.policy import Hold, check_bool
 from .engine.state import groups_below, groups_of, require_state, states_of
-from .engine.torch_names import has_backend
 from .engine.user_code import hides_modes
 from .features.accumulate import no_sync
 from .features.copying import copying_methods
-from .features.join import join_group, make_join_hook
 from .features.optimizer_in_backward import use_in_backward
 
 
@@ -133,29 +130,6 @@ class FSDPModule:
             `with model.no_sync(): loss.backward()` for all micro-batches but the last.
         """
         return no_sync(cast(nn.Module, self))
-
-    def join_hook(self, **options: Any) -> JoinHook:
-        """Returns what this rank does when it has run out of batches, for torch's `Join([model])`. On the root only.
-
-        torch's Join calls it, and reads `join_device` and `join_process_group`. Every rank must call it.
-
-        Args:
-            options: the keyword arguments of `Join`: `step`, `optimizer` and `divide_by_initial_world_size` of
-                `fsdp2.join`.
-        """
-        return make_join_hook(self, **options)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the numbers by which ranks count who has a batch: the CPU if their process group has it."""
-        group = join_group(self)
-        cpu = torch.device("cpu")
-        return cpu if has_backend(group, cpu) else require_state(self).root.group.mesh.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of the ranks that share or replicate the parameters."""
-        return join_group(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).

@@ -42,6 +42,7 @@ from ..engine.policy import Hold, ReduceWhen
 from ..engine.rank_facts import all_reduce_now, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.state import require_state
+from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
 from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
@@ -247,6 +248,24 @@ class FollowHook(JoinHook):
 
 
 # ---- what torch's Join asks of a model
+
+
+def class_attributes(cls: type) -> dict[str, Any]:
+    """Returns what the class of a sharded module has for torch's `Join([model])`, unless the module's own class has it:
+    `join_hook`, which takes the keyword arguments of Join, `join_device` and `join_process_group`.
+    """
+    attributes = {
+        "join_hook": make_join_hook,
+        "join_device": property(_device_of),
+        "join_process_group": property(join_group),
+    }
+    return {name: value for name, value in attributes.items() if not hasattr(cls, name)}
+
+
+def _device_of(model: Any) -> torch.device:
+    """Returns the device of the numbers by which ranks count who has a batch: the CPU if their process group has it."""
+    cpu = torch.device("cpu")
+    return cpu if has_backend(join_group(model), cpu) else require_state(model).root.group.mesh.device
 
 
 def make_join_hook(

@@ -18,10 +18,7 @@ from documents import ROOT, code_blocks
 from fsdp2.module import public_methods
 
 
-METHODS = sorted(name for name in public_methods() if callable(getattr(fsdp2.FSDPModule, name)))
-
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", sorted(public_methods()))
 def test_every_argument_of_a_method_is_described(name: str) -> None:
     """`recurse` above all, whose default differs from method to method."""
     method = getattr(fsdp2.FSDPModule, name)
