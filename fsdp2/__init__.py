@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.join import Joined, join
     from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
@@ -56,6 +57,7 @@ _MODULES = {
     "Finding": "tools.finding",
     "GroupDescription": "tools.describe",
     "GroupPadding": "tools.padding",
+    "Joined": "features.join",
     "MatrixSplit": "optim.split",
     "ModelDescription": "tools.describe",
     "ParamBucket": "tools.stream",
@@ -82,6 +84,7 @@ _MODULES = {
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
     "hsdp_mesh": "features.machines",
+    "join": "features.join",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
@@ -125,6 +128,7 @@ __all__ = [
     "GradientReductionHandle",
     "GroupDescription",
     "GroupPadding",
+    "Joined",
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
@@ -157,6 +161,7 @@ __all__ = [
     "full_params",
     "fully_shard",
     "hsdp_mesh",
+    "join",
     "muon",
     "no_sync",
     "padding_report",

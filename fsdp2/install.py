@@ -8,7 +8,16 @@ from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
 from .engine.events import extend
-from .features import accumulate, conditional, large_submodules, module_repr, optimizer_in_backward, running_stats, skip
+from .features import (
+    accumulate,
+    conditional,
+    join,
+    large_submodules,
+    module_repr,
+    optimizer_in_backward,
+    running_stats,
+    skip,
+)
 
 
 def install() -> None:
@@ -16,7 +25,7 @@ def install() -> None:
     extend(
         comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, module_repr.class_attributes),
+        class_attributes=(entry_points.class_attributes, module_repr.class_attributes, join.class_attributes),
         features=(
             torch_interface.register_states,
             comm_watcher.follow_environment,

@@ -169,12 +169,13 @@ class Conversation:
     def table(self, exchange: Exchange, came: set[int]) -> str:
         """Returns where each rank was, as far as headers have told."""
         doing, (last, since) = without_sizes(exchange.header.text), self._last
-        absent = f"not there; {time.monotonic() - since:.1f} s ago it was {without_sizes(last)}"
+        elsewhere = f"not there; {time.monotonic() - since:.1f} s ago it was {without_sizes(last)}"
         lines = []
         for i, rank in enumerate(self._ranks()):
             is_own = i == self._own_rank()
-            lines.append(f"  rank {rank}: {doing if is_own or i in came else absent}{' (this one)' * is_own}")
-        return "\n".join([TABLE, *lines])
+            lines.append(f"  rank {rank}: {doing if is_own or i in came else elsewhere}{' (this one)' * is_own}")
+        absent = [rank for i, rank in enumerate(self._ranks()) if i not in came and i != self._own_rank()]
+        return "\n".join([_not_begun(exchange.purpose, absent) + TABLE, *lines])
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._group())
@@ -183,3 +184,14 @@ class Conversation:
         group = self._group()
         assert group is not None, "its messages are under way"
         return group.rank()
+
+
+def _not_begun(purpose: Purpose, absent: Sequence[int]) -> str:
+    """Returns what to ask where ranks are absent at the first gather of a forward pass; else an empty text."""
+    root = purpose.root()
+    if not absent or root is None or root.where()[0] != "forward" or root.prefetcher.has_begun:
+        return ""
+    who, asks = f"rank {absent[0]} has", "has it"
+    if len(absent) > 1:
+        who, asks = f"ranks {', '.join(map(str, absent))} have", "have they"
+    return f"\n{who} not begun step {root.num_backwards + 1}: {asks} fewer batches? See fsdp2.join."

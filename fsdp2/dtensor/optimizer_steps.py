@@ -126,11 +126,13 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
             "can't step sharded parameters. Use another optimizer; the state of Adam, for example, is sharded, too."
         )
     in_backward = steps_of(groups[0]) is not None or groups[0].root.is_in_backward()
+    closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
+    if groups[0].root.consensus is not None and not in_backward:
+        groups[0].root.consensus.before_step(optimizer, closure is not None)
     for check in before_step:
         check(optimizer, groups, in_backward)
     if not in_backward:
         _refuse_unfinished(optimizer, groups)
-    closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None and not in_backward:
         local = local_optimizer(optimizer)
         return None if local is None else ((local, *args[1:]), kwargs)
@@ -224,9 +226,12 @@ def _follow(optimizer: Optimizer) -> None:
     if not getattr(optimizer, "counts_own_steps", False):
         params = _params_of(optimizer)
         increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
-    for group in facts.alive():
+    groups = facts.alive()
+    for group in groups:
         if group.phase is UNSHARDED and not group.state.running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values
+    if groups and groups[0].root.consensus is not None:
+        groups[0].root.consensus.after_step(optimizer)
     if facts.has_stale:
         params = _params_of(optimizer)
         _refuse_stale(type(optimizer).__name__, [param for param in params if param.grad is None])

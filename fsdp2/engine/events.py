@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from .comm import CommWatcher, Unwatched
 
@@ -196,7 +197,14 @@ NO_EVENTS = Events()
 
 
 class RankConsensus(Protocol):
-    """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py)."""
+    """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py), or have run
+    out of batches (features/join.py).
+
+    `num_joined`: how many ranks have run out of batches; `has_joined`: this one has.
+    """
+
+    num_joined: int
+    has_joined: bool
 
     def is_conditional(self, group: FSDPParamGroup) -> bool:
         """Returns True if ranks may leave the modules of `group` out."""
@@ -207,16 +215,34 @@ class RankConsensus(Protocol):
     def before_gather(self, group: FSDPParamGroup) -> None:
         """Is called before each all-gather. It may communicate for other groups first."""
 
-    def before_reduce(self, group: FSDPParamGroup) -> None:
-        """Is called before all gradients of a group are reduced, together (ReduceWhen). It may reduce them itself."""
+    def before_reduce(self, group: FSDPParamGroup, indices: set[int]) -> set[int]:
+        """Is called before all gradients of a group are reduced, together (ReduceWhen). It may reduce them itself.
+
+        `indices`: those of the parameters that have gradients on this rank. Returns those that all ranks reduce.
+        """
 
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         """Returns what the forward is to return in place of `output`. `inputs`: (args, kwargs)."""
+
+    def before_backward(self) -> None:
+        """Is called when a backward, or `reduce_unsynchronized`, begins, before it takes placeholders from `.grad`."""
 
     def after_backward(self) -> None:
         """Is called when a backward, or `reduce_unsynchronized`, has begun its reductions, before the all-reduces
         between replicas that may follow.
         """
+
+    def after_delivery(self) -> None:
+        """Is called when all reductions have finished, and `.grad` is written."""
+
+    def before_weights(self) -> None:
+        """Is called before ranks gather the weights of `accumulate`."""
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Is called before an optimizer steps on sharded parameters, outside of a backward."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Is called when an optimizer has stepped on sharded parameters."""
 
 
 class BackwardSteps(Protocol):

@@ -280,7 +280,11 @@ class GroupGradients:
         return {i for i, param in enumerate(self._params) if param.unsharded.grad is not None}
 
     def _fill(self, bucket: Bucket) -> None:
-        for unsharded in (self._params[i].unsharded for i in bucket.indices):
+        self.fill_with_zeros(bucket.indices)
+
+    def fill_with_zeros(self, indices: Iterable[int]) -> None:
+        """Puts zeros in place of gradients that this rank does not have."""
+        for unsharded in (self._params[i].unsharded for i in indices):
             if unsharded.grad is None:
                 unsharded.grad = torch.zeros_like(unsharded)
 
@@ -293,11 +297,24 @@ class GroupGradients:
             self._fill(bucket)
             self._process(self._take(bucket.indices))
 
+    def reduce_some(self, indices: set[int]) -> None:
+        """Reduces the gradients of the parameters `indices`, with zeros for those that this rank does not have. Every
+        rank must call it.
+        """
+        if (streams := self._streams) is not None and streams.are_apart():
+            with streams.at_home():
+                return self.reduce_some(indices)
+        self.fill_with_zeros(indices)
+        self._process_in_order(indices)
+
     def _flush(self, left: set[int]) -> None:
         settings = self.group.settings
         consensus = self.group.root.consensus
         if consensus is not None and settings.reduce_gradients and left:
-            consensus.before_reduce(self.group)
+            left = consensus.before_reduce(self.group, left)
+        self._process_in_order(left)
+
+    def _process_in_order(self, left: set[int]) -> None:
         for bucket in self.buckets:
             self._process(self._take([i for i in bucket.indices if i in left]))
             left.difference_update(bucket.indices)

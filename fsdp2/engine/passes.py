@@ -25,6 +25,8 @@ def reduce_unsynchronized(root: Root, groups: Iterable[FSDPParamGroup] | None = 
     with _all_or_nothing(root):
         root.queue.finish_partial()
         chosen = list(reversed(root.groups) if groups is None else groups)
+        if root.consensus is not None:
+            root.consensus.before_backward()
         if any(group.gradients.left_gradients for group in chosen):
             root.follow_changes()
             root.notify(root.events.backward_began)

@@ -366,6 +366,8 @@ class Root:
         self.backward_pass = object()
         if self.changed:
             self.follow_changes()
+        if self.consensus is not None:
+            self.consensus.before_backward()
         self.notify(self.events.backward_began)
         if self.steps is not None or self.leaves_gradients:
             self.take_placeholders()
@@ -432,6 +434,8 @@ class Root:
             self.steps.after_delivery()
         if self.leaves_gradients:
             put_placeholders(self)
+        if self.consensus is not None:
+            self.consensus.after_delivery()
 
     def recover(self) -> None:
         """Drops what a backward pass that has raised left half done."""

@@ -129,6 +129,11 @@ class Prefetcher:
         self.first_in_backward.clear()
         self.drop()
 
+    @property
+    def has_begun(self) -> bool:
+        """True if some group has run in the forward pass that runs, or ran last."""
+        return bool(self._order_now)
+
     def in_forward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it
         in the pass before, or that the user chose. Call it once in each forward, and start each of them at once.

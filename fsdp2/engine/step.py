@@ -86,10 +86,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
             for notify in root.events.forward_ended:
                 for group in state.groups:
                     notify(group, handed)
-            if root.depth == 1:
-                root.notify(root.events.pass_ended)
             if root.consensus is not None:
                 output = root.consensus.after_forward(state, (args, kwargs), output)
+            if root.depth == 1:
+                root.notify(root.events.pass_ended)
         output = after_forward(state, module, output, in_backward)
     except BaseException:
         for inputs in reversed(handed):

@@ -1,7 +1,7 @@
 """Runs the micro-batches of one optimizer step, whose gradients are divided by the sum of all weights; and `no_sync`.
 
 The weights of all ranks are known when the last micro-batch is. So gradients are reduced to sums, and what is complete
-is divided by `_Totals.divide`: in place of the division by the number of ranks, where that is done (reduce.py). Nothing
+is divided by `Totals.divide`: in place of the division by the number of ranks, where that is done (reduce.py). Nothing
 reaches `.grad` before: gradients wait unsharded (sync="last"), or as shards of sums (sync="each").
 """
 
@@ -149,7 +149,7 @@ class Accumulation:
 
     def __init__(self, root: Root, sync: str, num_batches: int | None, scaler: Any) -> None:
         self._root, self._is_each, self._num_batches, self._scaler = root, sync == "each", num_batches, scaler
-        self._totals = _Totals(root, num_batches)
+        self._totals = Totals(root, num_batches)
         self._watch: AccumulationWatch | None = None
         self._is_over = False
         # The backward of the last micro-batch has begun, which is known only with `num_batches`.
@@ -386,6 +386,12 @@ def _watch_of(root: Root) -> AccumulationWatch:
     return watch
 
 
+def find_active(root: Root) -> Accumulation | None:
+    """Returns the block that has been entered, if one has."""
+    watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
+    return None if watch is None else watch.active
+
+
 def refuse_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
     """Raises RuntimeError if an optimizer is about to step on parameters of a model amid a block of accumulate."""
     for root in {group.root for group in groups}:
@@ -413,7 +419,7 @@ class _Found:
 _RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
 
 
-class _Totals:
+class Totals:
     """Sums losses and weights of one rank's micro-batches, and those of all ranks, and divides gradients by the latter.
 
     Ranks gather a row of numbers of each rank, and not only sums, so that errors name ranks. `count`: how many
@@ -421,7 +427,7 @@ class _Totals:
     """
 
     def __init__(self, root: Root, num_batches: int | None) -> None:
-        self._mesh, self._num_batches = root.group.mesh, num_batches
+        self._mesh, self._num_batches, self._consensus = root.group.mesh, num_batches, root.consensus
         self._purpose = Purpose("the weights of accumulate")
         self._purpose.root = weakref.ref(root)
         self._losses: list[Tensor] = []
@@ -475,6 +481,8 @@ class _Totals:
     @hides_modes
     def start(self) -> None:
         """Begins to gather the rows of all ranks, all of which must call it."""
+        if self._consensus is not None:
+            self._consensus.before_weights()
         self._row = self._make_row()
         rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
         with streams.beside(device):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
@@ -72,6 +73,7 @@ class Consensus:
 
     def __init__(self, root: Root) -> None:
         self._root, mesh = root, root.group.mesh
+        self.num_joined, self.has_joined = 0, False
         self.ranks = ranks_of(mesh)
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
@@ -99,12 +101,18 @@ class Consensus:
         if group.params and group.comms.gathers.size > 1:
             self._reach(GATHER + _KINDS * self._indices[group], group in self.conditional)
 
-    def before_reduce(self, group: FSDPParamGroup) -> None:
+    def before_reduce(self, group: FSDPParamGroup, indices: set[int]) -> set[int]:
         self._reach(REDUCE + _KINDS * self._indices[group], group in self.conditional)
         if group in self.conditional:
             group.gradients.reduce_with_zeros()
+        return indices
 
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
+        if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
+            self._reach(_FORWARD_END, False)  # others may still run what this rank does not
+        return self._distinguish(inputs, output)
+
+    def _distinguish(self, inputs: Any, output: Any) -> Any:
         """Returns `output` with views in place of tensors that are inputs, or outputs of another module, as they are
         where a conditional module was left out. The gradient of a view tells when backward begins with this module.
         """
@@ -119,9 +127,22 @@ class Consensus:
         for node in nodes_of_output:
             if node is not None:
                 node.metadata[_OUTPUT] = True
-        if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
-            self._reach(_FORWARD_END, False)  # others may still run what this rank does not
         return output
+
+    def before_backward(self) -> None:
+        """Does nothing: all ranks begin backward passes alike."""
+
+    def after_delivery(self) -> None:
+        """Does nothing: `.grad` is complete on each rank."""
+
+    def before_weights(self) -> None:
+        """Does nothing: no rank is in a module."""
+
+    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Does nothing: all ranks step."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Does nothing: all ranks step."""
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
@@ -145,26 +166,33 @@ class Consensus:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
                 self._root.note_out_of_step()
-                raise RuntimeError(
-                    f"ranks are out of step: this one is {self._describe(event)}, one is {self._describe(first)}, one "
-                    f"is {self._describe(last)}. Give whatever runs on some ranks only to fully_shard by itself, with "
-                    "conditional=True."
-                )
+                raise RuntimeError(f"{self._differ(event, first, last)} {self._advice}")
             if chosen == request:
                 return
             self._join(chosen)
 
+    _advice = "Give whatever runs on some ranks only to fully_shard by itself, with conditional=True."
+
+    def _differ(self, event: int, first: int, last: int) -> str:
+        own, one, other = map(self._describe, (event, first, last))
+        return f"ranks are out of step: this one is {own}, one is {one}, one is {other}."
+
     def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
         """Returns the least request of all ranks, and the least and the largest event."""
-        largest = torch.tensor([-request, -event, event], device=self._device)
+        chosen, first, last = self._find_largest([-request, -event, event], event)
+        return -chosen, -first, last
+
+    def _find_largest(self, numbers: Sequence[int], event: int) -> list[int]:
+        """Returns the largest of each number over all ranks, which must call it. `event`: what this one is doing."""
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         try:
             for group in self._process_groups:
                 all_reduce_now(largest, group, largest=True)
         except RuntimeError as error:  # a peer is gone, for example
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
-        chosen, first, last = largest.tolist()
-        return -chosen, -first, last
+        found: list[int] = largest.tolist()
+        return found
 
     def _join(self, event: int) -> None:
         """Joins an all-gather or a reduction that only other ranks use."""

@@ -55,7 +55,7 @@ class StepsInBackward:
                     f"shape {tuple(parameter.shape)} as number {i} of {name}. Build the optimizer after fully_shard; "
                     "step other parameters by one of their own, after backward."
                 )
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         # Steps run one after the other, beside the thread that computes. A new thread begins on the first device: each
         # rank would take memory there.
         on_device = partial(torch.accelerator.set_device_index, device) if streams.exist_on(device) else None
@@ -69,7 +69,7 @@ class StepsInBackward:
             return self._step(parameters)
 
     def _step(self, parameters: Collection[nn.Parameter]) -> list[nn.Parameter]:
-        wanted, groups = set(map(id, parameters)), self._optimizer.param_groups
+        wanted, groups = set(map(id, parameters)), self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         chosen = [[each for each in params if id(each) in wanted] for params in whole]
         if not any(chosen):
@@ -80,7 +80,7 @@ class StepsInBackward:
                 group["params"] = params
             # The gather that has read them has ended: their gradients came later.
             with notices.quiet():
-                self._optimizer.step()
+                self.optimizer.step()
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params

@@ -144,17 +144,31 @@ def a_step_is_skipped(names: Names) -> None:
     assert_equal(names["model"], model)
 
 
-@guide("Ranks with different numbers of batches")
-def different_numbers_of_batches(names: Names) -> None:
-    """Each step is one on the batches that are there."""
-    model, ranks = plain_model(names), dist.get_world_size()
+def on_batches(names: Names, clip: float | None, counts: tuple[int, int], divisor: int | None) -> Any:
+    """Trains on the batches that are there. `counts`: of each rank; `divisor`: None is the number of those with one."""
+    model: Any = plain_model(names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        rows = whole(step, ranks)
-        names["loss_of"](model, rows if step == 0 else rows[:4]).backward()
+    for step in range(max(counts)):
+        rows = whole(step, len(counts)).chunk(len(counts))
+        present = [part for part, count in zip(rows, counts, strict=True) if step < count]
+        (sum(names["loss_of"](model, part) for part in present) / (divisor or len(present))).backward()
+        if clip is not None:
+            model.norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    assert_equal(names["model"], model)
+    return model
+
+
+@guide("Ranks with different numbers of batches")
+def different_numbers_of_batches(names: Names) -> None:
+    expected = on_batches(names, 1.0, (3, 1), None)
+    assert dist.get_rank() == 1 or abs(float(names["norm"]) - float(expected.norm)) < 1e-4
+    assert_equal(names["model"], expected)
+
+
+@guide("torch's Join")
+def joined_by_torch(names: Names) -> None:
+    assert_equal(names["model"], on_batches(names, None, (3, 0), 2))
 
 
 @guide("Accumulation, clipping and learning rate")

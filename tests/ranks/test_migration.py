@@ -22,6 +22,7 @@ import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -796,21 +797,16 @@ def nothing_to_choose() -> None:
     trains(replicate(build()))
 
 
-@row("DDP", "`join()`, for ranks with different numbers of batches")
+@row("DDP", "`join()`, `Join([model])`, for ranks with different numbers of batches")
 def fewer_batches() -> None:
     """The mean is one over all ranks, as in DDP's `join`: a rank without a batch counts as a gradient of zero."""
-    for model in (replicate(build()), shard(build())):
+    for model, joins in ((replicate(build()), fsdp2.join), (shard(build()), lambda each: Join([each]))):
         optimizer, ranks, rank = sgd(model), dist.get_world_size(), dist.get_rank()
-        count, step, has_batch = 3 if rank == 0 else 1, 0, torch.ones(())
-        while has_batch > 0:
-            loss = mean_loss(model(own(min(step, count - 1))))
-            (loss if step < count else loss * 0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            has_batch = torch.tensor(float(step < count))
-            dist.all_reduce(has_batch)
-        assert step == 3
+        with joins(model):
+            for step in range(3 if rank == 0 else 1):
+                mean_loss(model(own(step))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
         expected: Any = build()
         optimizer = sgd(expected)
         for each in range(3):

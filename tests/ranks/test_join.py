@@ -1,0 +1,1008 @@
+"""Tests `fsdp2.join` and torch's `Join([model])`: ranks with different numbers of batches train as on all of them.
+
+The oracle is the plain model on the batches of all ranks that have one, step by step, in fp64.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from conditional_models import Dropped, Multimodal
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.engine.state import require_state
+from fsdp2.features import conditional, user_collectives
+from fsdp2.features import join as join_module
+from helpers import RankError, assert_same, full, run_checks, run_ranks
+from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+Counts = Sequence[int]
+"""How many batches each rank has."""
+
+
+def batch_of(model: TinyModel, rank: int, i: int) -> Tensor:
+    batch = model.example(rows=1 + (rank + i) % 3, seed=1000 * rank + i)
+    return batch.double() if batch.is_floating_point() else batch
+
+
+def build(make: Callable[[], TinyModel] = OddMLP) -> Any:
+    torch.manual_seed(1)
+    return make().double()
+
+
+def shard(model: Any, apply: Any = fully_shard, **options: Any) -> Any:
+    for block in getattr(model, "blocks", [*model.children()][:2]):
+        apply(block, **options)
+    return apply(model, **options)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def plain_epoch(model: Any, optimizer: Any, counts: Counts, by_present: bool = False, zeros: bool = False) -> None:
+    """Trains on all batches. Step i has those of the ranks that have so many.
+
+    `zeros`: parameters without a gradient get one of zeros.
+    """
+    for i in range(max(counts)):
+        model.before_step(i)
+        present = [rank for rank, count in enumerate(counts) if i < count]
+        divisor = len(present) if by_present else len(counts)
+        sum(mean_loss(model(batch_of(model, rank, i))) for rank in present).div(divisor).backward()
+        for param in model.parameters() if zeros else ():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compare(model: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param, expected, **(tolerance or EXACT), name=name)
+        assert_same(param.grad, expected.grad, **(tolerance or EXACT), name=f"gradient of {name}")
+
+
+def compare_states(optimizer: Any, plain: Any) -> None:
+    assert len(optimizer.state) == len(plain.state)
+    for own, other in zip(optimizer.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        for name, value in plain.state[other].items() if other in plain.state else ():
+            assert_same(full(optimizer.state[own][name]), value, **EXACT, name=name)
+
+
+def counts_for(num_ranks: int) -> list[Counts]:
+    """Returns numbers of batches: one rank runs out first, or has none; all end at once; each at another time."""
+    ranks = range(num_ranks)
+    drawn = [[3 - (rank == 0) for rank in ranks], [2 * (rank != num_ranks - 1) for rank in ranks]]
+    return [*drawn, [2] * num_ranks, [(rank * 2) % 5 for rank in ranks], [0] * num_ranks]
+
+
+def train_joined(
+    counts: Counts,
+    joins: Callable[..., Any],
+    by_present: bool = False,
+    make: Callable[[], TinyModel] = OddMLP,
+    setup: Callable[[Any], Any] = shard,
+    tolerance: float = 1e-12,
+) -> None:
+    """Two epochs of `backward(); step(); zero_grad()`, the second with other numbers; then a step of all ranks."""
+    plain, rank = build(make), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    same = {"rtol": tolerance, "atol": tolerance / 10}
+    for of_ranks in (counts, counts[::-1]):
+        plain_epoch(plain, expected, of_ranks, by_present, zeros=setup is unused)
+        with joins(model, optimizer, divide_by_initial_world_size=not by_present):
+            for i in range(of_ranks[rank]):
+                model.before_step(i)
+                mean_loss(model(batch_of(plain, rank, i))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        compare(model, plain, **same)
+    if max(counts) and tolerance == 1e-12:
+        compare_states(optimizer, expected)
+    plain_epoch(plain, expected, [1] * len(counts), zeros=setup is unused)
+    model.before_step(0)
+    mean_loss(model(batch_of(plain, rank, 0))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    compare(model, plain, **same)
+
+
+def ours(model: Any, optimizer: Any, **options: Any) -> Any:
+    return fsdp2.join(model, optimizer=optimizer, **options)
+
+
+def torchs(model: Any, optimizer: Any, **options: Any) -> Any:
+    return Join([model], optimizer=optimizer, **options)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_each_batch_counts_once(num_ranks: int) -> None:
+    """With both contexts, both divisors, and all numbers of batches, 0 included."""
+    checks = [
+        (f"{joins.__name__} {counts} {by_present}", partial(train_joined, counts, joins, by_present))
+        for i, counts in enumerate(counts_for(num_ranks))
+        for joins, by_present in ((ours, i % 2 == 0), (torchs, i % 2 == 1))
+    ]
+    run_checks(num_ranks, checks)
+
+
+# ---- ways to shard
+
+
+def with_options(apply: Any = fully_shard, **options: Any) -> Callable[[Any], Any]:
+    return lambda model: shard(model, apply, **options)
+
+
+def on_mesh(names: tuple[str, ...] | None = None, **options: Any) -> Callable[[Any], Any]:
+    """Shards on 2 x 2 ranks; the mesh is made when ranks run."""
+    return lambda model: shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), **options)
+
+
+def unused(model: Any) -> Any:
+    """A parameter that no rank uses gets a gradient of zeros."""
+    shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    return model
+
+
+def late(model: Any) -> Any:
+    shard(model)
+    model.set_reshard_after_backward(False)
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    """Recomputes each block in backward."""
+    for block in model.blocks:
+        run = block.forward
+        block.forward = lambda *args, run=run: checkpoint(run, *args, use_reentrant=False)
+    return shard(model)
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+AT_REST = DataParallelMeshDims(shard="s", shard_at_rest="r")
+
+ONE_AXIS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
+    "reshard after forward": (ConvStack, with_options(reshard_after_forward=True), 1e-12),
+    "keep after forward": (ConvStack, with_options(reshard_after_forward=False), 1e-12),
+    "keep after backward": (OddMLP, late, 1e-12),
+    "replicate": (OddMLP, with_options(replicate), 1e-12),
+    "offload": (OddMLP, with_options(offload_policy=CPUOffloadPolicy()), 1e-12),
+    "fp32 compute": (OddMLP, with_options(mp_policy=BF16), 1e-5),
+    "unused": (SkippedModule, unused, 1e-12),
+    "used by none": (SkippedModule, shard, 1e-12),
+    "blocks": (TinyGPT, shard, 1e-12),
+    "checkpointing": (TinyGPT, checkpointed, 1e-12),
+}
+TWO_AXES: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
+    "HSDP": (OddMLP, on_mesh(), 1e-12),
+    "HSDP with names": (ConvStack, on_mesh(("r", "s")), 1e-12),
+    "replicas that share what rests": (OddMLP, on_mesh(("r", "s"), dp_mesh_dims=AT_REST), 1e-12),
+    "restored among 2": (ConvStack, with_options(reshard_after_forward=2), 1e-12),
+}
+
+
+@pytest.mark.parametrize("ways", [ONE_AXIS, TWO_AXES], ids=["2 ranks", "4 ranks"])
+def test_ways_to_shard(ways: dict[str, Any]) -> None:
+    num_ranks = 2 if ways is ONE_AXIS else 4
+    counts = [(3, 1), (0, 2)] if num_ranks == 2 else [(1, 3, 2, 2), (2, 2, 0, 1)]
+    checks = [
+        (f"{name} {each}", partial(train_joined, each, ours, by_present, make, setup, tolerance))
+        for name, (make, setup, tolerance) in ways.items()
+        for each, by_present in zip(counts, (False, True), strict=True)
+    ]
+    run_checks(num_ranks, checks)
+
+
+class Recounting(Dropped):
+    """Leaves out layers by the number of rows, so that ranks differ; `example` makes batches of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plan = frozenset(("0",) if len(x) == 1 else ("1", "2") if len(x) == 2 else ())
+        return super().forward(x)
+
+
+class Seeing(Multimodal):
+    """Runs its towers by the number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plan = frozenset(("image",) if len(x) == 1 else ("audio", "image") if len(x) == 2 else ())
+        return super().forward(x)
+
+
+def conditionally(model: Any) -> Any:
+    for module, is_conditional in model.groups():
+        fully_shard(module, conditional=is_conditional)
+    return model
+
+
+def on_two_axes(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for module, is_conditional in model.groups():
+        fully_shard(module, mesh=mesh, conditional=is_conditional)
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_conditional_modules(num_ranks: int) -> None:
+    """Ranks that are present leave modules out, and ranks that have joined leave out all."""
+    makes: dict[str, Any] = {"dropped": Recounting, "again": partial(Recounting, recompute=False), "towers": Seeing}
+    checks = [
+        (f"{name} {counts}", partial(train_joined, counts, ours, False, make, conditionally))
+        for name, make in makes.items()
+        for counts in counts_for(num_ranks)[:2]
+    ]
+    run_checks(num_ranks, checks)
+
+
+def test_conditional_modules_of_replicas() -> None:
+    train = partial(train_joined, (1, 3, 2, 0), ours, True, Seeing, on_two_axes)
+    run_checks(4, [("towers", train)])
+
+
+class Wide(OddMLP):
+    """Has layers that tensor parallelism can cut evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(5, 8), nn.Linear(8, 3)
+
+
+def train_tensor_parallel() -> None:
+    """Ranks that share a batch run out together. Those that share parameters are counted."""
+    plain = build(Wide)
+    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    shard(model, mesh=mesh["dp"])
+    optimizer, expected, rank = adamw(model), adamw(plain), mesh.get_local_rank("dp")
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range((1, 3)[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, (1, 3))
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(full(param), other, rtol=1e-12, atol=1e-13), name
+
+
+def test_tensor_parallelism() -> None:
+    run_checks(4, [("tensor parallelism", train_tensor_parallel)])
+
+
+# ---- what a loop does
+
+
+def micro_steps(counts: Counts, rank: int, accumulates: int) -> Iterator[tuple[int, bool]]:
+    """Yields the number of each micro-batch of a rank, and whether it is the last of a step."""
+    yield from ((i, i % accumulates == accumulates - 1) for i in range(counts[rank]))
+
+
+def accumulate_plainly(plain: Any, optimizer: Any, counts: Counts, accumulates: int) -> None:
+    for first in range(0, max(counts), accumulates):
+        for i in range(first, first + accumulates):
+            for rank in (rank for rank, count in enumerate(counts) if i < count):
+                mean_loss(plain(batch_of(plain, rank, i))).div(len(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_accumulating(counts: Counts, how: str, setup: Callable[[Any], Any] = shard) -> None:
+    """A rank may run out amid an accumulation: what it has accumulated counts."""
+    plain, rank, accumulates = build(ConvStack), dist.get_rank(), 3
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i, is_last in micro_steps(counts, rank, accumulates):
+            if how == "replicas last":
+                model.set_requires_all_reduce(is_last)
+            elif how != "each":
+                model.set_requires_gradient_sync(is_last)
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=how != "each")
+    accumulate_plainly(plain, expected, counts, accumulates)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, **EXACT, name="a parameter")
+    compare_states(optimizer, expected)
+
+
+def test_ranks_run_out_amid_an_accumulation() -> None:
+    checks = [
+        (f"{how} {counts}", partial(train_accumulating, counts, how))
+        for how in ("last", "each")
+        for counts in ((6, 2), (1, 6), (3, 5, 6)[:2], (0, 3))
+        if max(counts) % 3 == 0
+    ]
+    run_checks(2, checks)
+
+
+def test_replicas_run_out_amid_an_accumulation() -> None:
+    checks = [
+        (f"{how} {counts}", partial(train_accumulating, counts, how, on_mesh()))
+        for how in ("last", "replicas last", "each")
+        for counts in ((6, 2, 3, 4), (3, 3, 1, 0))
+    ]
+    run_checks(4, checks)
+
+
+def train_stepping(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    """Clips, steps and follows a schedule in the function that all ranks call."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    sides = []
+    for side in (model, plain):
+        optimizer = adamw(side)
+        sides.append((side, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)))
+    norms: list[float] = []
+
+    def step(side: Any, optimizer: Any, schedule: Any) -> float:
+        clip = fsdp2.clip_grad_norm_ if side is model else torch.nn.utils.clip_grad_norm_
+        norm = clip(side.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    for of_ranks in (counts, counts[::-1]):
+        with fsdp2.join(model, partial(step, *sides[0])) as joined:
+            for i in range(of_ranks[rank]):
+                mean_loss(model(batch_of(plain, rank, i))).backward()
+                norms.append(joined.step())
+        norms = norms[-of_ranks[rank] or len(norms) :]
+        for i in range(max(of_ranks)):
+            present = [each for each, count in enumerate(of_ranks) if i < count]
+            sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(of_ranks)).backward()
+            norm = step(*sides[1])
+            assert i >= of_ranks[rank] or abs(norms[i] - norm) < 1e-12
+        compare(model, plain)
+    compare_states(sides[0][1], sides[1][1])
+    assert sides[0][2].get_last_lr() == sides[1][2].get_last_lr()
+
+
+def train_in_backward(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    model.set_optimizer_in_backward(optimizer)
+    with Join([model]):
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+    plain_epoch(plain, expected, counts)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, **EXACT, name="a parameter")
+    compare_states(optimizer, expected)
+
+
+def weigh(counts: Counts, sync: str, num_batches: int | None, setup: Callable[[Any], Any] = shard) -> None:
+    """Steps of two micro-batches, divided by the rows of all ranks that have some."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def loss_sum(side: Any, rows: Tensor) -> Tensor:
+        return (side(rows) - 0.5).square().sum()
+
+    means = []
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            with fsdp2.accumulate(model, sync=sync, num_batches=num_batches) as acc:
+                for k in range(2):
+                    rows = batch_of(plain, rank, 2 * i + k)
+                    acc.backward(loss_sum(model, rows), weight=len(rows))
+            means.append((acc.mean_loss, acc.total_weight))
+            optimizer.step()
+            optimizer.zero_grad()
+    for i in range(max(counts)):
+        parts = [batch_of(plain, each, 2 * i + k) for each, count in enumerate(counts) if i < count for k in range(2)]
+        total = sum(map(len, parts))
+        loss = sum(loss_sum(plain, rows) for rows in parts) / total
+        loss.backward()
+        expected.step()
+        expected.zero_grad()
+        if i < counts[rank]:
+            assert means[i][1] == total
+            assert abs(means[i][0] - float(loss.detach())) < 1e-12
+    compare(model, plain)
+    compare_states(optimizer, expected)
+
+
+def evaluate(counts: Counts, setup: Callable[[Any], Any] = shard) -> None:
+    """A loop without grad, and one in inference mode, between training steps."""
+    plain, rank = build(), dist.get_rank()
+    model = setup(copy.deepcopy(plain))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode(), fsdp2.join(model):
+            for i in range(counts[rank]):
+                rows = batch_of(plain, rank, i)
+                assert_same(model(rows), plain(rows), **EXACT, name="an output")
+    optimizer, expected = adamw(model), adamw(plain)
+    for i in range(2):
+        mean_loss(model(batch_of(plain, rank, i))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain_epoch(plain, expected, [2] * len(counts))
+    compare(model, plain)
+
+
+def cleared_first(counts: Counts, to_none: bool) -> None:
+    """zero_grad at the beginning of each step: what the last one has left is there behind the block, on all ranks."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            optimizer.zero_grad(set_to_none=to_none)
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+    for i in range(max(counts)):
+        expected.zero_grad()
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(counts)).backward()
+        expected.step()
+    compare(model, plain)
+    compare_states(optimizer, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_loops(num_ranks: int) -> None:
+    setups = {"": shard} if num_ranks == 2 else {"HSDP": on_mesh()}
+    counts = [(3, 1), (0, 2)] if num_ranks == 2 else [(1, 3, 2, 2), (2, 2, 0, 1)]
+    checks = []
+    for (name, setup), each in ((setup, each) for setup in setups.items() for each in counts):
+        checks += [
+            (f"{name} step {each}", partial(train_stepping, each, setup)),
+            (f"{name} in backward {each}", partial(train_in_backward, each, setup)),
+            (f"{name} no grad {each}", partial(evaluate, each, setup)),
+            (f"{name} each {each}", partial(weigh, each, "each", 2, setup)),
+            (f"{name} last {each}", partial(weigh, each, "last", 2, setup)),
+            (f"{name} unknown {each}", partial(weigh, each, "last", None, setup)),
+            (f"{name} cleared first {each}", partial(cleared_first, each, True)),
+            (f"{name} zeroed first {each}", partial(cleared_first, each, False)),
+        ]
+    run_checks(num_ranks, checks)
+
+
+# ---- running statistics
+
+
+class WithNorm(TinyModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(5, 7, bias=False), nn.BatchNorm1d(7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(torch.cat([x, 2 * x]))))[: len(x)]
+
+
+def train_norm(counts: Counts) -> None:
+    """Running statistics are means over the ranks with a batch; a rank that has joined has them, and counters, too."""
+    plain, rank = build(WithNorm), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.eval()
+    with fsdp2.join(model), torch.no_grad():
+        for i in range(counts[rank]):
+            model(batch_of(plain, rank, i))
+    assert not model.training
+    for i in range(max(counts)):
+        present = [each for each, count in enumerate(counts) if i < count]
+        before = {name: buffer.clone() for name, buffer in plain.named_buffers()}
+        after = []
+        for each in present:
+            plain.load_state_dict(before, strict=False)
+            (mean_loss(plain(batch_of(plain, each, i))) / len(counts)).backward()
+            after.append({name: buffer.clone() for name, buffer in plain.named_buffers()})
+        for name in ("norm.running_mean", "norm.running_var"):
+            plain.get_buffer(name).copy_(sum(each[name] for each in after) / len(after))
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+    for name, buffer in plain.named_buffers():
+        assert_same(model.get_buffer(name), buffer, **EXACT, name=name)
+
+
+def test_running_statistics() -> None:
+    """Over so many steps that checks which compare ranks are due several times."""
+    run_checks(3, [(f"{counts}", partial(train_norm, counts)) for counts in ((5, 2, 9), (0, 4, 1))])
+
+
+# ---- what can't be followed
+
+
+def loop(model: Any, rank: int, counts: Counts, act: Callable[[int], None], **options: Any) -> None:
+    """Runs a loop in which `act` is called behind each backward."""
+    with fsdp2.join(model, **options) as joined:
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            act(i)
+    assert joined is not None
+
+
+def alone_by_an_exception() -> None:
+    """The last rank with a batch leaves amid a forward, which the other follows."""
+    model, rank = shard(build()), dist.get_rank()
+
+    def fail(*_: Any) -> None:
+        if model.training and rank == 0 and runs == 1:
+            raise ValueError("a bad sample")
+
+    model.narrow.register_forward_hook(fail)
+    runs = 0
+
+    def run() -> None:
+        nonlocal runs
+        with fsdp2.join(model):
+            for runs in range(2 - rank):
+                model(batch_of(OddMLP(), rank, runs))
+
+    with pytest.raises((ValueError, RuntimeError), match="a bad sample" if rank == 0 else "rank 0 has left the block"):
+        run()
+
+
+def caught_at_the_end() -> None:
+    """The last forward raises, and is left out, as is a step that raises on all ranks that call it."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad sample")
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(3 - 2 * rank):
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(batch_of(plain, rank, i))
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(batch_of(plain, rank, i))
+    plain_epoch(plain, expected, (3, 1))
+    compare(model, plain)
+
+
+def test_passes_that_raise() -> None:
+    run_checks(2, [("alone", alone_by_an_exception), ("at the end", caught_at_the_end)])
+
+
+def refuse(act: Callable[[Any, Any, int], None], present: str, joined: str, **options: Any) -> None:
+    """Rank 1 has fewer batches. All ranks raise, each what it is to, and the next step is exact."""
+    rank, plain = dist.get_rank(), build()
+    model = shard(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(RuntimeError, match=joined if rank == 1 else present):
+        loop(model, rank, (3, 1, 3), lambda i: act(model, optimizer, i), **options)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    adam, expected = adamw(model), adamw(plain)
+    mean_loss(model(batch_of(plain, rank, 0))).backward()
+    adam.step()
+    adam.zero_grad()
+    plain_epoch(plain, expected, [1] * 3)
+    compare(model, plain)
+
+
+LEFT = r"rank \d, which leaves the block of join by an exception|rank 0 has left the block of join"
+
+
+def clip_outside(model: Any, optimizer: Any, i: int) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scale_outside(model: Any, optimizer: Any, i: int) -> None:
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+
+
+def assign_outside(model: Any, optimizer: Any, i: int) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def step_unknown(model: Any, optimizer: Any, i: int) -> None:
+    if i:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def write(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+    if i:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1)
+
+
+def change_rate(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.0 if i == 0 else -0.0
+
+
+def raise_amid(model: Any, optimizer: Any, i: int) -> None:
+    if dist.get_rank() == 0 and i == 1:
+        raise RuntimeError("a bad sample")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def close_over(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+
+    def closure() -> Tensor:
+        loss = mean_loss(model(batch_of(OddMLP(), dist.get_rank(), i)))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def unfreeze(model: Any, optimizer: Any, i: int) -> None:
+    optimizer.zero_grad()
+    if i == 1:
+        model.wide.bias.requires_grad_(False)
+
+
+def test_what_ranks_without_batches_cannot_follow() -> None:
+    """Every rank raises, and soon; nothing is silently wrong."""
+    held = "some ranks have run out of batches, and can't do to their part of this gradient"
+    checks: list[tuple[str, Callable[[], None]]] = [
+        ("clip", partial(refuse, clip_outside, held, LEFT)),
+        ("scale", partial(refuse, scale_outside, held, LEFT)),
+        ("assign", partial(refuse, assign_outside, "its gradient was changed since", "its gradient was changed since")),
+        ("unknown", partial(refuse, step_unknown, "has not stepped in this block", "has not stepped in this block")),
+        ("write", partial(refuse, write, "written to outside of a step", "written to outside of a step")),
+        ("rate", partial(refuse, change_rate, "differ between ranks", "differ between ranks")),
+        ("closure", partial(refuse, close_over, "have none for its closure", LEFT)),
+        ("amid", partial(refuse, raise_amid, "a bad sample|rank 0, which leaves|rank 0 has left", LEFT)),
+        ("unfreeze", partial(refuse, unfreeze, "requires_grad was changed", "requires_grad was changed")),
+        (
+            "early",
+            partial(
+                refuse,
+                lambda *_: None,
+                "at least one rank that exhausted",
+                "Rank 1 exhausted all",
+                throw_on_early_termination=True,
+            ),
+        ),
+    ]
+    run_checks(3, checks)
+
+
+def refuse_arguments() -> None:
+    model = shard(build())
+    with pytest.raises(RuntimeError, match="expected the root"):
+        fsdp2.join(model.wide)
+    with pytest.raises(TypeError, match="step: expected a function"):
+        fsdp2.join(model, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="optimizer: expected"):
+        fsdp2.join(model, optimizer=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Join([model], other=1)
+    with pytest.raises(RuntimeError, match="fully_shard was applied to"):
+        fsdp2.join(OddMLP())
+    with fsdp2.join(model) as joined:
+        with pytest.raises(RuntimeError, match="in another block"):
+            fsdp2.join(model)
+        with pytest.raises(RuntimeError, match="got none"):
+            joined.step()
+    other = shard(build())
+    with pytest.raises(NotImplementedError, match="one sharded model, before all others"), Join([model, other]):
+        other(batch_of(OddMLP(), 0, 0))
+    with fsdp2.join(model, enable=False):
+        mean_loss(model(batch_of(OddMLP(), 0, 0))).backward()
+
+
+def leave_by_an_exception() -> None:
+    """torch's Join tells nobody; the model is as before when it is dropped, also if it was never entered."""
+    model, plain = shard(build()), build()
+    rows = batch_of(plain, dist.get_rank(), 0)
+
+    def fail() -> None:
+        with Join([model]):
+            mean_loss(model(rows)).backward()
+            raise ValueError("a bad sample")
+
+    with pytest.raises(ValueError, match="a bad sample"):
+        fail()
+    fsdp2.join(model)
+    model.zero_grad()
+    mean_loss(model(rows)).backward()
+    model.zero_grad()
+    assert require_state(model).root.consensus is None
+    assert not user_collectives._Replaced.functions, "torch's collectives are in their places again"
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model):
+        mean_loss(model(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "_join_config" not in vars(model)
+    plain_epoch(plain, expected, [1] * dist.get_world_size())
+    compare(model, plain)
+
+
+def test_arguments() -> None:
+    run_checks(2, [("arguments", refuse_arguments), ("an exception", leave_by_an_exception)])
+
+
+# ---- what it costs
+
+
+def count_messages(model: Any, optimizer: Any, joins: bool, batches: Counts) -> list[str]:
+    """Returns what this rank sends: "count" and "agree" of join, and whatever else."""
+    sent: list[str] = []
+
+    def counting(module: Any, name: str, as_what: str) -> Any:
+        usual = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent.append(as_what)
+            return usual(*args, **kwargs)
+
+        return mock.patch.object(module, name, call)
+
+    rank = dist.get_rank()
+    with (
+        counting(join_module, "all_reduce_now", "count"),
+        counting(conditional, "all_reduce_now", "agree"),
+        counting(NamedPairwiseComm, "_exchange", "exchange"),
+        fsdp2.join(model, optimizer=optimizer) if joins else nullcontext(),
+    ):
+        for i in range(batches[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        own = [*sent]
+    return own
+
+
+def test_a_step_of_all_ranks_costs_one_count() -> None:
+    """As long as all ranks are present, one number is all-reduced in each forward pass, and nothing else differs. Then
+    there is one more for each event.
+    """
+
+    def check() -> None:
+        models = [shard(build()) for _ in range(3)]
+        runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        without = count_messages(*runs[0], False, (4, 4))
+        joined = count_messages(*runs[1], True, (4, 4))
+        assert joined.count("count") == 4
+        assert [each for each in joined if each != "count"] == without
+        uneven = count_messages(*runs[2], True, (4, 3))
+        if dist.get_rank() == 1:
+            assert uneven == joined[: len(uneven)]
+        else:
+            assert uneven.count("count") == 3 + 3  # forward, backward and step of the last batch
+            forward = 2 + 3 + 1  # what it is, and in which modes; gathers; its end
+            backward = 2 + 3 * 2 + 2  # what it is, and of which gradients; reductions of what; its end; what is left
+            step = 3  # what it is; of which gradients; the optimizer's settings
+            assert uneven.count("agree") == forward + backward + step
+
+    run_checks(2, [("counts", check)])
+
+
+# ---- together with others
+
+
+def scaled(counts: Counts) -> None:
+    """A GradScaler that skips a step skips it on all ranks."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def step() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with fsdp2.join(model, step) as joined:
+        for i in range(counts[rank]):
+            loss = mean_loss(model(batch_of(plain, rank, i)))
+            scaler.scale(loss * (torch.inf if i == 1 else 1)).backward()
+            joined.step()
+    for i in (i for i in range(max(counts)) if i != 1):
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(mean_loss(plain(batch_of(plain, each, i))) for each in present).div(len(counts)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+    scales = [torch.zeros(()) for _ in counts]
+    dist.all_gather(scales, torch.tensor(scaler.get_scale()))
+    assert len({float(each) for each in scales}) == 1
+
+
+def debugged(model: Any) -> Any:
+    shard(model)
+    model.set_debug_level(1)
+    return model
+
+
+def finalizing(counts: Counts) -> None:
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    model.set_manual_backward_finalization(True)
+    optimizer, expected = adamw(model), adamw(plain)
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            model.wide.unshard()
+            mean_loss(model(batch_of(plain, rank, i))).backward()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, counts)
+    compare(model, plain)
+
+
+def penalised(counts: Counts) -> None:
+    """Two forwards for each backward, one without grad between them, and a gradient of inputs."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def loss_of(side: Any, rows: Tensor) -> Tensor:
+        first = mean_loss(side(rows))
+        with torch.no_grad():
+            factor = side(rows).mean()
+        return first + factor * mean_loss(side(2 * rows))
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            rows = batch_of(plain, rank, i).requires_grad_()
+            torch.autograd.grad(mean_loss(model(rows)), rows)
+            loss_of(model, rows.detach()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for i in range(max(counts)):
+        present = [each for each, count in enumerate(counts) if i < count]
+        sum(loss_of(plain, batch_of(plain, each, i)) for each in present).div(len(counts)).backward()
+        expected.step()
+        expected.zero_grad()
+    compare(model, plain)
+
+
+def caught(counts: Counts) -> None:
+    """Forwards and backwards that raise on all ranks, and are left out."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer, expected = adamw(model), adamw(plain)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a bad sample")
+
+    with fsdp2.join(model, optimizer=optimizer):
+        for i in range(counts[rank]):
+            rows = batch_of(plain, rank, i)
+            with pytest.raises(ValueError, match="a bad sample"), model.narrow.register_forward_hook(fail):
+                model(rows)
+            output = model(rows)
+            output.register_hook(fail)
+            with pytest.raises(ValueError, match="a bad sample"):
+                mean_loss(output).backward()
+            mean_loss(model(rows)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain_epoch(plain, expected, counts)
+    compare(model, plain)
+
+
+def communicate(counts: Counts, where: str) -> None:
+    """A collective of a user's own takes all ranks: while all are present, and in the function that all call."""
+    plain, rank = build(), dist.get_rank()
+    model = shard(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen: list[float] = []
+
+    def sum_up(*_: Any) -> None:
+        total = torch.ones(())
+        dist.all_reduce(total)
+        seen.append(float(total))
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "step":
+            sum_up()
+
+    if where == "forward":
+        model.narrow.register_forward_hook(sum_up)
+
+    def run() -> None:
+        with fsdp2.join(model, step) as joined:
+            for i in range(counts[rank]):
+                if where == "before":
+                    sum_up()
+                mean_loss(model(batch_of(plain, rank, i))).backward()
+                joined.step()
+                if where == "behind":
+                    sum_up()
+
+    if where == "step":
+        run()
+        assert seen == [2.0] * max(counts)
+    else:
+        with pytest.raises(RuntimeError, match="a collective of your own in the loop"):
+            run()
+        assert seen == [2.0] * min(counts)
+    plain_step = batch_of(plain, rank, 0)
+    assert_same(model(plain_step), plain(plain_step), **EXACT, name="the next output")
+
+
+def test_together_with_others() -> None:
+    checks = [
+        (f"{check.__name__} {counts}", partial(check, counts))
+        for check in (scaled, finalizing, penalised, caught)
+        for counts in ((3, 1), (1 if check is scaled else 0, 2))  # a scaler must have scaled a loss
+    ]
+    checks.append(("debug level", partial(train_joined, (3, 1), ours, False, OddMLP, debugged)))
+    checks += [
+        (f"a collective {where}", partial(communicate, (3, 2), where))
+        for where in ("step", "before", "forward", "behind")
+    ]
+    run_checks(2, checks)
+
+
+# ---- ranks that stop without it
+
+
+@pytest.mark.parametrize(
+    ("counts", "question"),
+    [
+        ((7, 6), r"rank 1 has not begun step 7: has it fewer batches\? See fsdp2\.join\.\n.*Where each rank was"),
+        ((2, 1, 1), r"ranks 1, 2 have not begun step 2: have they fewer batches\?"),
+    ],
+)
+def test_a_rank_that_stops_is_named(counts: Counts, question: str) -> None:
+    """As soon as its process has ended, which is what a program does behind its loop."""
+
+    def body(rank: int, _: int) -> None:
+        model = shard(build())
+        for i in range(counts[rank]):
+            mean_loss(model(batch_of(OddMLP(), rank, i))).backward()
+            model.zero_grad()
+        os._exit(0)
+
+    with pytest.raises(RankError, match=f"(?s){question}"):
+        run_ranks(len(counts), body, timeout=30)
+
+
+def test_a_rank_that_stops_amid_a_step_is_not() -> None:
+    def body(rank: int, _: int) -> None:
+        model = shard(build())
+        if rank == 1:
+            model.wide.register_forward_pre_hook(lambda *_: os._exit(0))
+        model(batch_of(OddMLP(), rank, 0))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, body, timeout=30)
+    assert "Where each rank was" in str(caught.value)
+    assert "has not begun" not in str(caught.value)
