@@ -43,13 +43,13 @@ class NamedPairwiseComm(PairwiseComm):
         self._max_rider = MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
 
-    def compare(self, kind: str, tensor: Tensor) -> None:
-        """Returns when all ranks are about to do that with a tensor of this size.
+    def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
+        """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it.
 
         Raises:
             RuntimeError: they are not; on all ranks.
         """
-        self._exchange(kind, [tensor], [], []).wait()
+        self._exchange(kind, [tensor], [], [], what).wait()
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         exchange = self._exchange(SUMMING, [tensor], [], [], what)

@@ -121,9 +121,9 @@ class CheckedComm:
     def size(self) -> int:
         return self._comm.size
 
-    def compare(self, kind: str, tensor: Tensor) -> None:
-        """Returns when all ranks are about to do that with a tensor of this size."""
-        self._rollcall.answer(header_of(self.purpose, kind, [tensor]))
+    def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
+        """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it."""
+        self._rollcall.answer(header_of(self.purpose, kind, [tensor], what))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return self._checked(GATHERING, inputs, lambda: self._comm.all_gather(outputs, inputs))

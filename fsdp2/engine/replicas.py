@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from .codec import Encoder, Member, is_encoded
 from .comm import Comm, SumWork, Work
+from .gloo import SUMMING
 from .layout import RANK_ALIGNMENT, ParamSpec, align, contiguous_stride
 
 if TYPE_CHECKING:
@@ -212,9 +213,12 @@ class CommHook:
     A hook runs when the next bucket is there, or none will come: so `is_last` is true. The host waits for its future
     before it goes on, where there are no streams: hooks may begin collectives from threads, and in the same order as
     other ranks only if nothing else does.
+
+    `is_running`: the collectives that begin now are the hook's, for a reduction that all ranks have agreed on.
     """
 
     nbytes = 0
+    is_running = False
 
     def __init__(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         self.state, self.hook = state, hook
@@ -235,9 +239,18 @@ class CommHook:
         yield None
         flat, _, parts, is_last = sums
         index = self._indices.setdefault(tuple(part.name for part in parts), len(self._indices))
+        checked: Any = comm
+        if hasattr(
+            checked, "compare"
+        ):  # the hook's own messages have no names, and gloo ends the process if they differ
+            checked.compare(SUMMING, flat, what)
         with torch.no_grad():
-            future = self.hook(self.state, GradientBucket(index, flat, parts, is_last()))
-            mean = _value_of(future, flat, self.name)
+            self.is_running = True
+            try:
+                future = self.hook(self.state, GradientBucket(index, flat, parts, is_last()))
+                mean = _value_of(future, flat, self.name)
+            finally:
+                self.is_running = False
             if mean.data_ptr() != flat.data_ptr() or mean.dtype != flat.dtype:
                 flat.copy_(mean)
             if divisor != comm.size:

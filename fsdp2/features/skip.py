@@ -221,7 +221,9 @@ def _refuse(root: Root, watch: SkipWatch) -> None:
         raise RuntimeError("skip_together: expected a call between steps, got one during a forward or backward")
     finalize(root)
     if root.consensus is not None:
-        raise NotImplementedError("skip_together: conditional modules are not supported: ranks agree without headers")
+        raise NotImplementedError(
+            "skip_together: conditional modules and blocks of fsdp2.join are not supported: their ranks have no headers"
+        )
     mesh = root.group.mesh
     if any(mesh.mesh.size(axis) > 1 for axis in {*range(mesh.mesh.ndim)} - {*mesh.shard_axes, *mesh.replicate_axes}):
         raise NotImplementedError(

@@ -114,13 +114,19 @@ def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
     return agreed
 
 
+def _runs_a_hook(root: Any) -> bool:
+    """Returns True while gradients are reduced by a user's hook: ranks have reached consensus before."""
+    hooks = (group.settings.comm_hook for group in root.groups)
+    return any(hook is not None and hook.is_running for hook in hooks)
+
+
 def _reach_consensus(group: dist.ProcessGroup | None) -> None:
     world: Any = dist.group.WORLD
     watching: Any = {} if world is None else _watching.get(world, {})
     asked = [
         watch.consensus()
         for root, watch in watching.items()
-        if watch.always or root.running or root.backward is not None
+        if (watch.always or root.running or root.backward is not None) and not _runs_a_hook(root)
     ]
     ranks = set(dist.get_process_group_ranks(group)) if asked else set()
     for consensus in asked:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,6 +25,7 @@ import fsdp2
 from conditional_models import Dropped, Multimodal
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.codecs import Cast
 from fsdp2.engine.state import require_state
 from fsdp2.features import conditional, user_collectives
 from fsdp2.features import join as join_module
@@ -175,6 +177,13 @@ def checkpointed(model: Any) -> Any:
     return shard(model)
 
 
+def hooked(model: Any) -> Any:
+    """Sums by a hook, whose own collective is part of a reduction that ranks have agreed on."""
+    shard(model, replicate)
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
 BF16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 AT_REST = DataParallelMeshDims(shard="s", shard_at_rest="r")
 
@@ -183,6 +192,7 @@ ONE_AXIS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]]
     "keep after forward": (ConvStack, with_options(reshard_after_forward=False), 1e-12),
     "keep after backward": (OddMLP, late, 1e-12),
     "replicate": (OddMLP, with_options(replicate), 1e-12),
+    "a hook": (OddMLP, hooked, 1e-12),
     "offload": (OddMLP, with_options(offload_policy=CPUOffloadPolicy()), 1e-12),
     "fp32 compute": (OddMLP, with_options(mp_policy=BF16), 1e-5),
     "unused": (SkippedModule, unused, 1e-12),
@@ -194,6 +204,7 @@ TWO_AXES: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]]
     "HSDP": (OddMLP, on_mesh(), 1e-12),
     "HSDP with names": (ConvStack, on_mesh(("r", "s")), 1e-12),
     "replicas that share what rests": (OddMLP, on_mesh(("r", "s"), dp_mesh_dims=AT_REST), 1e-12),
+    "codecs of replicas": (OddMLP, on_mesh(mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.float32))), 1e-5),
     "restored among 2": (ConvStack, with_options(reshard_after_forward=2), 1e-12),
 }
 

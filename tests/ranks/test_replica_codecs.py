@@ -571,6 +571,41 @@ def users_hooks(replicas: int | None) -> None:
         assert are_equal(param, other, num_replicas(model))
 
 
+def hooks_with_conditional_modules(replicas: int | None) -> None:
+    """Ranks reach consensus before a reduction, not before the collective of its hook."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    plain, model = plain_model(torch.float64), plain_model(torch.float64)
+    apply: Any = replicate if replicas is None else fully_shard
+    mesh = None if replicas is None else init_device_mesh("cpu", (replicas, size // replicas))
+    apply(model.two, mesh=mesh, conditional=True)
+    sharded: Any = apply(model, mesh=mesh)
+    sharded.register_comm_hook(None if replicas is None else mesh.get_group(0), allreduce_hook)  # type: ignore[union-attr]
+
+    def loss(net: Any, of: int, step: int) -> Tensor:
+        hidden = torch.tanh(net.one(batch(of, step, torch.float64))) * net.scale
+        return (net.two(hidden) if of % 2 == step % 2 else hidden[:, :31]).square().sum()
+
+    sharded.forward = functools.partial(loss, sharded)
+    for step in range(3):
+        sum(loss(plain, of, step) for of in range(size)).div(size).backward()  # type: ignore[union-attr]
+        sharded(rank, step).backward()
+        for (name, param), other in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            if other.grad is not None:
+                assert_same(full(param.grad), other.grad, 1e-12, 1e-12, f"step {step}: {name}")
+        plain.zero_grad()
+        sharded.zero_grad()
+
+
+def ranks_that_hand_hooks_others_raise(replicas: int | None) -> None:
+    """Ranks use different parameters. A hook's own messages have no names, and gloo would end the process."""
+    model = shard(None, replicas)
+    model.register_comm_hook(groups_below(model)[0].comms.replicas.group, allreduce_hook)
+    whole = model.forward
+    model.forward = lambda x: model.one(x) if dist.get_rank() == 0 else whole(x)
+    with pytest.raises(RuntimeError, match="out of step"):
+        backward(model, batch(dist.get_rank(), 0))
+
+
 def wrong_hooks_are_named(replicas: int | None) -> None:
     model: Any = shard(None, replicas)
 
@@ -625,8 +660,10 @@ def where_they_cannot_work_they_are_refused(replicas: int | None) -> None:
 HOOKS = (
     hooks_of_torch_work,
     users_hooks,
+    hooks_with_conditional_modules,
     wrong_hooks_are_named,
     where_they_cannot_work_they_are_refused,
+    ranks_that_hand_hooks_others_raise,
 )
 
 
