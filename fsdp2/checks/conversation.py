@@ -99,8 +99,8 @@ class Exchange:
 class Conversation:
     """Holds the collectives of one process group whose headers are still to be compared, in the order of their begin.
 
-    Messages that follow headers are matched by tags that derive from all headers so far: what is sent by ranks that are
-    out of step arrives nowhere. After an error tags begin anew, on all ranks.
+    Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
+    sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
     `partings`: the goodbyes that this rank has sent, until all ranks have.
     """
@@ -124,7 +124,7 @@ class Conversation:
     def begin(self, exchange: Exchange) -> int:
         """Returns the tag of the messages that follow its first ones."""
         self._pending.append(exchange)
-        self._sequence = zlib.crc32(exchange.header.text.encode(), self._sequence)
+        self._sequence = zlib.crc32(exchange.header.code, self._sequence)
         return _DATA_TAG | self._sequence & 0x3FFF_FFFF
 
     def compare_until(self, last: Exchange) -> None:

@@ -27,11 +27,14 @@ TABLE = "\nWhere each rank was:"
 
 
 class Header(NamedTuple):
-    """Says what a collective is about. `data`: the bytes that cross: `digest`, which is compared, and `text`."""
+    """Says what a collective is about. `data`: the bytes that cross: `digest`, which is compared, and `text`. `code`:
+    the digest, too.
+    """
 
     text: str
     data: Tensor
     digest: Tensor
+    code: bytes
 
     @classmethod
     def of(
@@ -50,7 +53,7 @@ class Header(NamedTuple):
     @classmethod
     def holding(cls, text: str, data: Tensor) -> Header:
         """Returns a header of that data."""
-        return cls(text, data, data[:_DIGEST_NBYTES])
+        return cls(text, data, data[:_DIGEST_NBYTES], bytes(data[:_DIGEST_NBYTES].tolist()))
 
 
 # Purpose -> the headers that were built for it.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import helpers
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate, set_checks
@@ -499,3 +500,22 @@ def test_replicas_that_differ_are_logged_before_the_first_step() -> None:
     assert first[0] == []
     (text,) = first[1]
     assert text.startswith("before the first forward: replicas differ: layers.3.linear.weight")
+
+
+def test_what_is_not_compared_changes_no_tags() -> None:
+    """Ranks may freeze different parameters while they evaluate: what comes after headers arrives nevertheless."""
+
+    def body(rank: int, size: int) -> None:
+        torch.manual_seed(0)
+        plain = nn.Linear(1200, 1200)  # of which a rank sends more than fits with a header
+        model = fully_shard(nn.Linear(1200, 1200))
+        with torch.no_grad():
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                q.copy_(DTensor.from_local(p.chunk(size)[rank], q.device_mesh, q.placements))  # type: ignore[attr-defined]
+        model.bias.requires_grad_(rank == 0)
+        x = torch.ones(2, 1200)
+        with torch.no_grad():
+            for _ in range(2):
+                helpers.assert_same(model(x), plain(x), rtol=1e-5, atol=1e-5, name="output")
+
+    run_ranks(2, body, timeout=SOON_S * 3)

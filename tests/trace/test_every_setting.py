@@ -207,6 +207,13 @@ def groups_that_raise_the_limit(configure: Callable[[Any], object], make: Callab
     return names
 
 
+def groups_of_small_buckets(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
+    """The root has one parameter, so it has one bucket anyway."""
+    model = make()
+    configure(model)
+    return {group.name for group in groups_below(model) if group.settings.bucket_bytes == 1}
+
+
 RECURSIVE = {
     "set_requires_gradient_sync": Recursive(False),
     "set_requires_all_reduce": Recursive(False, hsdp),
@@ -215,6 +222,7 @@ RECURSIVE = {
     "set_unshard_in_backward": Recursive(False, kept_by_root_only),
     "set_reduce_scatter_unused_params": Recursive(True),
     "set_reduce_scatter_max_input_buffers": Recursive(3, changed=groups_that_raise_the_limit),
+    "set_gradient_buckets": Recursive(1, changed=groups_of_small_buckets),
     "set_gradient_divide_factor": Recursive(3.0),
     "set_force_sum_reduction_for_comms": Recursive(True),
     "set_all_reduce_hook": Recursive(lambda reduced: hooked.append(reduced.numel()), changed=groups_hooked),
@@ -563,6 +571,7 @@ VALID: dict[str, Any] = {
     "modules": [],
     "max_input_buffers": 2,
     "factor": 2.0,
+    "nbytes": 1,
     "hook": None,
     "stream": None,
     "all_gather": None,

@@ -193,7 +193,8 @@ POLICIES = (
     (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), (4, 2, 2)),
     (MixedPrecisionPolicy(reduce_dtype=torch.float64), (4, 8, 8)),
     (MixedPrecisionPolicy(reduce_dtype=torch.float64, wire_dtype=torch.float32), (4, 4, 8)),
-    (MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)), (4, 2, 4)),
+    # Parameters as small as these travel as without it.
+    (MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)), (4, 4, 4)),
     (MixedPrecisionPolicy(gradient_codec=AsIs()), (4, 4, 4)),
 )
 

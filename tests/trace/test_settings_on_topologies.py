@@ -275,6 +275,7 @@ TABLE: dict[str, Row] = {
     ),
     "set_reduce_scatter_unused_params": Row((*EACH, H), call("set_reduce_scatter_unused_params", True)),
     "set_reduce_scatter_max_input_buffers": Row((*SEVERAL, W), call("set_reduce_scatter_max_input_buffers", 4)),
+    "set_gradient_buckets": Row((*EACH, H), call("set_gradient_buckets", 1)),
     "set_gradient_divide_factor": Row(
         (*EACH, Late("set_gradient_divide_factor")), call("set_gradient_divide_factor", 3)
     ),
@@ -340,6 +341,7 @@ TABLE: dict[str, Row] = {
     "mp_policy(param_dtype)": Row(ALL, options=policy(param_dtype=BF16)),
     "mp_policy(reduce_dtype)": Row((*EACH, H), options=policy(reduce_dtype=BF16)),
     "mp_policy(output_dtype)": Row(ALL, options=policy(output_dtype=torch.float64)),
+    "mp_policy(buffer_dtype)": Row(ALL, options=policy(buffer_dtype=torch.float64)),
     "mp_policy(cast_forward_inputs)": Row(
         ALL, both=policy(param_dtype=BF16), options=policy(param_dtype=BF16, cast_forward_inputs=False)
     ),
@@ -465,7 +467,7 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
         Calls.count = 0
         if with_it:
             row.configure(model, not topology.is_empty)
-        seen: dict[str, Any] = {"entry point": model.encode()}
+        seen: dict[str, Any] = {"entry point": model.encode(), "buffers": [each.dtype for each in model.buffers()]}
         seen["parameters"] = [(type(p), str(getattr(p, "placements", ""))) for p in model.parameters()]
         watch(model, lines)
         for i in range(2):
