@@ -138,6 +138,8 @@ class RankComparisons(Observer):
         is_counted = group is self._group
         if not is_counted and not (self._begins_anew and group in groups_of_all_ranks(self._root)):
             return
+        if self._root.backward is not None and not group.settings.unshard_in_backward:
+            return  # which ranks read its weights in backward depends on what each of them computes
         number, is_due = self._times + 1, self._begins_anew or self._times + 1 >= self._next
         if self._at_evaluation and self._root.state.modules[0].training != self._was_training:
             self._was_training = not self._was_training

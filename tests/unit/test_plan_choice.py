@@ -3,6 +3,7 @@
 tests/trace/test_plan.py compares the predictions with real steps.
 """
 
+import gc
 import re
 import sys
 import threading
@@ -258,6 +259,7 @@ def test_the_model_stays_as_it_was() -> None:
 
 def test_nothing_is_left_in_the_process() -> None:
     """No process group, no mode, no extension, no live root, no patch; also after a forward that fails."""
+    gc.collect()  # of earlier tests
     model, before = stack(), (events.extensions(), len([*all_groups()]), {**vars(torch.UntypedStorage)})
     modes = compat.num_dispatch_modes()
     for made in (plan(model), plan(DataDependent())):
