@@ -106,6 +106,18 @@ class Comm(Protocol):
         """Fills `tensor` with its sum over ranks, divided by `divisor`."""
 
 
+def compare_first(comm: Comm, kind: str, tensor: Tensor, what: str = "") -> None:
+    """Returns when all ranks are about to do that with a tensor of this size, where they compare what they do: a
+    collective that is not the Comm's own follows, whose messages have no names. `what`: names gradients in it.
+
+    Raises:
+        RuntimeError: they are not; on all ranks.
+    """
+    compare = getattr(comm, "compare", None)
+    if compare is not None:
+        compare(kind, tensor, what)
+
+
 class CommWatcher(Protocol):
     """Watches what ranks are about to communicate, and raises on all of them if they are out of step. Checks give the
     engine one; without, nothing is watched (Unwatched).

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
 from .collectives import make_comm
-from .comm import SUM_ALL, Purpose, all_gather_now
+from .comm import SUM_ALL, Purpose, all_gather_now, compare_first
 from .compat import backend_name
 from .mesh import DataMesh
 from .streams import AllWork, Work
@@ -40,9 +40,7 @@ def all_reduce_over(
     """
     purpose = purpose or Purpose()
     for group in groups:
-        comm: Any = make_comm(group, tensor.device, purpose)
-        if hasattr(comm, "compare"):
-            comm.compare(ALL_REDUCING, tensor)
+        compare_first(make_comm(group, tensor.device, purpose), ALL_REDUCING, tensor)
         try:
             all_reduce_now(tensor, group, largest=largest)
         except RuntimeError as error:  # a peer is gone, for example

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..engine import collectives
 from ..engine.collectives import make_comm
-from ..engine.comm import Purpose
+from ..engine.comm import Purpose, compare_first
 from ..engine.compat import backend_name, no_torch_function
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
@@ -178,9 +178,7 @@ class SkippableStep:
         nothing = torch.empty(0, device=_CPU)
         try:
             for group in self._root.group.mesh.axis_groups:
-                comm: Any = make_comm(group, _CPU, self._purpose)
-                if hasattr(comm, "compare"):  # a simulated backend compares nothing
-                    comm.compare(_FINISHING, nothing)
+                compare_first(make_comm(group, _CPU, self._purpose), _FINISHING, nothing)  # a simulated one does not
         except RuntimeError as error:
             return error
         return None
