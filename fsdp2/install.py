@@ -9,14 +9,13 @@ from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
 from .engine.events import extend
 from .features import (
-    accumulate,
+    blocks,
     conditional,
     join,
     large_submodules,
     module_repr,
     optimizer_in_backward,
     running_stats,
-    skip,
 )
 
 
@@ -44,6 +43,6 @@ def install() -> None:
         ),
     )
     fixes.install()
-    optimizer_steps.before_step += [accumulate.refuse_step, skip.refuse_step_inside]
+    optimizer_steps.before_step.append(blocks.refuse_step)
     table.install()
     extend(observers=(running_stats.make_running_stats,))  # behind all checks

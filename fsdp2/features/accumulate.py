@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ..engine import streams
 from ..engine.collectives import make_comm
 from ..engine.comm import Purpose, Work
 from ..engine.compat import no_torch_function
-from ..engine.events import Observer
-from ..engine.group import FSDPParamGroup
 from ..engine.passes import finalize, reduce_unsynchronized, reset
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.rank_facts import ranks_of
@@ -34,6 +31,7 @@ from ..engine.root import Root
 from ..engine.state import groups_below, require_state
 from ..engine.streams import Transfer
 from ..engine.user_code import hides_modes
+from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
 
 _SYNC = ("last", "each")
@@ -221,7 +219,7 @@ class Accumulation:
     def __enter__(self) -> Accumulation:
         if self._is_over or self._watch is not None:
             raise RuntimeError("accumulate: a block is entered once. Call fsdp2.accumulate(model) for each step.")
-        watch = _watch_of(self._root)
+        watch = watch_of(self._root, AccumulationWatch)
         _refuse(self._root, watch)
         self._watch, watch.active = watch, self
         self._set(reduce_gradients=self._is_each, all_reduce=False, divide_late=self._totals.divide)
@@ -330,14 +328,17 @@ def _refuse(root: Root, watch: AccumulationWatch) -> None:
             )
 
 
-class AccumulationWatch(Observer):
+class AccumulationWatch(BlockWatch):
     """Refuses backward passes and optimizer steps that come amid a block of accumulate.
 
     `active`: the block that has been entered.
     """
 
+    refusal = "it is inside of a block of accumulate, whose gradients are complete when it ends. Step behind the block."
+    active: Accumulation | None
+
     def __init__(self) -> None:
-        self.active: Accumulation | None = None
+        super().__init__()
         self._stored_before = 0
 
     def backward_began(self, root: Root) -> None:
@@ -377,30 +378,10 @@ def _count_stored(root: Root) -> int:
     return sum(stored) + len(root.queue.running)
 
 
-def _watch_of(root: Root) -> AccumulationWatch:
-    """Returns the watch of a root, which follows it from the first block on."""
-    watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
-    if watch is None:
-        watch = AccumulationWatch()
-        root.add(watch)
-    return watch
-
-
 def find_active(root: Root) -> Accumulation | None:
     """Returns the block that has been entered, if one has."""
     watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
     return None if watch is None else watch.active
-
-
-def refuse_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
-    """Raises RuntimeError if an optimizer is about to step on parameters of a model amid a block of accumulate."""
-    for root in {group.root for group in groups}:
-        watch = root.events.of(AccumulationWatch)
-        if watch is not None and watch.active is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: it is inside of a block of accumulate, whose gradients are complete "
-                "when it ends. Step behind the block."
-            )
 
 
 # ---- sums over ranks

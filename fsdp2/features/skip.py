@@ -9,26 +9,23 @@ and nothing is in flight. Then they tell each other why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..engine import collectives
 from ..engine.collectives import make_comm
 from ..engine.comm import Purpose, compare_first
 from ..engine.compat import backend_name, no_torch_function
-from ..engine.events import Observer
-from ..engine.group import FSDPParamGroup
 from ..engine.passes import finalize, reset
 from ..engine.rank_facts import gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import modules_below, require_state
 from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes
+from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
@@ -124,7 +121,7 @@ class SkippableStep:
     def __enter__(self) -> SkippableStep:
         if self._was_entered:
             raise RuntimeError("skip_together: a block is entered once. Call fsdp2.skip_together(model) for each step.")
-        root, watch = self._root, _watch_of(self._root)
+        root, watch = self._root, watch_of(self._root, SkipWatch)
         _refuse(root, watch)
         _compare_before_collectives(root)
         self._buffers = [
@@ -268,31 +265,15 @@ def _compare_before_collectives(root: Root) -> None:
         collectives.choose(group, checked=True)
 
 
-class SkipWatch(Observer):
+class SkipWatch(BlockWatch):
     """Knows which block of a root has been entered (`active`), and if ranks were out of step since (`is_told`)."""
 
+    refusal = "it is inside of a block of skip_together, and can't be taken back. Step behind the block, if it was not skipped."
+    active: SkippableStep | None
+
     def __init__(self) -> None:
-        self.active: SkippableStep | None = None
+        super().__init__()
         self.is_told = False
 
     def out_of_step(self, root: Root) -> None:
         self.is_told = True
-
-
-def _watch_of(root: Root) -> SkipWatch:
-    watch: SkipWatch | None = root.events.of(SkipWatch)
-    if watch is None:
-        watch = SkipWatch()
-        root.add(watch)
-    return watch
-
-
-def refuse_step_inside(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
-    """Raises RuntimeError if an optimizer is about to step on parameters of a model inside of a block."""
-    for root in {group.root for group in groups}:
-        watch = root.events.of(SkipWatch)
-        if watch is not None and watch.active is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: it is inside of a block of skip_together, and can't be taken back. "
-                "Step behind the block, if it was not skipped."
-            )
