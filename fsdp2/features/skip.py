@@ -268,9 +268,10 @@ def _compare_before_collectives(root: Root) -> None:
 class SkipWatch(BlockWatch):
     """Knows which block of a root has been entered (`active`), and if ranks were out of step since (`is_told`)."""
 
-    refusal = "it is inside of a block of skip_together, and can't be taken back. "
+    refusal = (
+        "it is inside of a block of skip_together, and can't be taken back. "
         "Step behind the block, if it was not skipped."
-    active: SkippableStep | None
+    )
 
     def __init__(self) -> None:
         super().__init__()
