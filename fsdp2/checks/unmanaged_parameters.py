@@ -22,7 +22,7 @@ from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
-from ..engine.owners import all_groups, names_of_unsharded, sharded_owner, some_of
+from ..engine.owners import names_of_unsharded, roots_of_thread, sharded_owner, some_of
 from ..engine.parameter import fqn
 from ..engine.rank_facts import gather_by_rank
 from ..engine.torch_names import is_sharded_by_fsdp1
@@ -198,10 +198,11 @@ class _Backwards(Observer):
 def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: Mapping[int, Tensor]) -> None:
     """Notes that `optimizer` is about to step on these plain parameters (number -> parameter) for the first time.
 
-    `groups`: those of sharded parameters on which it steps, too. If there are none, any model may train with it.
+    `groups`: those of sharded parameters on which it steps, too. If there are none, any model of this thread may train
+    with it.
     """
     params = {number: param for number, param in params.items() if not is_sharded_by_fsdp1(param)}
-    roots = [groups[0].root] if groups else dict.fromkeys(group.root for group in all_groups())
+    roots = [groups[0].root] if groups else roots_of_thread()
     for root in roots:
         check = root.events.of(UnmanagedParameters)
         if check is not None:

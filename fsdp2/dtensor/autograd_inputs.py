@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..engine.compat import compiled_autograd, no_torch_function, records_backward
 from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
-from ..engine.owners import Owned, all_groups, sharded_owner, some_of
+from ..engine.owners import Owned, all_groups, roots_of_thread, sharded_owner, some_of
 from .compat import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
@@ -138,9 +137,8 @@ def _clean_up(error: BaseException, outputs: Any) -> None:
         if isinstance(error, RuntimeError):
             _explain(error, outputs)
     finally:
-        for root in dict.fromkeys(group.root for group in all_groups()):
-            if root.forward.thread == threading.get_ident():
-                root.is_in_backward()
+        for root in roots_of_thread():
+            root.is_in_backward()
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:

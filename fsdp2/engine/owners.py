@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -47,6 +48,14 @@ def all_groups() -> Iterator[FSDPParamGroup]:
         root = reference()
         if root is not None:
             yield from (group for group in root.groups if group.root is root)
+
+
+def roots_of_thread() -> list[Root]:
+    """Returns the roots that are alive whose last forward pass, or their making, was on this thread. Another thread may
+    be another rank: what it does must not change what this one's roots know, nor while they use it.
+    """
+    roots = dict.fromkeys(group.root for group in all_groups())
+    return [root for root in roots if root.forward.thread == get_ident()]
 
 
 def owners_by_id() -> dict[int, Owned]:

@@ -75,7 +75,7 @@ class Root:
         self.settings = RootSettings()
         self.running: list[FSDPState] = []
         self.depth = 0
-        self.forward = ForwardPass(False, -1)
+        self.forward = ForwardPass(False, get_ident())
         self.backward: BackwardPass | None = None
         # Identity of the backward pass that runs, or ran last; how many have ended; how often a user dropped
         # everything.

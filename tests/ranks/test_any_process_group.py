@@ -43,6 +43,7 @@ from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose
 from fsdp2.engine.meshes import default_mesh
 from fsdp2.engine.owners import sharded_owner
+from fsdp2.engine.state import require_state
 from fsdp2.module import sharded_class
 from helpers import assert_same, full, own_rows, run_ranks, sharded, world_sizes
 from python_groups import OnlySums, PythonGroup, WithBackend, WithTensors, python_group
@@ -534,6 +535,24 @@ def test_threads_with_different_starts_raise_an_error_with_the_reason() -> None:
             models[rank](batch(0))
 
     run_threads(3, body)
+
+
+def test_a_plain_models_optimizer_is_followed_by_models_of_its_own_thread_only() -> None:
+    """Another thread is another rank, which may be looking through what it follows just then."""
+    models = pairs(2)
+
+    def body(rank: int) -> int:
+        model, ref = models[rank]
+        shard(model)(batch(0))
+        root = require_state(model).root
+        before = len(root.events.observers)
+        dist.barrier()
+        if rank == 0:
+            plain_steps(ref, 0, ADAM(ref.parameters()), None)
+        dist.barrier()
+        return len(root.events.observers) - before
+
+    assert run_threads(2, body) == [1, 0]
 
 
 def test_a_class_of_modules_is_made_once() -> None:
