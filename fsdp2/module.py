@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import RLock
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -477,6 +477,13 @@ class FSDPModule:
                     f"never be called. {why}. Leave set_custom_{kind} out."
                 )
         for group in groups:
+            if collective is not None and collectives.choice_of(group).memory is not None:
+                raise ValueError(
+                    f"{kind}: expected None where set_allocate_memory_from_process_group_for_comm or "
+                    "set_symm_mem_for_comm has been called: a custom one allocates what it sends and fills. Leave one "
+                    "of both out."
+                )
+        for group in groups:
             collectives.choose(group, **{kind: collective})
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -499,30 +506,60 @@ class FSDPModule:
             collectives.choose(group, separate=enable)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepts False, which is what happens anyway. True is not supported.
+        """Chooses whether what this module's groups send, gather and reduce lies in memory that NCCL registers.
+
+        NCCL then sends straight from there and into it, which is faster on machines whose links or switches can do
+        that. The memory comes from one pool for all groups of a device, to which it returns when they reshard;
+        activations do not use it, so that a step may reserve up to the bytes of the groups that are unsharded at once
+        more. Gradients are packed into it, also those that are reduced where autograd has put them otherwise. Encoded
+        gradients (`wire_dtype`, `gradient_codec`) travel in torch's memory. It has no effect on a process group whose
+        backend has no memory of its own, such as gloo, and on one rank. It has not run on several GPUs.
+
+        Every rank must call it, between steps; the first call communicates.
 
         Args:
-            enable: False.
+            enable: True: memory of the process group. False: of torch's allocator.
 
         Raises:
-            NotImplementedError: `enable` is True.
+            ValueError: `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
         """
         check_bool("enable", enable)
-        if enable:
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out."
-            )
+        self._choose_memory("enable=True", "communicator" if enable else None)
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Is not supported: collectives run on memory of torch's allocator.
+    def set_symm_mem_for_comm(self, backend: str | None = "NCCL") -> None:
+        """Gathers this module's groups in torch's symmetric memory, for which NCCL has faster all-gathers.
+
+        Within a machine they can run on copy engines, if the process group has the zero-CTA policy
+        (`NCCL_CTA_POLICY=2`). Gradients are reduced in such memory only after
+        `set_force_sum_reduction_for_comms(True)`: what NCCL does there sums and can't average; fp16 never is. Memory is
+        as with `set_allocate_memory_from_process_group_for_comm`, the last of both calls counts. It has not run on
+        several GPUs.
+
+        Every rank must call it, between steps; the first call communicates.
 
         Args:
-            backend: as in torch; any value raises.
+            backend: "NCCL". None: memory of torch's allocator again.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: another backend; or `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
+            RuntimeError: the collectives do not run on NCCL.
         """
-        raise NotImplementedError("set_symm_mem_for_comm is not supported yet. Leave it out.")
+        if backend not in ("NCCL", None):
+            raise ValueError(f'backend: expected "NCCL" or None, got {backend!r}')
+        for group in groups_of(self) if backend is not None else ():
+            collectives.require_nccl(group)
+        self._choose_memory(f"backend={backend!r}", None if backend is None else "symmetric")
+
+    def _choose_memory(self, argument: str, memory: Literal["communicator", "symmetric"] | None) -> None:
+        for group in groups_of(self) if memory is not None else ():
+            choice = collectives.choice_of(group)
+            if choice.all_gather is not None or choice.reduce_scatter is not None:
+                raise ValueError(
+                    f"{argument}: expected no set_custom_all_gather and no set_custom_reduce_scatter before, whose "
+                    "objects allocate what they send and fill. Leave one of both out."
+                )
+        for group in groups_of(self):
+            collectives.choose(group, memory=memory)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Chooses whether the memory of unsharded parameters is kept when they are resharded, so that pointers into it

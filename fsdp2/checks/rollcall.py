@@ -94,7 +94,7 @@ class CheckedComm:
         self.unchecked = self._comm = unchecked
         self.rank, self.purpose = unchecked.rank, unchecked.purpose
         self.direct_min_bytes, self.sums_on_arrival = unchecked.direct_min_bytes, unchecked.sums_on_arrival
-        self.follows_stream = unchecked.follows_stream
+        self.follows_stream, self.memory = unchecked.follows_stream, unchecked.memory
         group, cpu = unchecked.group, torch.device("cpu")
         assert group is not None, "there are other ranks"
         aside_device = cpu if has_backend(group, cpu) else device

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import compat, streams
 from .codec import AS_IS, Cast, Codec, Encoder, Member
+from .comm_memory import TORCH_MEMORY, CommMemory
 from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
 from .replicas import Part, ReplicaSum
@@ -201,10 +202,17 @@ class Segments:
     are made once; the memory may be freed between two uses.
     """
 
-    def __init__(self, layout: BucketLayout, specs: Sequence[ParamSpec], world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        specs: Sequence[ParamSpec],
+        world_size: int,
+        device: torch.device,
+        source: CommMemory,
+    ) -> None:
         self._layout, self._specs = layout, [specs[i] for i in layout.packed]
         with torch.inference_mode(False):  # they outlive it
-            self.of_ranks = torch.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
+            self.of_ranks = source.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
         self.flat = self.of_ranks.view(-1)
         self._has_single_rows = all(spec.has_single_rows for spec in self._specs)
         self.storage, self.nbytes = self.flat.untyped_storage(), self.flat.nbytes
@@ -325,12 +333,12 @@ class ReducePlan:
         pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, min_bytes)
         return pieces if len(pieces) > 1 else []
 
-    def take_segments(self, device: torch.device) -> Segments:
-        """Returns memory to pack into. `return_segments` follows when it has been read."""
+    def take_segments(self, device: torch.device, source: CommMemory = TORCH_MEMORY) -> Segments:
+        """Returns memory of `source` to pack into. `return_segments` follows when it has been read."""
         segments, self._spare = self._spare, None
         if segments is None:
-            return Segments(self.layout, self.specs, self.world_size, device)
-        segments.storage.resize_(segments.nbytes)
+            return Segments(self.layout, self.specs, self.world_size, device, source)
+        source.resize(segments.storage, segments.nbytes)
         return segments
 
     def return_segments(self, segments: Segments) -> None:

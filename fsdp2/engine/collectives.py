@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,11 @@ from torch import Tensor
 from . import comm as core_comm
 from .any_group import FallbackComm
 from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
+from .comm_memory import TORCH_MEMORY, CommMemory, PoolMemory, pool_of_group, symmetric_pool
 from .compat import backend_name
 from .events import extensions
 from .gloo import PairwiseComm
+from .owners import all_groups
 from .simulation import SimulatedGroup
 from .streams import exist_on
 from .subgroups import subgroup
@@ -60,6 +62,7 @@ class CustomComm:
 
     direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
     follows_stream = False
+    memory: CommMemory = TORCH_MEMORY  # copied from and to the user's
 
     def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
         self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
@@ -128,6 +131,8 @@ class CommChoice:
         separate: reduce on a process group of its own. None: as `_separates` decides.
         force_sum: sum and divide afterwards, even if the backend can average.
         checked: have ranks compare what they are about to do, before each collective.
+        memory: what gathers and reductions send and fill lies in memory that the "communicator" registers, or in
+            torch's "symmetric" memory. None: in that of torch's allocator.
     """
 
     all_gather: Any = None
@@ -135,6 +140,7 @@ class CommChoice:
     separate: bool | None = None
     force_sum: bool = False
     checked: bool = False
+    memory: Literal["communicator", "symmetric"] | None = None
 
 
 def choice_of(group: FSDPParamGroup) -> CommChoice:
@@ -162,13 +168,60 @@ def follow(group: FSDPParamGroup) -> None:
     separates = _separates(group, reduces) if choice.separate is None else choice.separate
     if separates and reduces.group is not None and reduces.size > 1:
         reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.purpose)
+    memory = _memory_of(group, choice)
+    # As of NCCL 2.29, what it does on symmetric memory only sums.
+    gathers, reduces = _over(gathers, memory), _over(reduces, memory, choice.force_sum)
     if choice.all_gather is not None:
         gathers = CustomComm(gathers, choice.all_gather, None)
     if choice.reduce_scatter is not None:
         reduces = CustomComm(reduces, None, choice.reduce_scatter)
     now = group.comms
-    others = [None if each is None else _complete(each, choice, device) for each in (now.replicas, now.post_forward)]
+    others = [
+        None if each is None else _complete(_over(watcher.unchecked(each), memory), choice, device)
+        for each in (now.replicas, now.post_forward)
+    ]
     group.use_comms(type(now)(_complete(gathers, choice, device), _complete(reduces, choice, device), *others))
+
+
+def _memory_of(group: FSDPParamGroup, choice: CommChoice) -> CommMemory:
+    """Returns where what is sent and filled comes from: one pool for all groups of a device."""
+    usual = extensions().comm_watcher.unchecked(group.usual_comms.gathers)
+    if choice.memory is None or type(usual) is not core_comm.CoalescedComm or isinstance(usual.group, SimulatedGroup):
+        return TORCH_MEMORY
+    is_symmetric, device = choice.memory == "symmetric", group.mesh.device
+    pools = (each.comms.gathers.memory for each in all_groups())
+    for pool in pools:
+        if isinstance(pool, PoolMemory) and pool.device == device and pool.is_symmetric == is_symmetric:
+            return pool
+    return (symmetric_pool(device) if is_symmetric else pool_of_group(usual.group, device)) or TORCH_MEMORY
+
+
+def require_nccl(group: FSDPParamGroup) -> None:
+    """Refuses symmetric memory where a group's collectives do not run on NCCL.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    device, usual = group.mesh.device, group.usual_comms
+    for each in (usual.gathers, usual.replicas):
+        if each is None or each.group is None or each.size == 1 or isinstance(each.group, SimulatedGroup):
+            continue
+        backend = backend_name(each.group, device)
+        if backend != "nccl":
+            raise RuntimeError(
+                f"{group.purpose.label}: symmetric memory is for collectives that run on NCCL; they run on {backend} "
+                f"for tensors on {device.type}. Leave set_symm_mem_for_comm out there."
+            )
+
+
+def _over(comm: Comm, memory: CommMemory, sums: bool = True) -> Comm:
+    """Returns a Comm of the same ranks over that memory. `sums`: it only sums, and never averages."""
+    memory = TORCH_MEMORY if memory.is_symmetric and not sums else memory
+    if comm.memory is memory or type(comm) is not core_comm.CoalescedComm:
+        return comm
+    if isinstance(memory, PoolMemory):
+        memory.join(comm)
+    return core_comm.CoalescedComm(comm.group, comm.purpose, memory)
 
 
 def _separates(group: FSDPParamGroup, usual: Comm) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed import all_reduce, all_to_all_single
 
 from . import compat
 from .codec import Rows as Rows
+from .comm_memory import TORCH_MEMORY, CommMemory
 from .layout import MAX_OPERATIONS
 from .streams import AllWork as AllWork
 from .streams import CopyWork as CopyWork
@@ -74,6 +75,8 @@ class Comm(Protocol):
     # A collective begins behind all that the current stream was given before. So whoever waits for its Work is behind
     # all that, too.
     follows_stream: bool
+    # Where what plans have it send and fill comes from. It takes tensors of any memory.
+    memory: CommMemory
     purpose: Purpose
 
     @property
@@ -185,6 +188,7 @@ class AnyComm:
     direct_min_bytes = 512 * 1024
     force_sum = True
     sums_on_arrival = follows_stream = False  # it may run on the current stream, with a Work that is done
+    memory: CommMemory = TORCH_MEMORY
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.purpose = group, group.rank(), purpose
@@ -243,8 +247,9 @@ class CoalescedComm:
     sums_on_arrival = False
     follows_stream = True
 
-    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
+    def __init__(self, group: dist.ProcessGroup, purpose: Purpose, memory: CommMemory = TORCH_MEMORY) -> None:
         self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
+        self.memory = memory
         self._gather_one, self._scatter_one = compat.single_tensor_collectives(group)
         self.force_sum = False
         # At that debug level torch 2.11 wraps process groups in one that does not know coalesced collectives.
@@ -313,6 +318,7 @@ class SoloComm:
 
     group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
     follows_stream = False
+    memory: CommMemory = TORCH_MEMORY
     purpose = Purpose()
 
     def all_gather(self, *_: object) -> Work:

@@ -26,6 +26,14 @@ from torch.nn import Parameter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def symmetric_memory() -> Any:
+    """Returns torch's module of symmetric memory, which few programs need and all would import."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem
+
+
 # ---- tensors
 
 # Copies, divides: one launch for all tensors of a list, where the device allows it. Lists must not be empty.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .codec import Codec, encode
 from .comm import Comm
+from .comm_memory import TORCH_MEMORY, CommMemory
 from .compat import copy_all
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
 from .streams import Work, costs_launches
@@ -139,8 +140,10 @@ class GatherPlan:
     copies the rows that are padding, too.
     """
 
-    def __init__(self, layout: GatherLayout, rank: int, shards: Tensor, unsharded: Tensor) -> None:
-        self._layout, self._rank, self._shards, self._unsharded = layout, rank, shards, unsharded
+    def __init__(
+        self, layout: GatherLayout, rank: int, shards: Tensor, unsharded: Tensor, source: CommMemory = TORCH_MEMORY
+    ) -> None:
+        self._layout, self._rank, self._shards, self._unsharded, self._source = layout, rank, shards, unsharded, source
         self._world_size = layout.world_size
         # Where the packed segments land, and at which byte.
         self._segments, self._segments_start = unsharded, layout.packed_start
@@ -178,7 +181,7 @@ class GatherPlan:
         """Allocates the plan's own memory, unless it is there."""
         for storage, nbytes in self._own:
             if not storage.nbytes():
-                storage.resize_(nbytes)
+                self._source.resize(storage, nbytes)
 
     def free(self) -> None:
         """Frees the plan's own memory: it is copied out, or nobody sends any more."""
@@ -197,6 +200,8 @@ class GatherPlan:
         for each in self._encoded:
             each.encode()
         outputs, inputs = self.outputs, self.inputs
+        if self._source.is_symmetric and comm.group is not None:
+            self._source.meet(comm.group, outputs)
         if more_outputs:
             outputs, inputs = [*outputs, *more_outputs], [*inputs, *more_inputs]
         return comm.all_gather(outputs, inputs) if outputs else None
@@ -231,7 +236,8 @@ class GatherPlan:
         spec, start = self._layout.specs[i], self._layout.unsharded_offsets[i]
         if spec.shard_numel == 0:
             return
-        must_copy = spec.storage_dtype != spec.compute_dtype or self._world_size == 1
+        is_alone = self._world_size == 1
+        must_copy = spec.storage_dtype != spec.compute_dtype or is_alone or self._source.is_registered
         if must_copy:
             to, source = start + self._rank * spec.compute_nbytes, self._layout.shard_offsets[i]
             target = view_bytes(self._unsharded, to, spec.shard_numel, spec.compute_dtype)
@@ -253,6 +259,9 @@ class GatherPlan:
         else:
             first = layout.shard_offsets[layout.packed[0]]
             own = self._shards[first : first + nbytes]
+            if self._source.is_registered:
+                self._casts.append((self._slot(output, nbytes), own))
+                own = self._slot(output, nbytes)
         self.outputs.append(output)
         self.inputs.append(own)
         if splits and all(layout.specs[i].has_few_slices for i in layout.packed):

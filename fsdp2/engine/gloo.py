@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm import SUM_ALL, AllWork, DividedWork, Purpose, Rows, SumWork, Work, divide_before
+from .comm_memory import TORCH_MEMORY, CommMemory
 
 GATHERING, REDUCING, SUMMING = "gathering", "reducing", "summing replicas of"
 """The words for what a collective does with a group."""
@@ -24,6 +25,7 @@ class PairwiseComm:
     direct_min_bytes = 512 * 1024  # measured on two ranks
     force_sum = sums_on_arrival = True  # gloo has no average
     follows_stream = False  # there are no streams
+    memory: CommMemory = TORCH_MEMORY
 
     # The tag of the messages. No message of a user should have it.
     _TAG = 0x0F5D_0000

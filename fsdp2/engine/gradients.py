@@ -197,13 +197,13 @@ class GroupGradients:
             notify(self.group)
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
-        shards, first, buffers = self.reduction.shards, indices[0], self.group.parameters.buffers
+        first, buffers = indices[0], self.group.parameters.buffers
         # As the shards lie, so that both can be used as one tensor; those that gather themselves come behind.
         offsets = dict(enumerate(buffers.layout.shard_offsets if buffers is not None else ()))
         indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
         codec, reduce_dtype = (self._codecs_of_sums if may_be_sums else self._codecs)[first], self._reduce_dtypes[first]
         # Feedback is added to what is sent, hence to a copy.
-        direct_min_bytes = sys.maxsize if codec.feedback else shards.direct_min_bytes * self.reduction.num_blocks
+        direct_min_bytes = sys.maxsize if codec.feedback else self.reduction.direct_min_bytes
         layout = bucket_layout(self._specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
         device = self._params[0].unsharded.device
         encoder, summing = self._encoders[codec], self._summing

@@ -109,7 +109,7 @@ class FSDPParamGroup:
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
         self.parameters.neighbours = self.comms.post_forward
         self.registration = self.parameters.registration
-        self.parameters.build(settings, self.comms.gathers.direct_min_bytes)
+        self.parameters.build(settings, self.comms.gathers)
 
     def __repr__(self) -> str:
         return self.purpose.label
@@ -187,11 +187,13 @@ class FSDPParamGroup:
         """Communicates in that way from now on. Every rank must call it, between steps."""
         before, self.comms = self.comms, comms
         self.gradients.use(self._reduction())
-        sizes = [(each.gathers.direct_min_bytes, each.reduces.direct_min_bytes) for each in (before, comms)]
-        if sizes[0] != sizes[1] or comms.post_forward is not before.post_forward:
+        kinds = [
+            [(each.direct_min_bytes, each.memory) for each in (now.gathers, now.reduces)] for now in (before, comms)
+        ]
+        if kinds[0] != kinds[1] or comms.post_forward is not before.post_forward:
             self.parameters.neighbours = comms.post_forward
             self.reshard()
-            self.parameters.build(self.settings, comms.gathers.direct_min_bytes)
+            self.parameters.build(self.settings, comms.gathers)
 
     def _make_comms(self) -> Comms:
         shards, replicas = (

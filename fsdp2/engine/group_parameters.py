@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from . import compat
 from .cast_buffers import CastBuffers
-from .comm import Comm
+from .comm import Comm, SoloComm
 from .compat import local_of, requires_grad_of, version_of
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
@@ -185,8 +185,8 @@ class GroupParameters:
         # Identity of the storage whose views autograd saves as descriptions.
         self.described_storage: int | None = None
         self.nbytes = 0
-        # From how many bytes on a parameter is gathered on its own.
-        self._direct_min_bytes = 0
+        # How the ranks gather.
+        self._comm: Comm = SoloComm()
         self._settings = GroupSettings()
         # The ranks that restore the parameters after forward from secondary shards, this one included.
         self.neighbours: Comm | None = None
@@ -198,9 +198,9 @@ class GroupParameters:
 
     # ---- building
 
-    def build(self, settings: GroupSettings, direct_min_bytes: int) -> None:
-        """Builds everything in new memory."""
-        self._settings, self._direct_min_bytes, self.buffers = settings, direct_min_bytes, None
+    def build(self, settings: GroupSettings, comm: Comm) -> None:
+        """Builds everything in new memory. `comm`: gathers."""
+        self._settings, self._comm, self.buffers = settings, comm, None
         self._rebuild()
 
     def use(self, settings: GroupSettings) -> None:
@@ -254,7 +254,7 @@ class GroupParameters:
         shared = self.params[: len(plain)]
         locals_ = [param.local for param in shared]
         if self.buffers is None or self.buffers.layout.specs != plain:
-            self.buffers = self._allocate(gather_layout(plain, self.mesh.size, self._direct_min_bytes))
+            self.buffers = self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
         elif self.buffers.hold(locals_):
             return  # as users' aliases have them
         else:
@@ -265,7 +265,8 @@ class GroupParameters:
             param.local = local
 
     def _allocate(self, layout: GatherLayout) -> Memory:
-        buffers = Memory(layout, self.mesh.rank, self.mesh.device, self._transfers, self.neighbours)
+        where = self.mesh.rank, self.mesh.device, self._transfers
+        buffers = Memory(layout, *where, self.neighbours, self._comm.memory)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
         for i in range(len(layout.specs)):
             self.params[i].build_unsharded(buffers.unsharded_parameter(i))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import compat
 from .comm import Comm
+from .comm_memory import TORCH_MEMORY, CommMemory
 from .compat import storage_uses
 from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
 from .layout import GatherLayout, gather_layout
@@ -70,6 +71,7 @@ class Memory:
         device: where the unsharded parameters live and compute.
         transfers: copies the shards to `device` for each gather, if they rest on the CPU and `device` is another.
         neighbours: the ranks that restore the unsharded parameters from secondary shards, this one included.
+        source: where the memory comes from that gathers fill.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class Memory:
         device: torch.device,
         transfers: Transfers | None = None,
         neighbours: Comm | None = None,
+        source: CommMemory = TORCH_MEMORY,
     ) -> None:
         self.layout = layout if transfers is None else replace(layout, aliased=False)
-        self._rank, self._device, self._transfers = rank, device, transfers
+        self._rank, self._device, self._transfers, self._source = rank, device, transfers, source
         self._stage: _Stage | None = None
         self._nbytes, restored = self.layout.unsharded_nbytes, None
         if neighbours is not None:
@@ -121,7 +124,7 @@ class Memory:
             self.unsharded = self.shards
         self.storage = self.unsharded.untyped_storage()
         self.storage_id = compat.storage_id(self.unsharded)
-        self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded)
+        self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded, self._source)
         if self._stage is not None:
             self._stage.free()
 
@@ -156,7 +159,7 @@ class Memory:
         if self.secondary is not None:
             self.secondary.drop()
         if not self.is_allocated and plan.arrives_in_place:
-            self.storage.resize_(self._nbytes)
+            self._source.resize(self.storage, self._nbytes)
             self.is_allocated = True
         if self._stage is not None:
             if plan.has_memory:
@@ -184,7 +187,7 @@ class Memory:
     def allocate(self) -> None:
         """Allocates the storage of the unsharded parameters, unless it is there."""
         if not self.is_allocated:
-            self.storage.resize_(self._nbytes)
+            self._source.resize(self.storage, self._nbytes)
             self.is_allocated = True
 
     def note_uses(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,13 @@ class Reduction:
         num_blocks = self.replicas.size if self.replicas is not None and self.scatters_twice else 1
         object.__setattr__(self, "num_blocks", num_blocks)
         object.__setattr__(self, "num_shards", self.shards.size * num_blocks)
+
+    @property
+    def direct_min_bytes(self) -> int:
+        """From how many bytes on a shard is reduced from where autograd has put the gradient, which no communicator has
+        registered.
+        """
+        return sys.maxsize if self.shards.memory.is_registered else self.shards.direct_min_bytes * self.num_blocks
 
     def divisors(self) -> tuple[float, float]:
         """Returns the divisor of the reduce-scatter, and of the step between replicas behind it."""
@@ -289,14 +297,14 @@ def start(
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook, and other sums than all-reduces.
     reads_padding = reduction.hook is not None or plan.summing is not None
-    allocate = torch.zeros if reads_padding else torch.empty
+    allocate = comm.memory.zeros if reads_padding else comm.memory.empty
     num_blocks = reduction.num_blocks
     output = allocate(layout.shard_numel * num_blocks, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     return_segments = None
     if layout.packed_numel:
-        segments = plan.take_segments(device)
+        segments = plan.take_segments(device, comm.memory)
         if reads_padding:
             segments.flat.zero_()
         plan.pack(gradients, segments)
@@ -316,10 +324,18 @@ def start(
         sources = inputs
         if num_blocks > 1:
             outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
+        if comm.memory.is_symmetric:
+            _meet(comm, outputs, sources)
         work = comm.reduce_scatter(outputs, sources, divisor, what)
     return PendingReduce(
         plan, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
     )
+
+
+def _meet(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Has ranks meet for what they reduce in symmetric memory. In fp16 quotients are summed, which lie elsewhere."""
+    if comm.group is not None and outputs[0].dtype != torch.float16:
+        comm.memory.meet(comm.group, [*outputs, *inputs])
 
 
 def _in_blocks(
@@ -388,7 +404,7 @@ def resume(
     """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
     layout = plan.layout
     numel = layout.shard_numel * reduction.num_blocks
-    output = torch.zeros(numel, dtype=layout.reduce_dtype, device=device)
+    output = reduction.shards.memory.zeros(numel, dtype=layout.reduce_dtype, device=device)
     return PendingReduce(plan, reduction, None, output, [], carried, layout.payload_nbytes, what)
 
 
@@ -468,7 +484,7 @@ def start_in_pieces(
     """
     layout, device = plan.layout, gradient.device
     numel = layout.shard_numel * reduction.num_blocks
-    output = torch.empty(numel, dtype=layout.reduce_dtype, device=device)
+    output = reduction.shards.memory.empty(numel, dtype=layout.reduce_dtype, device=device)
     running: deque[Work] = deque()
     with streams.beside(device):
         for first, last in plan.pieces:
@@ -485,13 +501,16 @@ def start_piece(
     gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int, what: str = ""
 ) -> Work:
     """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
-    segments = output.new_empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype)
-    plan.pack_piece(gradient, first, last, segments)
     comm, divisor = reduction.shards, reduction.divisors()[0]
+    size = plan.world_size, last - first
+    segments = comm.memory.empty(*size, dtype=plan.layout.wire_dtype, device=output.device)
+    plan.pack_piece(gradient, first, last, segments)
     outputs, inputs = [output[first:last]], [segments.view(-1)]
     if not plan.exchanges:
         if reduction.num_blocks > 1:
             outputs, inputs = _in_blocks(outputs, inputs, reduction.num_blocks, plan.layout.shard_numel)
+        if comm.memory.is_symmetric:
+            _meet(comm, outputs, inputs)
         return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
     work, sent = _exchange(plan, reduction, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)
     return AllWork([work], sent)

@@ -17,6 +17,7 @@ from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
 from ..engine.buckets import codecs_of, find_buckets
+from ..engine.collectives import choice_of
 from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
 from ..engine.empty_memory import find_unwritten, mark
@@ -318,7 +319,7 @@ class OurGroup:
         if size > 1:
             payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
             gather = sum(map(_needed_nbytes, plain)), size * payload
-            least = comms.reduces.direct_min_bytes * group.gradients.reduction.num_blocks
+            least = group.gradients.reduction.direct_min_bytes
             summed = group.gradients.summed_apart(specs)
             cut = group.mesh.device, summed, group.settings.bucket_bytes
             reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, *cut)
@@ -508,6 +509,9 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"replica_codec={now.policy.replica_codec!r}"
     if now.policy.buffer_dtype is not None:
         yield f"buffer_dtype={dtype_text(now.policy.buffer_dtype)}"
+    memory = choice_of(group).memory
+    if memory is not None:
+        yield f"{memory} memory"
     if is_conditional(group.state):
         yield "conditional"
 

@@ -40,6 +40,7 @@ from fsdp2 import (
     sync_module_states,
 )
 from fsdp2.codecs import Cast
+from own_collectives import Gather
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -1087,15 +1088,21 @@ def settings_between_passes() -> None:
 
 
 @follows(
-    "set_allocate_memory_from_process_group_for_comm is not supported yet. Leave it out",
-    "set_symm_mem_for_comm is not supported yet. Leave it out",
+    "for tensors on {}. Leave set_symm_mem_for_comm out there",
+    "whose objects allocate what they send and fill. Leave one of both out",
+    "a custom one allocates what it sends and fills. Leave one of both out",
     "which has no streams: leave it out",
     "it would never be called. {}. Leave set_custom_{} out",
 )
 def methods_to_leave_out() -> None:
     model, plain = pair()
-    refused(lambda: model.set_allocate_memory_from_process_group_for_comm(True))
     refused(lambda: model.set_symm_mem_for_comm())
+    mine = Gather(is_async=True)
+    model.set_custom_all_gather(mine)
+    refused(lambda: model.set_allocate_memory_from_process_group_for_comm(True))
+    model.set_custom_all_gather(None)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    refused(lambda: model.set_custom_all_gather(mine))
     seen: list[Any] = []
     refused(lambda: model.set_all_reduce_hook(seen.append, stream=object()))
     model.set_all_reduce_hook(seen.append)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import one_of_many
 from cut_gradients import small_pieces
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from models import TinyGPT, mean_loss
 from one_of_many import WAYS, Way
 
@@ -33,6 +33,14 @@ from . import compare, record
 
 RANKS = 8
 FP16 = MixedPrecisionPolicy(torch.float16, torch.float32)
+
+
+def in_registered_memory(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+
+
 MORE: dict[str, Way] = {
     "sent in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)}),
     "reduced in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}),
@@ -43,6 +51,9 @@ MORE: dict[str, Way] = {
     "only sums": Way(after=lambda model: model.set_force_sum_reduction_for_comms(True)),
     "a group for reductions": Way(after=lambda model: model.set_separate_reduce_scatter_group()),
     "no saved-tensor hooks": Way(after=lambda model: model.set_saved_tensor_hooks(False)),
+    "registered memory": Way(after=in_registered_memory),
+    "registered memory, fp32": Way({"mp_policy": MixedPrecisionPolicy()}, after=in_registered_memory),
+    "registered memory, HSDP": Way({"reshard_after_forward": False}, mesh=(2, 4), after=in_registered_memory),
     "offloaded, fp16": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": FP16}),
 }
 # Ranks would reach consensus by an all-reduce, of which the host reads numbers that no other rank has sent.

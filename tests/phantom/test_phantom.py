@@ -4,6 +4,7 @@ At night only: the first run fetches 0.5 GB.
 """
 
 import json
+import re
 import subprocess
 import tarfile
 from pathlib import Path
@@ -82,6 +83,26 @@ def test_whole_steps_are_captured_or_refused_with_a_reason() -> None:
             assert reason in outcome
         else:
             assert outcome.startswith("captured, "), f"{way}: {outcome}"
+
+
+def test_collectives_touch_memory_that_their_communicators_have_registered_and_no_other() -> None:
+    """In memory of the process group, all of them. In symmetric memory all gathers; reductions where they only sum, but
+    for fp16, and ranks meet for each storage before.
+    """
+    lines = [line for line in run(["-m", "phantom.registered"], 300).splitlines() if "ncclAllGather" in line]
+    assert len(lines) == 6
+    for line in lines:
+        name, counts = line.split(": ", 1)
+        found = dict(re.findall(r"(nccl\w+) (\d+ of \d+)", counts))
+        registered = {kind: [*map(int, each.split(" of "))] for kind, each in found.items()}
+        gathers, scatters, sums = (registered[f"nccl{kind}"] for kind in ("AllGather", "ReduceScatter", "AllReduce"))
+        assert gathers[0] == gathers[1] > 0, line
+        only_gathers = name.startswith("symmetric") and ("only sums" not in name or "fp16" in name)
+        assert scatters == ([0, scatters[1]] if only_gathers else [scatters[1]] * 2), line
+        assert scatters[1] > 0, line
+        assert sums[0] == sums[1], line
+        assert (sums[1] > 0) == ("HSDP" in name), line
+        assert ("met 0 times" in counts) == name.startswith("registered"), line
 
 
 @pytest.mark.parametrize(("program", "refused"), [*REFUSED.items()], ids=[*REFUSED.values()])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,8 @@ from fsdp2.engine import buckets, gather, reduce
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.buckets import ReducePlan, split_buckets
 from fsdp2.engine.codec import AsIs, Cast, Encoder
-from fsdp2.engine.comm import Purpose
+from fsdp2.engine.comm import Purpose, Work
+from fsdp2.engine.comm_memory import TORCH_MEMORY
 from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.engine.reduce import Reduction
@@ -106,10 +107,52 @@ def random_cases() -> Iterator[Case]:
         yield Case(f"random {number}", params, rng.choice((0, 64, 256)), *dtypes)
 
 
+class KnownMemory:
+    """Stands for memory that a communicator has registered: it knows what it has given."""
+
+    is_registered, is_symmetric = True, False
+
+    def __init__(self) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+
+    def empty(self, *size: Any, **options: Any) -> Tensor:
+        tensor = torch.empty(*size, **options)
+        self.storages.append(tensor.untyped_storage())
+        return tensor
+
+    def zeros(self, *size: Any, **options: Any) -> Tensor:
+        return self.empty(*size, **options).zero_()
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+        self.storages.append(storage)
+
+    def meet(self, *_: Any) -> None:
+        raise AssertionError("only symmetric memory needs it")
+
+    def has(self, tensor: Tensor) -> bool:
+        places = [(each.data_ptr(), each.nbytes()) for each in self.storages]
+        return any(0 <= tensor.data_ptr() - start <= nbytes - tensor.nbytes for start, nbytes in places)
+
+
 class Comm(NamedPairwiseComm):
-    def __init__(self, direct_min_bytes: int) -> None:
+    def __init__(self, direct_min_bytes: int, memory: Any = TORCH_MEMORY) -> None:
         super().__init__(dist.group.WORLD, Purpose())
-        self.direct_min_bytes = direct_min_bytes
+        self.direct_min_bytes, self.memory = direct_min_bytes, memory
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        self._require_known(outputs, inputs)
+        return super().all_gather(outputs, inputs)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
+        self._require_known(outputs, inputs)
+        return super().reduce_scatter(outputs, inputs, divisor, what)
+
+    def _require_known(self, *tensors: Sequence[Tensor]) -> None:
+        if isinstance(self.memory, KnownMemory):
+            assert all(self.memory.has(each) for some in tensors for each in some if each.numel())
 
 
 def own_part(whole: Tensor, spec: ParamSpec, rank: int) -> Tensor:
@@ -125,15 +168,17 @@ def check_gather(case: Case, rank: int, world_size: int) -> None:
             check_gather_once(case, rank, world_size)
     with mock.patch.object(layouts, "APART_BYTES", 1):
         check_gather_once(case, rank, world_size)
+        check_gather_once(case, rank, world_size, KnownMemory())
+    check_gather_once(case, rank, world_size, KnownMemory())
 
 
-def check_gather_once(case: Case, rank: int, world_size: int) -> None:
+def check_gather_once(case: Case, rank: int, world_size: int, memory: Any = TORCH_MEMORY) -> None:
     """Twice with one plan, as in training: new values, and a full buffer that holds the old ones."""
-    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
+    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes, memory)
     layout = gather_layout.__wrapped__(specs, world_size, case.direct_min_bytes)
     shards = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-    full = shards if layout.aliased else torch.full((layout.unsharded_nbytes,), 255, dtype=torch.uint8)
-    plan = GatherPlan(layout, rank, shards, full)
+    full = shards if layout.aliased else memory.empty(layout.unsharded_nbytes, dtype=torch.uint8).fill_(255)
+    plan = GatherPlan(layout, rank, shards, full, memory)
     for seed in (1, 2):
         for i, spec in enumerate(specs):
             rows = own_part(case.whole(i, spec.storage_dtype, seed), spec, rank)
@@ -173,11 +218,12 @@ def check_reduce(case: Case, rank: int, world_size: int) -> None:
     check_reduce_once(case, rank, world_size)
     with mock.patch.object(buckets, "costs_launches", return_value=True):
         check_reduce_once(case, rank, world_size)
+    check_reduce_once(dataclasses.replace(case, direct_min_bytes=ALL_PACKED), rank, world_size, KnownMemory())
 
 
-def check_reduce_once(case: Case, rank: int, world_size: int) -> None:
+def check_reduce_once(case: Case, rank: int, world_size: int, memory: Any = TORCH_MEMORY) -> None:
     """All buckets of the group are in flight at the same time, and finished out of order."""
-    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes)
+    specs, comm = case.specs(world_size), Comm(case.direct_min_bytes, memory)
     trainable = [i for i, spec in enumerate(specs) if spec.compute_dtype.is_floating_point]
     dtypes = [case.reduce_dtype] * len(specs)
     pending = []

@@ -988,12 +988,11 @@ def typed() -> None:
     assert isinstance(model, Net)
 
 
-@row("torch's FSDP2", "`set_allocate_memory_from_process_group_for_comm(True)`, `set_symm_mem_for_comm()`")
-def memory_pools() -> None:
+@row("torch's FSDP2", "`set_symm_mem_for_comm()` where collectives do not run on NCCL")
+def symmetric_memory() -> None:
     model: Any = fully_shard(build())
-    for call in (partial(model.set_allocate_memory_from_process_group_for_comm, True), model.set_symm_mem_for_comm):
-        with pytest.raises(NotImplementedError, match="Leave it out"):
-            call()
+    with pytest.raises(RuntimeError, match="they run on gloo for tensors on cpu"):
+        model.set_symm_mem_for_comm()
 
 
 # ---- every row -----------------------------------------------------------------------------------------------------

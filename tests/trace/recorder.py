@@ -30,7 +30,7 @@ class RecordingComm:
         self.group, self.rank, self.size = inner.group, inner.rank, inner.size
         self.direct_min_bytes, self.force_sum = inner.direct_min_bytes, inner.force_sum
         self.sums_on_arrival, self.follows_stream = inner.sums_on_arrival, inner.follows_stream
-        self.purpose = inner.purpose
+        self.purpose, self.memory = inner.purpose, inner.memory
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         self._write("gather", outputs)

@@ -301,9 +301,11 @@ TABLE: dict[str, Row] = {
     ),
     "set_separate_reduce_scatter_group": Row((*SHARING, H), call("set_separate_reduce_scatter_group")),
     "set_allocate_memory_from_process_group_for_comm": Row(
-        (Refused("not supported yet"),) * 9, call("set_allocate_memory_from_process_group_for_comm", True)
+        (H,) * 9, call("set_allocate_memory_from_process_group_for_comm", True)
     ),
-    "set_symm_mem_for_comm": Row((Refused("not supported yet"),) * 9, call("set_symm_mem_for_comm")),
+    "set_symm_mem_for_comm": Row(
+        (*(Refused("run on NCCL"),) * 5, H, H, Refused("run on NCCL"), H), call("set_symm_mem_for_comm")
+    ),
     "set_keep_unsharded_storage": Row((*SHARING, H), call("set_keep_unsharded_storage", True)),
     "set_free_viewed_storage": Row((H,) * 9, call("set_free_viewed_storage", True)),
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),

@@ -14,6 +14,7 @@ from fsdp2.engine import buckets, reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder
 from fsdp2.engine.comm import Purpose, SoloComm
+from fsdp2.engine.comm_memory import TORCH_MEMORY
 from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.int8 import Int8
 from fsdp2.engine.layout import ParamSpec, bucket_layout
@@ -46,7 +47,7 @@ class Exchange:
 class RankComm:
     """A Comm of one simulated rank."""
 
-    direct_min_bytes = 64
+    direct_min_bytes, memory = 64, TORCH_MEMORY
     # Of what it is given, and of what it is to fill.
     dtypes = (F32, F32)
 
