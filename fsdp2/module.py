@@ -532,8 +532,8 @@ class FSDPModule:
         Within a machine they can run on copy engines, if the process group has the zero-CTA policy
         (`NCCL_CTA_POLICY=2`). Gradients are reduced in such memory only after
         `set_force_sum_reduction_for_comms(True)`: what NCCL does there sums and can't average; fp16 never is. Memory is
-        as with `set_allocate_memory_from_process_group_for_comm`, the last of both calls counts. It has not run on
-        several GPUs.
+        as with `set_allocate_memory_from_process_group_for_comm`; the last of both calls counts. It has no effect on
+        one rank. It has not run on several GPUs.
 
         Every rank must call it, between steps; the first call communicates.
 

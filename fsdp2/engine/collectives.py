@@ -186,7 +186,8 @@ def follow(group: FSDPParamGroup) -> None:
 def _memory_of(group: FSDPParamGroup, choice: CommChoice) -> CommMemory:
     """Returns where what is sent and filled comes from: one pool for all groups of a device."""
     usual = extensions().comm_watcher.unchecked(group.usual_comms.gathers)
-    if choice.memory is None or type(usual) is not core_comm.CoalescedComm or isinstance(usual.group, SimulatedGroup):
+    is_one = usual.size == 1 or isinstance(usual.group, SimulatedGroup)
+    if choice.memory is None or is_one or type(usual) is not core_comm.CoalescedComm:
         return TORCH_MEMORY
     is_symmetric, device = choice.memory == "symmetric", group.mesh.device
     pools = (each.comms.gathers.memory for each in all_groups())
