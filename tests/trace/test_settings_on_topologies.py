@@ -256,6 +256,7 @@ FREED = {"reshard_after_forward": True}
 # In the order of TOPOLOGIES: 4 ranks, 2 x 2, 2 x 1, 1 x 2, 4 replicas, 1 rank, 1 replica, named, empty.
 # What works on all but, maybe, the last; where there are several ranks; where several share parameters.
 ALL, EACH, SEVERAL, SHARING = (W,) * 9, (W,) * 8, (W, W, W, W, W, H, H, W), (W, W, H, W, H, H, H, W)
+NO_NCCL = Refused("run on NCCL")
 TABLE: dict[str, Row] = {
     "unshard": Row((*EACH, H), call("unshard")),
     "reshard": Row((*EACH, H), call("reshard"), prepare=lambda model: model.unshard()),
@@ -303,9 +304,7 @@ TABLE: dict[str, Row] = {
     "set_allocate_memory_from_process_group_for_comm": Row(
         (H,) * 9, call("set_allocate_memory_from_process_group_for_comm", True)
     ),
-    "set_symm_mem_for_comm": Row(
-        (*(Refused("run on NCCL"),) * 5, H, H, Refused("run on NCCL"), H), call("set_symm_mem_for_comm")
-    ),
+    "set_symm_mem_for_comm": Row((*(NO_NCCL,) * 5, H, H, NO_NCCL, NO_NCCL), call("set_symm_mem_for_comm")),
     "set_keep_unsharded_storage": Row((*SHARING, H), call("set_keep_unsharded_storage", True)),
     "set_free_viewed_storage": Row((H,) * 9, call("set_free_viewed_storage", True)),
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
