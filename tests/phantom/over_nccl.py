@@ -32,6 +32,7 @@ from one_of_many import WAYS, Way
 from . import compare, record
 
 RANKS = 8
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP16 = MixedPrecisionPolicy(torch.float16, torch.float32)
 
 
@@ -51,8 +52,8 @@ MORE: dict[str, Way] = {
     "only sums": Way(after=lambda model: model.set_force_sum_reduction_for_comms(True)),
     "a group for reductions": Way(after=lambda model: model.set_separate_reduce_scatter_group()),
     "no saved-tensor hooks": Way(after=lambda model: model.set_saved_tensor_hooks(False)),
-    "registered memory": Way(after=in_registered_memory),
-    "registered memory, fp32": Way({"mp_policy": MixedPrecisionPolicy()}, after=in_registered_memory),
+    "registered memory": Way({"mp_policy": BF16}, after=in_registered_memory),
+    "registered memory, fp32": Way(after=in_registered_memory),
     "registered memory, HSDP": Way({"reshard_after_forward": False}, mesh=(2, 4), after=in_registered_memory),
     "offloaded, fp16": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": FP16}),
 }

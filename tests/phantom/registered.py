@@ -20,7 +20,7 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.engine import compat
 from one_of_many import Way
 
-from .over_nccl import MORE, RANKS, train
+from .over_nccl import BF16, MORE, RANKS, train
 
 KINDS = ("ncclAllGather", "ncclReduceScatter", "ncclAllReduce")
 
@@ -66,11 +66,10 @@ def and_summing(model: Any) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-BF16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 WAYS = {name: way for name, way in MORE.items() if name.startswith("registered")}
 WAYS |= {
-    "symmetric memory": Way(BF16, after=symmetrically),
-    "symmetric memory, only sums": Way(BF16, after=and_summing),
+    "symmetric memory": Way({"mp_policy": BF16}, after=symmetrically),
+    "symmetric memory, only sums": Way({"mp_policy": BF16}, after=and_summing),
     "symmetric memory, only sums, fp16": Way(
         {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}, after=and_summing
     ),
