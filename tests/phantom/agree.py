@@ -1,4 +1,4 @@
-"""Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in ten cases.
+"""Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in twenty cases.
 
     python -m phantom.agree --out FOLDER      (with any Python; it records what FOLDER lacks, and prints a table)
 
@@ -27,13 +27,14 @@ from . import models, timeline
 from .prices import Machine
 from .run import run
 
-TOKENS = 4096
+TOKENS, FEW_TOKENS = 4096, 512
 LAYERS = {"8B": 8, "moe": 8}  # of 32 and 16; the 1B model has all
 CLOSE = 1.01  # two settings whose times differ by less than that are as fast
 SIMILAR = 1.1  # how far ratios to the default may be apart
 SECONDS = 600
 COLLECTIVES = ("gather", "reduce", "collective")  # kinds that the timeline counts
 DEFAULT, KEEP, FEW, HSDP = "default", "keep", "k=8", "HSDP"
+TWO, FOUR = "two blocks", "four blocks"
 WIRE, BF16 = "wire bf16", "reduce bf16"
 OPTIONS = {
     DEFAULT: (),
@@ -42,6 +43,8 @@ OPTIONS = {
     HSDP: (),
     WIRE: ("--wire-bf16",),
     BF16: ("--reduce-bf16",),
+    TWO: ("--blocks", "2"),
+    FOUR: ("--blocks", "4"),
 }
 
 
@@ -56,10 +59,12 @@ class Case:
     ranks: int
     cards: int
     settings: tuple[str, ...]
+    tokens: int = TOKENS
 
     @property
     def name(self) -> str:
-        return f"{self.model}, N={self.ranks}, {self.cards} card{'s' * (self.cards > 1)}"
+        tokens = f", {self.tokens} tokens" if self.tokens != TOKENS else ""
+        return f"{self.model}, N={self.ranks}, {self.cards} card{'s' * (self.cards > 1)}{tokens}"
 
 
 CASES = (
@@ -73,6 +78,16 @@ CASES = (
     Case("moe", 8, 8, (DEFAULT, WIRE)),
     Case("moe", 64, 8, (DEFAULT, FEW, HSDP, WIRE)),
     Case("moe", 64, 1, (DEFAULT, KEEP, FEW, HSDP)),
+    Case("1B", 512, 8, (DEFAULT, TWO, FOUR)),
+    Case("1B", 512, 1, (DEFAULT, HSDP, TWO)),
+    Case("8B", 512, 8, (DEFAULT, HSDP, TWO)),
+    Case("1B", 8, 8, (DEFAULT, KEEP, TWO, FOUR), FEW_TOKENS),
+    Case("1B", 64, 8, (DEFAULT, TWO, FOUR), FEW_TOKENS),
+    Case("1B", 512, 8, (DEFAULT, HSDP, TWO, FOUR), FEW_TOKENS),
+    Case("8B", 8, 8, (DEFAULT, KEEP, TWO), FEW_TOKENS),
+    Case("8B", 64, 8, (DEFAULT, KEEP, TWO), FEW_TOKENS),
+    Case("8B", 512, 8, (DEFAULT, HSDP, TWO), FEW_TOKENS),
+    Case("moe", 64, 8, (DEFAULT, KEEP, FEW), FEW_TOKENS),
 )
 
 
@@ -82,23 +97,23 @@ CASES = (
 def options_of(case: Case, setting: str) -> list[str]:
     """Returns the options of `phantom.record`."""
     shards = 8 if setting == HSDP else case.ranks
-    sizes = {"--ranks": shards, "--replicas": case.ranks // shards, "--tokens": TOKENS, "--steps": 1}
+    sizes = {"--ranks": shards, "--replicas": case.ranks // shards, "--tokens": case.tokens, "--steps": 1}
     sizes["--layers"] = LAYERS.get(case.model, 0)
     return ["--model", case.model, *(str(each) for size in sizes.items() for each in size), *OPTIONS[setting]]
 
 
 def path_of(out: Path, case: Case, setting: str) -> Path:
-    return out / f"{case.model} {case.ranks} {setting}" / "fsdp2.json"
+    return out / f"{case.model} {case.ranks} {setting} {case.tokens}" / "fsdp2.json"
 
 
-def path_of_plain(out: Path, model: str) -> Path:
-    return out / model / "plain.json"
+def path_of_plain(out: Path, case: Case) -> Path:
+    return out / f"{case.model} {case.tokens}" / "plain.json"
 
 
 def record(out: Path, cases: Iterable[Case]) -> None:
     """Records a step of each setting of the cases into `out`, several at a time; what lies there is kept."""
     wanted = {path_of(out, case, setting): options_of(case, setting) for case in cases for setting in case.settings}
-    wanted |= {path_of_plain(out, case.model): options_of(case, DEFAULT) for case in cases}
+    wanted |= {path_of_plain(out, case): options_of(case, DEFAULT) for case in cases}
     missing = [path for path in wanted if not path.exists()]
 
     def start(path: Path) -> None:
@@ -110,9 +125,9 @@ def record(out: Path, cases: Iterable[Case]) -> None:
         list(pool.map(start, missing))
 
 
-def compute_ms(out: Path, model: str) -> float:
+def compute_ms(out: Path, case: Case) -> float:
     """Returns how long the plain model computes in the timeline, without an optimizer."""
-    text = path_of_plain(out, model).read_text()
+    text = path_of_plain(out, case).read_text()
     machine = replace(timeline.without_host(Machine()), optimizer=0.0)
     return float(timeline.replay(json.loads(text), machine)["step"]) / 1e3
 
@@ -143,6 +158,8 @@ def predictions(case: Case, flops: float) -> dict[str, fsdp2.Prediction]:
         HSDP: {"replicas": case.ranks // 8},
         WIRE: {"wire_dtype": torch.bfloat16},
         BF16: {},
+        TWO: {"blocks_per_call": 2},
+        FOUR: {"blocks_per_call": 4},
     }
     found = {}
     for reduce_dtype in (torch.float32, torch.bfloat16):
@@ -152,7 +169,7 @@ def predictions(case: Case, flops: float) -> dict[str, fsdp2.Prediction]:
         plan = fsdp2.plan(
             models.make(case.model, LAYERS.get(case.model, 0))[0],
             ranks=case.ranks,
-            batch=lambda: torch.zeros(1, TOKENS, dtype=torch.long, device="meta"),
+            batch=lambda: torch.zeros(1, case.tokens, dtype=torch.long, device="meta"),
             loss=_loss,
             policy=models.Block,
             mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype),
@@ -209,7 +226,7 @@ def ratio(times: Mapping[str, float], setting: str) -> float:
 def compare(out: Path, case: Case) -> Result:
     """Returns the times of one case, which is recorded in `out`."""
     by_peak = predictions(case, Machine().flops)
-    reached = by_peak[DEFAULT].flops / compute_ms(out, case.model) * 1e3
+    reached = by_peak[DEFAULT].flops / compute_ms(out, case) * 1e3
     by_peak_ms, by_plan_ms = (
         {name: (each.time or 0.0) * 1e3 for name, each in found.items()}
         for found in (by_peak, predictions(case, reached))

@@ -61,12 +61,8 @@ MORE: dict[str, Way] = {
 IMPOSSIBLE = {"conditional"}
 
 
-def train(way: Way) -> tuple["weakref.ref[nn.Module]", dict[str, Any]]:
-    """Takes three steps with AdamW. Nothing is compared: no other rank sends anything.
-
-    Returns:
-        The model, and the calls of the last step and the peaks, as `record.record` returns them.
-    """
+def build(way: Way) -> Any:
+    """Returns the sharded model."""
     model = TinyGPT(dim=96, depth=3)
     way.prepare(model)
     axes = ("replicate", "shard") if way.mesh else ("shard",)
@@ -75,6 +71,16 @@ def train(way: Way) -> tuple["weakref.ref[nn.Module]", dict[str, Any]]:
         fully_shard(block, mesh=mesh, **way.options)
     sharded = fully_shard(model, mesh=mesh, **way.options)
     way.after(sharded)
+    return sharded
+
+
+def train(way: Way) -> tuple["weakref.ref[nn.Module]", dict[str, Any]]:
+    """Takes three steps with AdamW. Nothing is compared: no other rank sends anything.
+
+    Returns:
+        The model, and the calls of the last step and the peaks, as `record.record` returns them.
+    """
+    sharded = build(way)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, foreach=True)
     if way.in_backward:
         sharded.set_optimizer_in_backward(optimizer)
@@ -108,7 +114,7 @@ def train(way: Way) -> tuple["weakref.ref[nn.Module]", dict[str, Any]]:
     return weakref.ref(sharded), {"counts": counts, "calls": record.of_host(calls), "memory": memory}
 
 
-def _bytes_left(model: "weakref.ref[nn.Module]") -> int:
+def bytes_left(model: "weakref.ref[nn.Module]") -> int:
     """Returns what stays on the device of a deleted model."""
     for _ in range(20):  # autograd's thread of the device holds the last graph for some milliseconds
         gc.collect()
@@ -146,7 +152,7 @@ def main() -> int:
             beside = torch.cuda.stream(torch.cuda.Stream()) if way.beside else nullcontext()
             with beside, small_pieces() if way.in_pieces else nullcontext():
                 model, result = train(way)
-            result["memory"]["left"] = _bytes_left(model)
+            result["memory"]["left"] = bytes_left(model)
             counted[name] = compare.count(result)
             outcome = "ran" if not result["memory"]["left"] else f"FAILED: {result['memory']['left']} bytes are left"
         except Exception as error:  # the next way may run

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from . import models
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
-    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare"),
+    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", action="store_true", help="reshard_after_forward=False")
     add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
     add("--shard-dim", type=int, default=0, help="the dimension by which experts are sharded")
+    add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ...")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--steps", type=int, default=9, help="steps that are logged")
@@ -96,7 +97,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         if args.offload:
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
-        for unit in models.units(model):
+        for unit in _together([*models.units(model)], args.blocks):
             module.fully_shard(unit, **options)
         module.fully_shard(model, **options)
     model.to_empty(device=device)
@@ -105,6 +106,15 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         for param in model.parameters():
             (param.to_local() if isinstance(param, DTensor) else param).data.zero_()
     return model, shape
+
+
+def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
+    """Yields what the calls of `fully_shard` get: few blocks at first, as in the plan of fsdp2."""
+    first, size = 0, 1
+    while first < len(units):
+        yield units[first] if size == 1 else units[first : first + size]
+        first += size
+        size = min(most, first + 1)
 
 
 def run_step(model: nn.Module, ids: torch.Tensor, optimizer: Any, mark: Any) -> None:

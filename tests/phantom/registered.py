@@ -3,6 +3,7 @@ for each way: how many gathers, reduce-scatters and all-reduces a step has, how 
 only, and how many segments were registered in all steps:
 
     python -m phantom.run -m phantom.registered
+    python -m phantom.run -m phantom.registered --end ORDER    how a program may end: see `end`
 
 The phantom's NCCL keeps the registered ranges of each communicator. Symmetric memory needs other ranks, which would
 answer; a stand-in for torch's module notes which storages ranks would meet for.
@@ -10,6 +11,8 @@ answer; a stand-in for torch's module notes which storages ranks would meet for.
 
 import gc
 import os
+import sys
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -18,9 +21,10 @@ import torch.distributed as dist
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
 from fsdp2.engine import compat
+from models import mean_loss
 from one_of_many import Way
 
-from .over_nccl import BF16, MORE, RANKS, train
+from .over_nccl import BF16, MORE, RANKS, build, bytes_left, train
 
 KINDS = ("ncclAllGather", "ncclReduceScatter", "ncclAllReduce")
 
@@ -76,6 +80,25 @@ WAYS |= {
 }
 
 
+def end(order: str) -> None:
+    """Trains, and ends in one of three orders: the model is deleted while there is a communicator ("deleted"), after it
+    is gone ("late"), or never ("kept"). Freed memory that a communicator had registered would end the process, if that
+    is gone.
+    """
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
+    models = [build(WAYS["registered memory"])]
+    for _ in range(2):
+        mean_loss(models[0](models[0].example(rows=2, seed=0).cuda())).backward()
+    if order == "late":
+        dist.destroy_process_group()
+    if order != "kept":
+        model = weakref.ref(models.pop())
+        print(f"{order}: {bytes_left(model)} bytes are allocated, {torch.cuda.memory_reserved()} reserved")
+    if order != "late":
+        dist.destroy_process_group()
+    print("ended", flush=True)
+
+
 def main() -> None:
     for name, way in WAYS.items():
         stand_in = SymmetricMemory()
@@ -94,5 +117,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)
+    if sys.argv[1:2] == ["--end"]:
+        end(sys.argv[2])
+    else:
+        main()
+        os._exit(0)

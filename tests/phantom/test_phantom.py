@@ -105,6 +105,16 @@ def test_collectives_touch_memory_that_their_communicators_have_registered_and_n
         assert ("met 0 times" in counts) == name.startswith("registered"), line
 
 
+@pytest.mark.parametrize("order", ["deleted", "late", "kept"])
+def test_a_program_with_registered_memory_ends_in_any_order(order: str) -> None:
+    """Whether the model or the communicator goes first. Only the deleted model's memory is given back then."""
+    lines = run(["-m", "phantom.registered", "--end", order], 120).splitlines()
+    assert lines[-1] == "ended"
+    if order == "deleted":
+        allocated, reserved = map(int, re.findall(r"(\d+) (?:bytes|reserved)", lines[-2]))
+        assert (allocated, reserved) == (0, 0)
+
+
 @pytest.mark.parametrize(("program", "refused"), [*REFUSED.items()], ids=[*REFUSED.values()])
 def test_what_cuda_refuses_in_a_capture_the_phantom_refuses(program: str, refused: str) -> None:
     """Else the test above could not fail."""
