@@ -1,6 +1,6 @@
 """Runs the programs of tests/advised, each of which follows what an error advises.
 
-What they provoke are also the errors in the table "By error message" of examples/README.md, whose rows are texts that a
+What they provoke are also the errors in the table of examples/guides/errors.md, whose rows are texts that a
 reader searches for: each row must be a part of what some program has heard.
 """
 
@@ -20,13 +20,13 @@ from torch.distributed.fsdp import StateDictType
 
 from advised import ENTRIES
 from advised.registry import batch, build, heard, refused, shard
-from documents import ROOT, table_rows
+from documents import tables_of_guides
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from helpers import run_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ROWS = [cells[0].strip("`") for cells in table_rows(ROOT / "examples" / "README.md")["By error message"]]
+ROWS = [cells[0].strip("`") for cells in tables_of_guides()["By error message"]]
 FROM_TORCH = ("module 'torch._C' has no attribute '_cuda_setDevice'", "Connection closed by peer")
 
 
