@@ -99,6 +99,12 @@ def tables_of_guides() -> dict[str, list[list[str]]]:
     return found
 
 
+def error_messages() -> list[str]:
+    """Returns the headings of the page of errors that are parts of messages."""
+    headings = dict.fromkeys(heading for heading, *_ in sections(ROOT / "examples" / "guides" / "errors.md"))
+    return [heading.strip("`") for heading in headings if heading.startswith("`")]
+
+
 def anchors(path: Path) -> set[str]:
     """Returns the anchors to which links may point, as GitHub names headings."""
     headings = {heading for heading, *_ in sections(path) if heading}

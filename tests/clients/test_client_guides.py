@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import tiny_llama
 from client_training import pretend_accelerator, pretend_torchrun, using
-from documents import ROOT, Code, clients_of, shared_lines, snippets
+from documents import ROOT, Code, clients_of, code_blocks, shared_lines, snippets
 from fsdp2 import FSDPModule, fully_shard
 from helpers import alone, assert_same, full, run_checks
 
@@ -593,6 +593,20 @@ def plainly_launched() -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return values(model)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_verl_imports_the_module_of_the_guide(named: bool, tmp_path: Path) -> None:
+    """Its helpers then are fsdp2's."""
+    pytest.importorskip("verl")
+    (module,) = code_blocks(ROOT / "examples" / "guides" / "verl.md")
+    (tmp_path / "use_fsdp2.py").write_text(module.source)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"VERL_USE_EXTERNAL_MODULES": "use_fsdp2"} if named else {}
+    program = "from verl.utils.fsdp_utils import FSDPModule, fully_shard; print(fully_shard.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1].startswith("fsdp2.") is named
 
 
 LAUNCHED = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file", "fsdp.yaml", "train.py"]
