@@ -1,6 +1,6 @@
 """Settings of the documentation site, which Sphinx makes of the Markdown files of this repository.
 
-Run `python -m sphinx -W --keep-going -c examples/site . docs` from the root. The pages are the files as they stand.
+Run `python -m sphinx -E -W --keep-going -c examples/site . docs` from the root. The pages are the files as they stand.
 Their order comes from two lists: the links of examples/README.md for the guides, and `AFTER_GUIDES` for the rest.
 """
 

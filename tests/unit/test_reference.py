@@ -55,12 +55,6 @@ def test_the_site_has_all_public_names_and_no_others(tmp_path: Path) -> None:
     assert {f"FSDPModule.{name}" for name in public_methods()} <= shown
 
 
-def test_the_navigation_has_every_guide() -> None:
-    """In the order of examples/README.md, which sections_of_guides reads."""
-    listed = re.findall(r"^- \[.+\]\(guides/([\w-]+\.md)\)", (ROOT / "examples" / "README.md").read_text(), re.M)
-    assert sorted(set(listed)) == [path.name for path in GUIDES]
-
-
 def test_pictures_are_as_drawn() -> None:
     """`python examples/site/draw_pictures.py` draws them. Guides show each, with words for those who do not see it."""
     drawn = runpy.run_path(str(ROOT / "examples" / "site" / "draw_pictures.py"))["PICTURES"]
