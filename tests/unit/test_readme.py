@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from documents import GUIDES, PATHS, ROOT, anchors, code_blocks, sections, table_rows
+from documents import GUIDES, PATHS, ROOT, anchors, code_blocks, snippets, table_rows, tables_of_guides
 from fsdp2.module import public_methods
 from list_modules import FOLDERS as MODULE_FOLDERS
 from list_modules import LIST, list_modules
@@ -79,10 +79,11 @@ def test_the_list_of_guides_has_every_page() -> None:
     assert {*listed} == {path.name for path in GUIDES}
 
 
-def test_headings_of_guides_differ() -> None:
-    """Tests find snippets and tables by the heading above them."""
-    headings = [heading for path in GUIDES for heading in {h for h, *_ in sections(path)}]
-    assert sorted(headings) == sorted({*headings})
+def test_headings_of_snippets_differ() -> None:
+    """Tests find snippets by the heading above them. `tables_of_guides` asserts the same of tables."""
+    found = {(block.heading, block.file) for block in snippets()}
+    assert sorted(heading for heading, _ in found) == sorted({heading for heading, _ in found})
+    assert tables_of_guides()
 
 
 def test_tables_for_users_name_no_tests() -> None:
