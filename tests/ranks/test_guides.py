@@ -180,6 +180,24 @@ def accumulation(names: Names) -> None:
     assert_equal(names["model"], expected)
 
 
+@guide("Coming from FSDP1")
+def from_fsdp1(names: Names) -> None:
+    model = plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for i in range(4):
+            (names["loss_of"](model, whole(4 * step + i, dist.get_world_size())) / 4).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(names["norm"], norm, 1e-4, 0, "norm")
+    assert_equal(names["model"], model)
+    weights = {name: full(param) for name, param in names["model"].named_parameters()}
+    assert names["state"].keys() == (weights.keys() if dist.get_rank() == 0 else set())
+    for name, value in names["state"].items():
+        assert_same(value, weights[name], 0, 0, name)
+
+
 @guide("Means over tokens")
 def means_over_tokens(names: Names) -> None:
     """Each step is one on all rows of all micro-batches, of which each has another number."""
