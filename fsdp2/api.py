@@ -166,8 +166,8 @@ def _explains_ddp(function: Callable[P, R]) -> Callable[P, R]:
     def replicate(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in sorted(kwargs.keys() & _OF_DDP):
             raise TypeError(
-                f'replicate: {name} is an argument of DistributedDataParallel. The table "Coming from DDP" of '
-                "examples/README.md says what to write for each."
+                f"replicate: {name} is an argument of DistributedDataParallel. The guide examples/guides/from-ddp.md "
+                "says what to write for each."
             )
         return function(*args, **kwargs)
 

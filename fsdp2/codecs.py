@@ -1,7 +1,7 @@
 """Codecs: how gradients and weights travel between ranks, for `MixedPrecisionPolicy(gradient_codec=, gather_codec=,
 replica_codec=)`.
 
-`Codec` says what a codec of your own has; the guide "Compressed gradients" in examples/README.md writes one.
+`Codec` says what a codec of your own has; the guide examples/guides/compressed-gradients.md writes one.
 """
 
 from .engine.codec import AsIs as AsIs

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("examples", "fsdp2", "benchmarks", "tests")
-PATHS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS), ROOT / "fsdp2" / "ARCHITECTURE.md"]
+GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
+SHARED = ROOT / "examples" / "guides" / "what-the-snippets-share.md"
+PATHS = [
+    ROOT / "README.md",
+    *(ROOT / folder / "README.md" for folder in FOLDERS),
+    *GUIDES,
+    ROOT / "fsdp2" / "ARCHITECTURE.md",
+]
 
 
 class Code(NamedTuple):
@@ -31,7 +38,7 @@ def clients_of(block: Code) -> set[str]:
     return set(re.findall(rf"^(?:from|import) ({'|'.join(CLIENTS)})\b", block.source, re.M))
 
 
-def _sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
+def sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
     """Yields each line with the heading above it, its number, and True if it is in a fenced block."""
     heading, fenced = "", False
     for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -45,7 +52,7 @@ def _sections(path: Path) -> Iterator[tuple[str, int, str, bool]]:
 def code_blocks(path: Path, language: str = "python") -> list[Code]:
     blocks: list[Code] = []
     opened = ""
-    for heading, number, line, fenced in _sections(path):
+    for heading, number, line, fenced in sections(path):
         if fenced:
             blocks[-1] = blocks[-1]._replace(source=f"{blocks[-1].source}{line}\n")
         elif line.startswith("```"):
@@ -55,11 +62,22 @@ def code_blocks(path: Path, language: str = "python") -> list[Code]:
     return [block for block in blocks if block.language == language]
 
 
+def snippets(language: str = "python") -> list[Code]:
+    """Returns the code of all guides, without the lines that their snippets share."""
+    return [block for path in GUIDES if path != SHARED for block in code_blocks(path, language)]
+
+
+def shared_lines() -> Code:
+    """Returns the code after which each snippet of the guides runs."""
+    (block,) = code_blocks(SHARED)
+    return block
+
+
 def table_rows(path: Path) -> dict[str, list[list[str]]]:
     """Returns heading -> the rows of all tables under it, cell by cell, without their heads."""
     rows: dict[str, list[list[str]]] = {}
     tables: dict[str, list[list[str]]] = {}
-    for heading, _, line, fenced in _sections(path):
+    for heading, _, line, fenced in sections(path):
         if line.startswith("|") and not fenced:
             tables.setdefault(heading, []).append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
     for heading, lines in tables.items():
@@ -71,7 +89,23 @@ def table_rows(path: Path) -> dict[str, list[list[str]]]:
     return rows
 
 
+def tables_of_guides() -> dict[str, list[list[str]]]:
+    """Returns heading -> the rows of all tables under it. No two guides have the same heading above a table."""
+    found: dict[str, list[list[str]]] = {}
+    for path in GUIDES:
+        rows = table_rows(path)
+        assert not found.keys() & rows.keys(), path.name
+        found |= rows
+    return found
+
+
+def error_messages() -> list[str]:
+    """Returns the headings of the page of errors that are parts of messages."""
+    headings = dict.fromkeys(heading for heading, *_ in sections(ROOT / "examples" / "guides" / "errors.md"))
+    return [heading.strip("`") for heading in headings if heading.startswith("`")]
+
+
 def anchors(path: Path) -> set[str]:
     """Returns the anchors to which links may point, as GitHub names headings."""
-    headings = {heading for heading, *_ in _sections(path) if heading}
+    headings = {heading for heading, *_ in sections(path) if heading}
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -95,7 +95,7 @@ def cell(outcome: Outcome | None) -> str:
 
 
 def message(outcome: Outcome) -> str:
-    text = " ".join(outcome.text.split())
+    text = " ".join(outcome.text.split()).replace("](", "]\\(")  # no link of Markdown
     return f"{outcome.kind}: {text[:300]}" + ("..." if len(text) > 300 else "")
 
 

@@ -34,7 +34,7 @@ _UNKNOWN = "a DTensor"
 NO_DTENSORS = (
     "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
-    'rank\'s shards, as "QLoRA and 8-bit optimizers" in examples/README.md shows.'
+    "rank's shards, as examples/guides/qlora.md shows."
 )
 # Python's writes in place, as torch before 2.13 names them here.
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")

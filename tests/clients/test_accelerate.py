@@ -27,7 +27,7 @@ from client_training import (
     trained_plainly,
     using,
 )
-from documents import ROOT, table_rows
+from documents import tables_of_guides
 from helpers import alone, run_checks
 from models import mean_loss
 
@@ -186,10 +186,10 @@ def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
 
 
 def test_keys_of_files_for_fsdp1() -> None:
-    """The table of examples/README.md says of a key what `accelerate to-fsdp2` makes of it, but for replicas."""
+    """The guide of accelerate says of a key what `accelerate to-fsdp2` makes of it, but for replicas."""
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING, convert_config_to_fsdp2
 
-    rows = {cells[0]: cells[1] for cells in table_rows(ROOT / "examples" / "README.md")["accelerate launch"]}
+    rows = {cells[0]: cells[1] for cells in tables_of_guides()["accelerate launch"]}
     for strategy, expected in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("HYBRID_SHARD", True)):
         config = {"fsdp_config": {"fsdp_version": 1, "fsdp_sharding_strategy": strategy}}
         converted = convert_config_to_fsdp2(config)["fsdp_config"]

@@ -1,4 +1,4 @@
-"""Tests the Python of examples/README.md that needs other libraries: see tests/ranks/test_guides.py.
+"""Tests the Python of the guides in examples/guides that needs other libraries: see tests/ranks/test_guides.py.
 
 Each snippet runs on two ranks in a folder that has tiny random models under the names that snippets load, and a
 tokenizer whose tokens are numbers. The oracle is plain training, or the same trainer in one process without FSDP.
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import tiny_llama
 from client_training import pretend_accelerator, pretend_torchrun, using
-from documents import ROOT, Code, clients_of, code_blocks
+from documents import ROOT, Code, clients_of, code_blocks, shared_lines, snippets
 from fsdp2 import FSDPModule, fully_shard
 from helpers import alone, assert_same, full, run_checks
 
@@ -38,7 +38,7 @@ def optional(name: str) -> Any:
 transformers, peft, bitsandbytes = optional("transformers"), optional("peft"), optional("bitsandbytes")
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 
-GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
+GROUND, SNIPPETS = shared_lines(), snippets()
 Names = dict[str, Any]
 Oracle = Callable[[Code], Any]
 # Heading -> for each of its snippets a check of what it has made, and what runs it in one process to compare with.
@@ -595,6 +595,20 @@ def plainly_launched() -> dict[str, Tensor]:
     return values(model)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_verl_imports_the_module_of_the_guide(named: bool, tmp_path: Path) -> None:
+    """Its helpers then are fsdp2's."""
+    pytest.importorskip("verl")
+    (module,) = code_blocks(ROOT / "examples" / "guides" / "verl.md")
+    (tmp_path / "use_fsdp2.py").write_text(module.source)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"VERL_USE_EXTERNAL_MODULES": "use_fsdp2"} if named else {}
+    program = "from verl.utils.fsdp_utils import FSDPModule, fully_shard; print(fully_shard.__module__)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1].startswith("fsdp2.") is named
+
+
 LAUNCHED = ["-m", "accelerate.commands.launch", "--main_process_port", "0", "--config_file", "fsdp.yaml", "train.py"]
 
 
@@ -605,7 +619,7 @@ def test_accelerate_launch(way: str, tmp_path: Path) -> None:
         pytest.importorskip(library)
     make_folder(tmp_path)
     (program,) = (block.source for block in SNIPPETS if block.heading == PROGRAM)
-    (settings,) = (block for block in code_blocks(ROOT / "examples" / "README.md", "yaml"))
+    (settings,) = snippets("yaml")
     (tmp_path / "sitecustomize.py").write_text(PRETEND)
     (tmp_path / "fsdp.yaml").write_text(settings.source)
     edited = "import fsdp2\n\nfsdp2.patch_torch()\n" if way == "patch_torch" else ""

@@ -1,6 +1,6 @@
-"""Tests the Python of README.md and examples/README.md, which is run as it is written.
+"""Tests the Python of README.md and of the guides in examples/guides, which is run as it is written.
 
-Each snippet of examples/README.md runs after the lines that all share, in its own folder, on ranks that have different
+Each snippet of a guide runs after the lines that all share, in its own folder, on ranks that have different
 seeds. A check here then compares its result with plain training on the whole batch. A snippet without a check, and a
 check without a snippet, fail. Snippets that need Transformers and similar libraries run in
 tests/clients/test_client_guides.py.
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from documents import ROOT, Code, clients_of, code_blocks
+from documents import ROOT, Code, clients_of, code_blocks, shared_lines, snippets
 from helpers import alone, assert_same, full, run_checks
 from programs import run_forked
 
-GROUND, *SNIPPETS = code_blocks(ROOT / "examples" / "README.md")
+GROUND, SNIPPETS = shared_lines(), snippets()
 Names = dict[str, Any]
 CHECKS: dict[str, tuple[int, Callable[[Names], None]]] = {}
 BY_CLIENTS = {block.heading for block in SNIPPETS if clients_of(block)}
@@ -180,6 +180,24 @@ def accumulation(names: Names) -> None:
     assert_equal(names["model"], expected)
 
 
+@guide("Coming from FSDP1")
+def from_fsdp1(names: Names) -> None:
+    model = plain_model(names)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        for i in range(4):
+            (names["loss_of"](model, whole(4 * step + i, dist.get_world_size())) / 4).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(names["norm"], norm, 1e-4, 0, "norm")
+    assert_equal(names["model"], model)
+    weights = {name: full(param) for name, param in names["model"].named_parameters()}
+    assert names["state"].keys() == (weights.keys() if dist.get_rank() == 0 else set())
+    for name, value in names["state"].items():
+        assert_same(value, weights[name], 0, 0, name)
+
+
 @guide("Means over tokens")
 def means_over_tokens(names: Names) -> None:
     """Each step is one on all rows of all micro-batches, of which each has another number."""
@@ -272,7 +290,7 @@ def muon(names: Names) -> None:
         with torch.no_grad():
             param.copy_((1 - 0.02 * 0.1) * value - 0.02 * u @ vh)
     assert_equal(names["model"], model, 2e-3)
-    printed = [block.source for block in code_blocks(ROOT / "examples" / "README.md", "") if block.heading == "Muon"]
+    printed = [block.source for block in snippets("") if block.heading == "Muon"]
     assert printed == [f"{names['split']}\n"]
 
 
@@ -418,7 +436,11 @@ def check_and_compare(names: Names) -> None:
 
 
 def test_every_snippet_has_a_check() -> None:
-    assert {block.heading for block in SNIPPETS} - BY_CLIENTS == CHECKS.keys()
+    """Here, or in another test that names the file of the guide."""
+    without = {block.file for block in SNIPPETS if block.heading not in BY_CLIENTS | CHECKS.keys()}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert {file for file in without if not re.search(rf'{file.removesuffix(".md")}(\.md)?"', tests)} == set()
+    assert CHECKS.keys() <= {block.heading for block in SNIPPETS}
 
 
 @pytest.mark.parametrize("ranks", sorted({ranks for ranks, _ in CHECKS.values()}))
@@ -469,7 +491,7 @@ def plain_losses_of_the_readme() -> list[float]:
 
 
 def test_shell_scripts_can_be_read() -> None:
-    scripts: list[Code] = code_blocks(ROOT / "examples" / "README.md", "bash")
+    scripts: list[Code] = snippets("bash")
     assert scripts
     for script in scripts:
         assert os.system(f"bash -n <<'EOF_OF_SCRIPT'\n{script.source}\nEOF_OF_SCRIPT") == 0

@@ -1,4 +1,4 @@
-"""Tests the tables of examples/README.md for programs that come from torch's FSDP2, FSDP1, DDP and DeepSpeed.
+"""Tests the tables of the guides for programs that come from torch's FSDP2, FSDP1, DDP and DeepSpeed.
 
 Each row says "in place of X write Y". Here Y is written. It trains on every rank what a plain model trains on the whole
 batch, or does what X did. A row without a program, and a program without a row, fail: its first cell identifies a row.
@@ -36,7 +36,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
-from documents import ROOT, table_rows
+from documents import ROOT, table_rows, tables_of_guides
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -51,7 +51,7 @@ from helpers import assert_same, run_checks, shard_batch
 from models import TanhBlock, mean_loss
 
 TABLES = {name: f"Coming from {name}" for name in ("torch's FSDP2", "FSDP1", "DDP", "DeepSpeed")}
-ROWS = table_rows(ROOT / "examples" / "README.md")
+ROWS = tables_of_guides()
 DIFFERENCES = {cells[0] for cells in table_rows(ROOT / "tests" / "BEHAVIOURS.md")["Coming from torch's FSDP2"]}
 Program = Callable[[], None]
 PROGRAMS: dict[tuple[str, str], tuple[int, Program]] = {}
@@ -747,7 +747,7 @@ def arguments_of_ddp() -> None:
     }
     options |= {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True}
     for name, value in options.items():
-        with pytest.raises(TypeError, match=rf'{name} is an argument of DistributedD.* table "Coming from DDP"'):
+        with pytest.raises(TypeError, match=rf"{name} is an argument of DistributedD.*guides/from-ddp.md"):
             replicate(build(), **{name: value})  # type: ignore[call-arg]
     parameters = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters}
     cells = " ".join(cells[0] for cells in ROWS["Coming from DDP"])

@@ -2,7 +2,7 @@
 unsharded already.
 
 A model generates text in as many forwards as there are tokens: a gather of each group in each of them costs more than
-all else. examples/README.md has these counts ("Evaluation and generation").
+all else. examples/guides/generation.md has these counts.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from documents import PATHS, ROOT, anchors, code_blocks, table_rows
+from documents import GUIDES, PATHS, ROOT, anchors, code_blocks, snippets, table_rows, tables_of_guides
 from fsdp2.module import public_methods
 from list_modules import FOLDERS as MODULE_FOLDERS
 from list_modules import LIST, list_modules
 
 ARCHITECTURE = (ROOT / "fsdp2" / "README.md").read_text()
-FOR_USERS = (ROOT / "README.md").read_text() + (ROOT / "examples" / "README.md").read_text()
+FOR_USERS = "\n".join(path.read_text() for path in (ROOT / "README.md", ROOT / "examples" / "README.md", *GUIDES))
 BEHAVIOURS = ROOT / "tests" / "BEHAVIOURS.md"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (*PATHS, BEHAVIOURS)}
 PROSE = {file: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for file, text in TEXTS.items()}
@@ -73,14 +73,17 @@ def test_a_link_leads_somewhere(file: str, link: str) -> None:
         assert anchor in anchors(target)
 
 
-def test_the_contents_of_the_guides_list_every_section() -> None:
-    """By links. A section of the second level has one of its own."""
-    contents, _, rest = TEXTS["examples/README.md"].partition("\n## ")
-    linked = re.findall(r"\]\(#([^)]+)\)", contents)
-    code = re.sub(r"```.*?```", "", f"## {rest}", flags=re.DOTALL)
-    headings = re.findall(r"^## (.*)$", code, re.M)
-    wanted = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert wanted - {*linked} == set()
+def test_the_list_of_guides_has_every_page() -> None:
+    """In lines that examples/site/conf.py makes the navigation of."""
+    listed = re.findall(r"^- \[[^\]]+\]\(guides/([\w-]+\.md)\)", TEXTS["examples/README.md"], re.M)
+    assert {*listed} == {path.name for path in GUIDES}
+
+
+def test_headings_of_snippets_differ() -> None:
+    """Tests find snippets by the heading above them. `tables_of_guides` asserts the same of tables."""
+    found = {(block.heading, block.file) for block in snippets()}
+    assert sorted(heading for heading, _ in found) == sorted({heading for heading, _ in found})
+    assert tables_of_guides()
 
 
 def test_tables_for_users_name_no_tests() -> None:
