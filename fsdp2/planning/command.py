@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from ..engine.policy import MixedPrecisionPolicy
+from ..tools.columns import terminal_width
 from .plan import plan
+from .table import plan_text
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    print(made)
+    print(plan_text(made, terminal_width()))
     only_root = len(made.groups()) == 1
     if only_root:
         print("expected blocks to wrap, found none: pass --policy")

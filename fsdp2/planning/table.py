@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..tools.describe import aligned, dtype_text, dtypes_text, size_text
+from ..tools.columns import ruled, wrapped
+from ..tools.describe import dtype_text, dtypes_text, size_text
 from .settings import Setting
 
 if TYPE_CHECKING:
@@ -16,23 +17,37 @@ if TYPE_CHECKING:
 
 _GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
 _ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "sent", "time", "exposed", "fits")
+# Terminals of fewer columns are too narrow for all columns of the rows: these (forward peak, sent, exposed) go first.
+_NARROW, _LESS = 110, {3, 6, 8}
 
 
-def plan_text(plan: Plan) -> str:
-    """Returns the table of groups, their order, the table of settings, and the notes."""
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """Returns the table of groups, their order, the table of settings, and the notes.
+
+    `width`: how many columns a terminal has, to which all is wrapped.
+    """
     best = plan.best
-    lines = [*_ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
     order = best.prediction.order
-    lines.append(f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead")
-    lines.append(f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}")
-    lines.append("")
-    lines += _ruled(
-        [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)],
-        {2, 3, 4, 5, 6, 7, 8},
-    )
-    lines.append("")
-    lines.append(_verdict(plan))
-    lines += [f"note: {note}" for note in plan.notes]
+    text = [
+        f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead",
+        f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}",
+        _verdict(plan),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    if width is not None:
+        text = ["\n".join(wrapped(line, width)) for line in text]
+    rows = [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)]
+    if width is not None and width < _NARROW:
+        rows = [tuple(cell for i, cell in enumerate(row) if i not in _LESS) for row in rows]
+    lines = [
+        *ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}, width),
+        "",
+        *text[:2],
+        "",
+        *ruled(rows, {*range(2, len(rows[0]) - 1)}, width),
+        "",
+        *text[2:],
+    ]
     return "\n".join(lines)
 
 
@@ -65,7 +80,7 @@ def check_text(check: PlanCheck, tolerance: float) -> str:
         off = "-" if each.error is None else f"{100 * each.error:+.2f} %"
         more = "  more than 3 %" if each.error is not None and abs(each.error) > tolerance else ""
         rows.append((each.name, size_text(each.predicted), measured, off + more))
-    return "\n".join([*_ruled(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
+    return "\n".join([*ruled(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
 
 
 # ---- rows
@@ -145,12 +160,6 @@ def _seconds(seconds: float) -> str:
 
 def _short(names: Sequence[str]) -> list[str]:
     return [*names] if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
-
-
-def _ruled(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Returns a line for each row, and a rule behind the first."""
-    lines = aligned(rows, right)
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 __all__ = ["check_text", "plan_text", "setting_text"]

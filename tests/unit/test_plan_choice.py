@@ -443,6 +443,7 @@ def batch():
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As `python -m fsdp2 plan` runs it, in a folder that has the model."""
     (tmp_path / "my_models.py").write_text(MODELS)
+    monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ["plan", "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1MB"]
