@@ -17,6 +17,10 @@ Predicts memory, communication and time of training a model, without ranks:
 
     python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
 
+Finds FSDP1, DDP, DeepSpeed and torch's FSDP2 in programs, and prints what to write instead:
+
+    python -m fsdp2 migrate train.py
+
 Prints releases, devices, variables and switches, for reports of bugs:
 
     python -m fsdp2 env
@@ -77,6 +81,12 @@ def _plan(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _migrate(arguments: list[str]) -> None:
+    from .bridge.migrate import main
+
+    raise SystemExit(main(arguments))
+
+
 def _env(arguments: list[str]) -> None:
     from . import __version__
     from .commands import environment
@@ -100,6 +110,7 @@ COMMANDS = {
     "fixes": _fixes,
     "checks": _checks,
     "plan": _plan,
+    "migrate": _migrate,
     "env": _env,
     "help": _help,
     "--help": _help,
