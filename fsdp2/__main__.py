@@ -21,6 +21,10 @@ Finds FSDP1, DDP, DeepSpeed and torch's FSDP2 in programs, and prints what to wr
 
     python -m fsdp2 migrate train.py
 
+Writes a checkpoint of torch.distributed.checkpoint as safetensors files, without ranks:
+
+    python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16
+
 Prints releases, devices, variables and switches, for reports of bugs:
 
     python -m fsdp2 env
@@ -87,6 +91,12 @@ def _migrate(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _merge(arguments: list[str]) -> None:
+    from .hf.merge import main
+
+    raise SystemExit(main(arguments))
+
+
 def _env(arguments: list[str]) -> None:
     from . import __version__
     from .commands import environment
@@ -111,6 +121,7 @@ COMMANDS = {
     "checks": _checks,
     "plan": _plan,
     "migrate": _migrate,
+    "merge": _merge,
     "env": _env,
     "help": _help,
     "--help": _help,
