@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
+    from .tools.counters import counters
     from .tools.describe import GroupDescription, ModelDescription, describe
     from .tools.difference import Comparison, Difference
     from .tools.finding import Finding
@@ -80,6 +81,7 @@ _MODULES = {
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
     "compare": "tools.compare",
+    "counters": "tools.counters",
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
@@ -155,6 +157,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "compare",
+    "counters",
     "describe",
     "dtensor_fixes",
     "flatten_optimizer",

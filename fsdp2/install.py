@@ -40,6 +40,7 @@ def install() -> None:
             unnoticed_writes.make_unnoticed_writes,
             lambda root: named_comm.Goodbyes(),
             tools_when_needed.make_audit,
+            lambda root: tools_when_needed.Summary(),
         ),
     )
     fixes.install()
