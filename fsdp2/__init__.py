@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .tools.finding import Finding
     from .tools.full_params import full_params
     from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+    from .tools.step_meter import StepMeter, StepRecord
     from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
     from .tools.timeline import trace
@@ -73,6 +74,8 @@ _MODULES = {
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
     "SkippableStep": "features.skip",
+    "StepMeter": "tools.step_meter",
+    "StepRecord": "tools.step_meter",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
@@ -148,6 +151,8 @@ __all__ = [
     "ShardPlacementResult",
     "Shards",
     "SkippableStep",
+    "StepMeter",
+    "StepRecord",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",

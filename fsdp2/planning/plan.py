@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..engine.layout import ParamSpec
 from ..engine.policy import MixedPrecisionPolicy
 from . import apply, arguments, table
-from .check import PlanCheck, StepMeter
+from .check import PlanCheck, SecondStep
 from .clocks import Machine
 from .outline import Outline
 from .policies import WrapGroup, join_blocks, wrap_groups
@@ -105,7 +105,7 @@ class Plan:
     ) -> None:
         self._model, self._wrappings, self._machine, self._optimizer = model, dict(wrappings), machine, optimizer
         self.rows, self.notes = tuple(rows), tuple(notes)
-        self._meter: StepMeter | None = None
+        self._meter: SecondStep | None = None
         self._applied: tuple[PlanRow, Prediction] | None = None
 
     @property
@@ -162,7 +162,7 @@ class Plan:
         prediction = _Predictor(self._model, machine, self._optimizer).predict(row.setting, wrapping)
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
-        self._meter = StepMeter(model)
+        self._meter = SecondStep(model)
         return model
 
     def check(self, optimizer: torch.optim.Optimizer | None = None) -> PlanCheck:
