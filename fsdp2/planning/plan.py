@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checks.out_of_memory import OutOfMemory
 from ..engine.layout import ParamSpec
 from ..engine.policy import MixedPrecisionPolicy
+from ..engine.state import require_state
 from . import apply, arguments, table
 from .check import PlanCheck, SecondStep
 from .clocks import Machine
@@ -163,6 +165,9 @@ class Plan:
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
         self._meter = SecondStep(model)
+        watcher = require_state(model).root.events.of(OutOfMemory)
+        if watcher is not None:
+            watcher.predicted = table.prediction_text(row, prediction)
         return model
 
     def check(self, optimizer: torch.optim.Optimizer | None = None) -> PlanCheck:

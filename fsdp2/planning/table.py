@@ -13,6 +13,7 @@ from .settings import Setting
 if TYPE_CHECKING:
     from .check import PlanCheck
     from .plan import Plan, PlanRow
+    from .prediction import Prediction
     from .structure import PlannedGroup
 
 _GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
@@ -70,6 +71,17 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
     if setting.wire_dtype is not None:
         parts.append(f"wire_dtype={dtype_text(setting.wire_dtype)}")
     return ", ".join(parts)
+
+
+def prediction_text(row: PlanRow, taken: Prediction) -> str:
+    """Returns what a plan has predicted, for an error of memory that ran out. `taken`: for the mesh in use."""
+    total = row.resting - row.prediction.resting + taken.total
+    peak = f"{size_text(taken.step_peak)} above that, at the {taken.peak_at}"
+    return (
+        f"The plan that was applied ({setting_text(row.setting)}) predicted {size_text(total)}: "
+        f"{size_text(total - taken.step_peak)} at rest, and {peak}. What the plan does not count comes on top; "
+        "plan.check() compares."
+    )
 
 
 def check_text(check: PlanCheck, tolerance: float) -> str:
@@ -162,4 +174,4 @@ def _short(names: Sequence[str]) -> list[str]:
     return [*names] if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
 
 
-__all__ = ["check_text", "plan_text", "setting_text"]
+__all__ = ["check_text", "plan_text", "prediction_text", "setting_text"]
