@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .planning.plan import Plan, PlanRow, plan
     from .planning.policies import WrapGroup, wrap_groups
     from .planning.prediction import Prediction
+    from .planning.saved import apply_plan
     from .planning.settings import Setting
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
@@ -80,6 +81,7 @@ _MODULES = {
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
+    "apply_plan": "planning.saved",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -158,6 +160,7 @@ __all__ = [
     "WholeMatrixOptimizer",
     "WrapGroup",
     "accumulate",
+    "apply_plan",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",

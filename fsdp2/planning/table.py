@@ -141,6 +141,8 @@ def _cells(row: PlanRow, is_best: bool, among: Sequence[Setting]) -> tuple[str, 
     where = "of which shards and states alone take too much" if is_at_rest else f"at the {taken.peak_at}"
     on_host = f", and {size_text(row.host_nbytes)} of the CPU's memory" if row.host_nbytes else ""
     why = f"yes{on_host}" if row.fits else f"no: {size_text(row.missing)} more, {where}"
+    if row.host_missing and not row.missing:
+        why = f"no: {size_text(row.host_missing)} more of the CPU's memory"
     star = "*" if is_best else ""
     return (
         star,
@@ -158,11 +160,14 @@ def _verdict(plan: Plan) -> str:
     if best.memory is None:
         return f"* {text}: {size_text(best.total)} on each device"
     memory = size_text(best.memory)
+    kept = f", and {size_text(best.headroom)} kept for what is not counted," if best.headroom else ""
     if best.fits:
-        return f"* {text}: {size_text(best.total)} of {memory} on each device"
-    return (
-        f"nothing fits into {memory}. * {text} misses least: {size_text(best.missing)} more are needed on each device"
-    )
+        return f"* {text}: {size_text(best.total)}{kept} of {memory} on each device"
+    if best.host_missing and not best.missing:
+        return f"nothing fits. * {text} misses least: {size_text(best.host_missing)} more of the CPU's memory"
+    beside = f" beside {size_text(best.headroom)} kept for what is not counted" if best.headroom else ""
+    missing = f"{size_text(best.missing)} more are needed on each device"
+    return f"nothing fits into {memory}{beside}. * {text} misses least: {missing}"
 
 
 def _seconds(seconds: float) -> str:
