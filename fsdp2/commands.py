@@ -70,8 +70,8 @@ def environment(arguments: Sequence[str], version: str) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 env",
         description="Prints releases, devices, backends, the environment variables that change how ranks start, "
-        "communicate and allocate memory, and which checks and fixes are switched: for reports of bugs. Read it before "
-        "you publish it: it has the names of your machines if variables have them.",
+        "communicate and allocate memory, and which checks and fixes are switched: for reports of bugs. It has "
+        "the names of your machines if variables have them.",
     )
     parser.parse_args([*arguments])
     for line in aligned(facts(version), width=terminal_width()):

@@ -95,7 +95,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
     sharded = apply.shard(model, groups, policy, setting, mesh)
     watcher, total = require_state(sharded).root.events.of(OutOfMemory), saved.get("predicted", {}).get("total")
     if watcher is not None and total is not None:
-        watcher.predicted = f"The plan that was applied predicted {size_text(total)}. Plan again, with this program."
+        watcher.predicted = f"The plan that was applied predicted {size_text(total)}."
     return sharded
 
 
