@@ -30,17 +30,20 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .planning.plan import Plan, PlanRow, plan
     from .planning.policies import WrapGroup, wrap_groups
     from .planning.prediction import Prediction
+    from .planning.saved import apply_plan
     from .planning.settings import Setting
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
+    from .tools.counters import counters
     from .tools.describe import GroupDescription, ModelDescription, describe
     from .tools.difference import Comparison, Difference
     from .tools.finding import Finding
     from .tools.full_params import full_params
     from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+    from .tools.step_meter import StepMeter, StepRecord
     from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
     from .tools.timeline import trace
@@ -72,14 +75,18 @@ _MODULES = {
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
     "SkippableStep": "features.skip",
+    "StepMeter": "tools.step_meter",
+    "StepRecord": "tools.step_meter",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
+    "apply_plan": "planning.saved",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
     "compare": "tools.compare",
+    "counters": "tools.counters",
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
@@ -146,15 +153,19 @@ __all__ = [
     "ShardPlacementResult",
     "Shards",
     "SkippableStep",
+    "StepMeter",
+    "StepRecord",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
     "WrapGroup",
     "accumulate",
+    "apply_plan",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
     "compare",
+    "counters",
     "describe",
     "dtensor_fixes",
     "flatten_optimizer",

@@ -17,7 +17,19 @@ Predicts memory, communication and time of training a model, without ranks:
 
     python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
 
-`python -m fsdp2 COMMAND --help` says more about fixes, checks and plan; `--version` prints the releases in use.
+Finds FSDP1, DDP, DeepSpeed and torch's FSDP2 in programs, and prints what to write instead:
+
+    python -m fsdp2 migrate train.py
+
+Writes a checkpoint of torch.distributed.checkpoint as safetensors files, without ranks:
+
+    python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16
+
+Prints releases, devices, variables and switches, for reports of bugs:
+
+    python -m fsdp2 env
+
+`python -m fsdp2 COMMAND --help` says more about a command; `--version` prints the releases in use.
 
 Otherwise the words after `-m fsdp2` are a command line of Python: this process becomes `python script.py ARGUMENTS`,
 with the folder `bridge/startup` first in PYTHONPATH. Python runs the `sitecustomize.py` of that folder before any
@@ -73,6 +85,25 @@ def _plan(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _migrate(arguments: list[str]) -> None:
+    from .bridge.migrate import main
+
+    raise SystemExit(main(arguments))
+
+
+def _merge(arguments: list[str]) -> None:
+    from .hf.merge import main
+
+    raise SystemExit(main(arguments))
+
+
+def _env(arguments: list[str]) -> None:
+    from . import __version__
+    from .commands import environment
+
+    environment(arguments, __version__)
+
+
 def _help(_: list[str]) -> None:
     print(__doc__)
 
@@ -89,6 +120,9 @@ COMMANDS = {
     "fixes": _fixes,
     "checks": _checks,
     "plan": _plan,
+    "migrate": _migrate,
+    "merge": _merge,
+    "env": _env,
     "help": _help,
     "--help": _help,
     "-h": _help,
@@ -108,7 +142,11 @@ def main() -> None:
         raise SystemExit(__doc__)
     first, *others = arguments
     if first in COMMANDS:
-        COMMANDS[first](others)
+        try:
+            COMMANDS[first](others)
+            sys.stdout.flush()
+        except BrokenPipeError:  # of `python -m fsdp2 checks | head`: what else there is to print, nobody reads
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if not first.startswith("-") and not os.path.exists(first):
         _refuse(first)

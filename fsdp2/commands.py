@@ -1,19 +1,16 @@
-"""Runs `python -m fsdp2 fixes` and `python -m fsdp2 checks`: prints their tables for a terminal."""
+"""Runs `python -m fsdp2 fixes`, `checks` and `env`: prints their tables for a terminal."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections.abc import Mapping, Sequence
 
 from .checks.levels import level_of
 from .checks.table import TABLE, describe_checks
 from .dtensor.fixes import describe_fixes, state_of_fix
 from .dtensor.table import FIXES
-from .tools.describe import aligned
-
-# Where the output is no terminal, whose width says how long a line may be.
-_WIDTH = 120
+from .environment import facts
+from .tools.columns import aligned, terminal_width, wrapped
 
 
 def fixes(arguments: Sequence[str]) -> None:
@@ -60,6 +57,27 @@ def checks(arguments: Sequence[str]) -> None:
     _print("checks", about, details, ("level", "catches"), describe_checks(), arguments)
 
 
+def environment(arguments: Sequence[str], version: str) -> None:
+    """Prints what a report of a bug needs to say.
+
+    Args:
+        arguments: those behind `env`.
+        version: the release of fsdp2.
+
+    Raises:
+        SystemExit: 2, for wrong arguments; 0, for --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 env",
+        description="Prints releases, devices, backends, the environment variables that change how ranks start, "
+        "communicate and allocate memory, and which checks and fixes are switched: for reports of bugs. It has "
+        "the names of your machines if variables have them.",
+    )
+    parser.parse_args([*arguments])
+    for line in aligned(facts(version), width=terminal_width()):
+        print(line)
+
+
 def _print(
     command: str,
     about: str,
@@ -76,15 +94,17 @@ def _print(
     unknown = [name for name in given.names if name not in details]
     if unknown:
         parser.error(f"expected names among {', '.join(details)}; got {', '.join(unknown)}")
+    width = terminal_width()
     if given.markdown:
         print(markdown)
     elif given.names:
         for name in given.names:
             print(name)
-            print("\n".join(f"  {line}" for line in aligned([*details[name].items()], ())))
+            for line in aligned([("", head, text) for head, text in details[name].items()], width=width):
+                print(line)
     else:
-        width = shutil.get_terminal_size((_WIDTH, 24)).columns
         rows = [("name", *shown), *((name, *map(of.__getitem__, shown)) for name, of in details.items())]
-        for line in aligned(rows, ()):
-            print(line if len(line) <= width else line[: max(width - 3, 0)] + "...")
-        print(f"\n{about} `python -m fsdp2 {command} NAME` prints all about one.")
+        for line in aligned(rows, width=width):
+            print(line)
+        last = f"{about} `python -m fsdp2 {command} NAME` prints all about one."
+        print("", *(wrapped(last, width) if width else [last]), sep="\n")

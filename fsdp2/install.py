@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .bridge import torch_interface
-from .checks import comm_watcher, entry_points, named_comm, table, tools_when_needed, unnoticed_writes
+from .checks import comm_watcher, entry_points, named_comm, out_of_memory, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, transforms
@@ -40,6 +40,8 @@ def install() -> None:
             unnoticed_writes.make_unnoticed_writes,
             lambda root: named_comm.Goodbyes(),
             tools_when_needed.make_audit,
+            lambda root: tools_when_needed.Summary(),
+            lambda root: out_of_memory.OutOfMemory(),
         ),
     )
     fixes.install()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from .rollcall import level_from_environment
 
 # Padding of fewer bytes is never logged.
 MIN_LOGGED_NBYTES = 16 * 1024 * 1024
+_LOG = "FSDP2_LOG"
 _WIDEST = torch.float64.itemsize
 
 
@@ -42,6 +46,44 @@ def ask_audit(root: Any, wanted: bool) -> None:
         root.add(Audit())
     elif not wanted:
         root.remove(root.events.of(Audit))
+
+
+class Summary(Observer):
+    """Has the first rank log how its model was sharded, once, when the first pass begins: then the root is known.
+
+    It compares one level where nobody logs, and is gone after that pass began.
+    """
+
+    def pass_began(self, root: Any) -> None:
+        root.remove(self)
+        _follow_log_level()
+        logger = logging.getLogger("fsdp2")
+        if logger.isEnabledFor(logging.INFO) and is_first(root.group.mesh):
+            from ..tools.summary_log import log_summary
+
+            log_summary(root.state.modules, logger)
+
+
+@cache
+def _follow_log_level() -> None:
+    """Gives the logger "fsdp2" the level that the environment variable FSDP2_LOG names. Where the program has no
+    handlers, its messages go to stderr.
+
+    Raises:
+        ValueError: it is no level of logging.
+    """
+    value = os.environ.get(_LOG)
+    if not value:
+        return
+    level = logging.getLevelName(value.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"environment variable {_LOG}: expected a level such as INFO or DEBUG, got {value!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.addFilter(lambda record: not logging.getLogger().handlers)  # which print it themselves
+    logger = logging.getLogger("fsdp2")
+    logger.setLevel(level)
+    logger.addHandler(handler)
 
 
 def log_waste(root: Root) -> None:

@@ -5,14 +5,17 @@ package safetensors, by which others read the files.
 """
 
 from .load import LoadReport, load_model
+from .merge import MergeReport, merge_checkpoint
 from .save import save_adapter, save_model
 from .views import View, cat, part, select, stack, transpose
 
 __all__ = [
     "LoadReport",
+    "MergeReport",
     "View",
     "cat",
     "load_model",
+    "merge_checkpoint",
     "part",
     "save_adapter",
     "save_model",

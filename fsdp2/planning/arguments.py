@@ -88,6 +88,28 @@ def read_machine(
     )
 
 
+def read_headroom(value: Any, memory: float | None, machine: Machine) -> float:
+    """Returns the bytes of a device's memory to keep: of a number, a text such as "4GB", or a share of it, "5%".
+
+    Raises:
+        TypeError, ValueError: it is none of these, or not less than the memory.
+    """
+    if value is None:
+        value = "10%" if machine.can_offload else 0
+    found: float | None
+    if isinstance(value, str) and value.strip().endswith("%"):
+        try:
+            found = float(value.strip()[:-1]) / 100 * (memory or 0)
+        except ValueError:
+            raise ValueError(f'headroom: expected bytes or a share such as "5%", got {value!r}') from None
+    else:
+        found = 0.0 if value == 0 and not isinstance(value, (bool, str)) else read_bytes("headroom", value)
+    kept = found or 0.0
+    if memory is not None and not 0 <= kept < memory:
+        raise ValueError(f"headroom: expected less than the memory, {memory:.0f} bytes, got {value!r}")
+    return kept
+
+
 def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:
     """Returns policies by name: "" if there is one only."""
     if not isinstance(policy, Mapping) or not policy or not all(isinstance(name, str) for name in policy):

@@ -81,7 +81,7 @@ class PlanCheck:
     __repr__ = __str__
 
 
-class StepMeter(Observer):
+class SecondStep(Observer):
     """Measures the second step after it was made: peaks of memory above what rests, and bytes of collectives.
 
     On CUDA it reads torch's statistics. Elsewhere torch's profiler reports each allocation of the CPU.

@@ -26,6 +26,8 @@ class Machine:
         host_link: bytes per second between the CPU's memory and the device, for offload.
         memory_link: bytes per second between the device and its memory, for the optimizer's step. None: it takes no
             time.
+        host_memory_link: bytes per second between the CPUs of a machine and their memory, which its ranks share, for
+            the optimizer's step with offload.
     """
 
     device: str
@@ -38,6 +40,7 @@ class Machine:
     cards_per_machine: int | None = None
     latency: Latency = NO_LATENCY
     memory_link: float | None = None
+    host_memory_link: float = 100e9
 
     @property
     def torch_device(self) -> torch.device:
@@ -95,6 +98,16 @@ class Clocks:
         """Reads and writes so many bytes of the device's memory. Returns the seconds."""
         speed = self.machine.memory_link if self.machine.has_speeds else None
         seconds = nbytes / speed if speed else 0.0
+        self.now += seconds
+        return seconds
+
+    def touch_host(self, nbytes: float, num_ranks: int) -> float:
+        """Reads and writes so many bytes of the CPU's memory, while other ranks of the machine do. Returns the seconds.
+
+        `num_ranks`: how many ranks train.
+        """
+        sharing = min(num_ranks, self.machine.ranks_per_machine)
+        seconds = nbytes * sharing / self.machine.host_memory_link if self.machine.has_speeds else 0.0
         self.now += seconds
         return seconds
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from ..engine.policy import MixedPrecisionPolicy
+from ..tools.columns import terminal_width
 from .plan import plan
+from .table import plan_text
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,10 +49,15 @@ def main(arguments: Sequence[str]) -> int:
             cards_per_machine=given.cards_per_machine,
             latency=given.latency,
             memory_link=given.memory_link,
+            headroom=_number(given.headroom) if given.headroom else None,
+            host_memory=given.host_memory,
+            host_memory_link=given.host_memory_link,
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    print(made)
+    print(plan_text(made, terminal_width()))
+    if given.save:
+        made.save(given.save)
     only_root = len(made.groups()) == 1
     if only_root:
         print("expected blocks to wrap, found none: pass --policy")
@@ -69,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="package.module:name of a class or function without arguments; or a config.json, or its folder")
     add("--ranks", type=int, nargs="+", required=True, help="how many ranks train; several are compared")
     add("--memory", help='bytes of a device: "24GB", "24GiB"')
+    add("--save", metavar="FILE", help="write how the best setting shards, as JSON for fsdp2.apply_plan")
+    add(
+        "--headroom",
+        help='bytes of it to keep for what is not counted, or a share: "4GB", "5%%"; else 10%% on accelerators',
+    )
+    add("--host-memory", help='bytes of a machine\'s CPU memory, for offload: "1TB"')
     add("--batch-size", type=int, default=1, help="rows of a rank's batch of token ids (%(default)s)")
     add("--sequence-length", type=int, help="columns of a rank's batch of token ids; without it there is no batch")
     add("--batch", help="package.module:function that returns the arguments of the model, instead")
@@ -93,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         help='of a collective: "20us"; or a base, a hop inside a machine, one between two; else by NCCL\'s table',
     )
     add("--memory-link", help='bytes per second between a device and its memory: "2.7TB/s"')
+    add(
+        "--host-memory-link",
+        default="100GB/s",
+        help="bytes per second between a machine's CPUs and their memory, in the optimizer's step (%(default)s)",
+    )
     add("--flops", type=float, help="floating-point operations per second that a rank reaches in a whole step: 4e14")
     return parser
 

@@ -43,7 +43,7 @@ _FILLS_OUT = {_aten.split_with_sizes_copy, _aten._chunk_cat, _aten.add, _aten.su
 _PROMOTES = {_aten.add_, _aten.add, _aten.sub, _aten.mul}
 
 
-class StepMeter(StorageMeter):
+class StorageMeterOfSteps(StorageMeter):
     """Counts what is alive in a step: what the engine allocates, and what the model has made (`activations`).
 
     `doing`: what runs; `peak_at`: what ran at the peak.
@@ -284,7 +284,7 @@ class DeviceOfSizes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.device = machine, machine.torch_device
-        self.clocks, self.meter = Clocks(machine), StepMeter(casts=self.device.type == "cpu")
+        self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(casts=self.device.type == "cpu")
         self.transfers: Transfers = _TransfersOfSizes(self)
 
     def beside(self) -> AbstractContextManager[None]:

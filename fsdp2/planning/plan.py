@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checks.out_of_memory import OutOfMemory
 from ..engine.layout import ParamSpec
 from ..engine.policy import MixedPrecisionPolicy
-from . import apply, arguments, table
-from .check import PlanCheck, StepMeter
+from ..engine.state import require_state
+from ..tools.describe import size_text
+from . import apply, arguments, saved, table
+from .check import PlanCheck, SecondStep
 from .clocks import Machine
 from .outline import Outline
 from .policies import WrapGroup, join_blocks, wrap_groups
@@ -38,6 +42,8 @@ class PlanRow:
         memory: what the device has; None: nobody has said.
         has_activations: False if the forward could not be recorded: peaks are those of parameters and gradients alone.
         host_nbytes: bytes of the CPU's memory in which shards, gradients and optimizer states rest with CPU offload.
+        headroom: bytes of the device that are kept for what the plan does not count.
+        host_memory: bytes of the CPU's memory for each rank; None: nobody has said.
     """
 
     setting: Setting
@@ -46,6 +52,8 @@ class PlanRow:
     memory: float | None
     has_activations: bool
     host_nbytes: int = 0
+    headroom: float = 0.0
+    host_memory: float | None = None
 
     @property
     def resting(self) -> int:
@@ -59,12 +67,17 @@ class PlanRow:
 
     @property
     def missing(self) -> int:
-        """Bytes by which the total exceeds the memory; 0 if it fits."""
-        return max(0, self.total - int(self.memory)) if self.memory is not None else 0
+        """Bytes by which the total and the headroom exceed the memory; 0 if it fits."""
+        return max(0, self.total - int(self.memory - self.headroom)) if self.memory is not None else 0
+
+    @property
+    def host_missing(self) -> int:
+        """Bytes by which what rests in the CPU's memory exceeds it; 0 if it fits."""
+        return max(0, self.host_nbytes - int(self.host_memory)) if self.host_memory is not None else 0
 
     @property
     def fits(self) -> bool:
-        return not self.missing
+        return not self.missing and not self.host_missing
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ class Plan:
     ) -> None:
         self._model, self._wrappings, self._machine, self._optimizer = model, dict(wrappings), machine, optimizer
         self.rows, self.notes = tuple(rows), tuple(notes)
-        self._meter: StepMeter | None = None
+        self._meter: SecondStep | None = None
         self._applied: tuple[PlanRow, Prediction] | None = None
 
     @property
@@ -162,8 +175,36 @@ class Plan:
         prediction = _Predictor(self._model, machine, self._optimizer).predict(row.setting, wrapping)
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
-        self._meter = StepMeter(model)
+        self._meter = SecondStep(model)
+        watcher = require_state(model).root.events.of(OutOfMemory)
+        if watcher is not None:
+            watcher.predicted = table.prediction_text(row, prediction)
         return model
+
+    def to_dict(self, row: PlanRow | None = None) -> dict[str, Any]:
+        """Returns how a row shards the model, as values of JSON, for `fsdp2.apply_plan`.
+
+        Args:
+            row: one of `rows`. None: the best.
+
+        Raises:
+            ValueError: a policy has a function or a codec, which no file holds.
+        """
+        row = row or self.best
+        taken = row.prediction
+        predicted = {
+            "total": row.total,
+            "resting": row.resting,
+            "step_peak": taken.step_peak,
+            "time": taken.time,
+            "host": row.host_nbytes,
+        }
+        wrapping = self._wrapping_of(row)
+        return saved.to_dict(self._model, wrapping.calls, wrapping.groups[0].policy, row.setting, predicted)
+
+    def save(self, path: str | os.PathLike[str], row: PlanRow | None = None) -> None:
+        """Writes what `to_dict` returns to a file of JSON (which is YAML, too)."""
+        saved.save(self.to_dict(row), path)
 
     def check(self, optimizer: torch.optim.Optimizer | None = None) -> PlanCheck:
         """Returns what was predicted beside what was measured in the second step after `apply`, as a table that prints.
@@ -205,6 +246,9 @@ def plan(
     cards_per_machine: int | None = None,
     latency: float | str | Sequence[float | str] | None = None,
     memory_link: str | float | None = None,
+    headroom: str | float | None = None,
+    host_memory: str | float | None = None,
+    host_memory_link: str | float = 100e9,
 ) -> Plan:
     """Predicts memory, communication and time of training `model` with several settings, and chooses one.
 
@@ -223,13 +267,13 @@ def plan(
     which grows with the ranks, and its bytes over the links that it uses; the bytes of the device's memory that the
     optimizer's step reads and writes (AdamW in fp32: 28 for each parameter of a shard). The collectives of one
     communicator run one after the other, beside computation, which waits for what it needs; those of several
-    communicators share the links. All of it is a model. Other operations, and an optimizer's step on the CPU, count as
-    nothing.
+    communicators share the links. With CPU offload the optimizer's step reads and writes the CPU's memory, which the
+    ranks of a machine share (`host_memory_link`). All of it is a model. Other operations count as nothing.
 
-    The best row is the fastest that fits. Without `link` and `flops` it is the one that moves the fewest bytes, then
-    the one that computes least, then the one with the smallest peak. Rows with CPU offload come behind all others that
-    fit, since the optimizer's step on the CPU and its memory count as nothing. If none fits, it is the one that misses
-    least.
+    The best row is the fastest that fits, with the headroom. Without `link` and `flops` it is the one that moves the
+    fewest bytes, then the one that computes least, then the one with the smallest peak. Rows with CPU offload come
+    behind all others that fit: what they take depends most on what a plan knows least, the CPU. If none fits, it is the
+    one that misses least.
 
     Args:
         model: a plain module, on meta or any other device. Parameters may be frozen and tied.
@@ -267,6 +311,13 @@ def plan(
             2.6e-6, 7.5e-6), by NCCL's own table (29 us on 8 ranks, 209 us on 64, 1.65 ms on 512); elsewhere 0.
         memory_link: bytes per second between a device and its memory, for the optimizer's step. None: on devices
             "2.68TB/s", 80 % of an H100's; on CPUs the step takes no time.
+        headroom: bytes of the memory to keep for what is not counted (the context of the device, buffers of NCCL,
+            fragmentation, scratch memory of kernels and temporary tensors of the optimizer), as a number, as text, or
+            as a share: "5%". None: 10 % on accelerators, on CPUs none.
+        host_memory: bytes of a machine's CPU memory, which its ranks share, for offload. None: rows are not tested.
+        host_memory_link: bytes per second between the CPUs of a machine and their memory, in the optimizer's step. The
+            default is 3.6 billion parameters per second of AdamW, about what ZeRO-Offload (Ren et al. 2021) reports of
+            DeepSpeed's CPU Adam on a machine with two sockets.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -287,6 +338,7 @@ def plan(
         "host_link": host_link,
         "machine_link": machine_link,
         "memory_link": memory_link,
+        "host_memory_link": host_memory_link,
     }
     machine = arguments.read_machine(device, backend, speeds, latency, ranks_per_machine, cards_per_machine)
     policies = arguments.read_policies(model, policy)
@@ -300,12 +352,15 @@ def plan(
         recorder = _Recorder(model, precision, batch, loss, any(setting.checkpointing for setting in chosen), notes)
         wrappings = recorder.wrap_all(policies, chosen)
         predictor = _Predictor(model, machine, optimizer)
+        kept = arguments.read_headroom(headroom, budget, machine)
+        on_host = read_bytes("host_memory", host_memory)
         possible = _possible(chosen, wrappings, are_users=settings is not None)
-        rows = [predictor.row(setting, wrappings[_key_of(setting)], budget) for setting in possible]
+        rows = [predictor.row(each, wrappings[_key_of(each)], budget, kept, on_host) for each in possible]
     if any(row.setting.offload for row in rows):
         notes.append(
-            "CPU offload: the optimizer's step on the CPU counts as no time, so such a setting is the best only if "
-            "nothing else fits. What then rests in the CPU's memory is for each rank."
+            "CPU offload: such a setting is the best only if nothing else fits. In its time the optimizer's steps of "
+            f"a machine's ranks read and write {size_text(machine.host_memory_link)} of the CPU's memory per second. "
+            "What rests there is for each rank."
         )
     if not rows:
         why = " ".join(notes) or "Each wrapped module is a single layer."
@@ -473,19 +528,24 @@ class _Predictor:
         self._buffers = sum(buffer.nbytes for buffer in model.buffers())
         self._copies: dict[Setting, ShardedCopy] = {}
 
-    def row(self, setting: Setting, wrapping: _Wrapping, memory: float | None) -> PlanRow:
-        """Returns what a setting takes, beside the `memory` that there is."""
+    def row(
+        self, setting: Setting, wrapping: _Wrapping, memory: float | None, headroom: float, host_memory: float | None
+    ) -> PlanRow:
+        """Returns what a setting takes, beside what there is: the `memory` of a device, of which `headroom` is kept,
+        and the CPU's memory of a machine.
+        """
         states = sum(_optimizer_nbytes(group, setting, self._optimizer) for group in wrapping.groups)
         on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
         prediction = self.predict(setting, wrapping)
-        return PlanRow(setting, prediction, states, memory, wrapping.has_activations, on_host)
+        sharing = min(setting.ranks, self._machine.ranks_per_machine)
+        of_rank = None if host_memory is None else host_memory / sharing
+        has_activations = wrapping.has_activations
+        return PlanRow(setting, prediction, states, memory, has_activations, on_host, headroom, of_rank)
 
     def predict(self, setting: Setting, wrapping: _Wrapping) -> Prediction:
         """Returns what a step takes."""
         recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
-        # With offload the CPU steps, in a time that no plan knows.
-        groups = () if setting.offload else wrapping.groups
-        traffic = sum(_optimizer_traffic(group, setting, self._optimizer) for group in groups)
+        traffic = sum(_optimizer_traffic(group, setting, self._optimizer) for group in wrapping.groups)
         key = key_of(setting)
         if key not in self._copies:
             self._copies[key] = ShardedCopy(wrapping.outline, setting, self._machine)
@@ -522,7 +582,7 @@ def _host_nbytes(group: PlannedGroup, setting: Setting) -> int:
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:
-    """Returns by what rows are sorted. Offload comes behind all that fits without: the CPU's step has no time here."""
+    """Returns by what rows are sorted. Offload comes behind all that fits without."""
     taken = row.prediction
     first = sum(taken.moved.values()) if taken.time is None else taken.time
-    return row.missing, row.setting.offload, first, taken.flops, row.total
+    return row.missing + row.host_missing, row.setting.offload, first, taken.flops, row.total

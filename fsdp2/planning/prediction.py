@@ -92,7 +92,8 @@ class ShardedCopy:
             setting: one with the key of this copy.
             recording: a step of the plain model, of which marks number the modules and parameters of the groups.
             buffers: bytes of the model's buffers, which rest on the device.
-            optimizer_traffic: bytes of the device's memory that the optimizer's step reads and writes.
+            optimizer_traffic: bytes of memory that the optimizer's step reads and writes: the device's, or with offload
+                the CPU's.
         """
         clocks, meter, root = self._device.clocks, self._device.meter, self._root
         kept = setting.reshard_after_forward
@@ -106,7 +107,10 @@ class ShardedCopy:
                 meter.begin()
                 resting = meter.live
                 playback.run()
-                optimizer_time = clocks.touch(optimizer_traffic)
+                if setting.offload:
+                    optimizer_time = clocks.touch_host(optimizer_traffic, setting.ranks)
+                else:
+                    optimizer_time = clocks.touch(optimizer_traffic)
             playback.drop_gradients()
         self._knows_order = True
         has_speeds = self._machine.has_speeds

@@ -6,33 +6,49 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..tools.describe import aligned, dtype_text, dtypes_text, size_text
+from ..tools.columns import ruled, wrapped
+from ..tools.describe import dtype_text, dtypes_text, size_text
 from .settings import Setting
 
 if TYPE_CHECKING:
     from .check import PlanCheck
     from .plan import Plan, PlanRow
+    from .prediction import Prediction
     from .structure import PlannedGroup
 
 _GROUP_HEADS = ("groups", "class", "elements", "stored/computed/reduced", "shard", "gathered", "reduced")
 _ROW_HEADS = ("", "setting", "resting", "forward peak", "step peak", "total", "sent", "time", "exposed", "fits")
+# Terminals of fewer columns are too narrow for all columns of the rows: these (forward peak, sent, exposed) go first.
+_NARROW, _LESS = 110, {3, 6, 8}
 
 
-def plan_text(plan: Plan) -> str:
-    """Returns the table of groups, their order, the table of settings, and the notes."""
+def plan_text(plan: Plan, width: int | None = None) -> str:
+    """Returns the table of groups, their order, the table of settings, and the notes.
+
+    `width`: how many columns a terminal has, to which all is wrapped.
+    """
     best = plan.best
-    lines = [*_ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}), ""]
     order = best.prediction.order
-    lines.append(f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead")
-    lines.append(f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}")
-    lines.append("")
-    lines += _ruled(
-        [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)],
-        {2, 3, 4, 5, 6, 7, 8},
-    )
-    lines.append("")
-    lines.append(_verdict(plan))
-    lines += [f"note: {note}" for note in plan.notes]
+    text = [
+        f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead",
+        f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}",
+        _verdict(plan),
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    if width is not None:
+        text = ["\n".join(wrapped(line, width)) for line in text]
+    rows = [_ROW_HEADS, *(_cells(row, row is best, [each.setting for each in plan.rows]) for row in plan.rows)]
+    if width is not None and width < _NARROW:
+        rows = [tuple(cell for i, cell in enumerate(row) if i not in _LESS) for row in rows]
+    lines = [
+        *ruled([_GROUP_HEADS, *_group_rows(plan)], {2, 4, 5, 6}, width),
+        "",
+        *text[:2],
+        "",
+        *ruled(rows, {*range(2, len(rows[0]) - 1)}, width),
+        "",
+        *text[2:],
+    ]
     return "\n".join(lines)
 
 
@@ -57,6 +73,17 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
     return ", ".join(parts)
 
 
+def prediction_text(row: PlanRow, taken: Prediction) -> str:
+    """Returns what a plan has predicted, for an error of memory that ran out. `taken`: for the mesh in use."""
+    total = row.resting - row.prediction.resting + taken.total
+    peak = f"{size_text(taken.step_peak)} above that, at the {taken.peak_at}"
+    return (
+        f"The plan that was applied ({setting_text(row.setting)}) predicted {size_text(total)}: "
+        f"{size_text(total - taken.step_peak)} at rest, and {peak}. What the plan does not count comes on top; "
+        "plan.check() compares."
+    )
+
+
 def check_text(check: PlanCheck, tolerance: float) -> str:
     """Returns the table of predicted and measured bytes."""
     rows = [("", "predicted", "measured", "off by")]
@@ -65,7 +92,7 @@ def check_text(check: PlanCheck, tolerance: float) -> str:
         off = "-" if each.error is None else f"{100 * each.error:+.2f} %"
         more = "  more than 3 %" if each.error is not None and abs(each.error) > tolerance else ""
         rows.append((each.name, size_text(each.predicted), measured, off + more))
-    return "\n".join([*_ruled(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
+    return "\n".join([*ruled(rows, {1, 2}), *(f"note: {note}" for note in check.notes)])
 
 
 # ---- rows
@@ -114,6 +141,8 @@ def _cells(row: PlanRow, is_best: bool, among: Sequence[Setting]) -> tuple[str, 
     where = "of which shards and states alone take too much" if is_at_rest else f"at the {taken.peak_at}"
     on_host = f", and {size_text(row.host_nbytes)} of the CPU's memory" if row.host_nbytes else ""
     why = f"yes{on_host}" if row.fits else f"no: {size_text(row.missing)} more, {where}"
+    if row.host_missing and not row.missing:
+        why = f"no: {size_text(row.host_missing)} more of the CPU's memory"
     star = "*" if is_best else ""
     return (
         star,
@@ -131,11 +160,14 @@ def _verdict(plan: Plan) -> str:
     if best.memory is None:
         return f"* {text}: {size_text(best.total)} on each device"
     memory = size_text(best.memory)
+    kept = f", and {size_text(best.headroom)} kept for what is not counted," if best.headroom else ""
     if best.fits:
-        return f"* {text}: {size_text(best.total)} of {memory} on each device"
-    return (
-        f"nothing fits into {memory}. * {text} misses least: {size_text(best.missing)} more are needed on each device"
-    )
+        return f"* {text}: {size_text(best.total)}{kept} of {memory} on each device"
+    if best.host_missing and not best.missing:
+        return f"nothing fits. * {text} misses least: {size_text(best.host_missing)} more of the CPU's memory"
+    beside = f" beside {size_text(best.headroom)} kept for what is not counted" if best.headroom else ""
+    missing = f"{size_text(best.missing)} more are needed on each device"
+    return f"nothing fits into {memory}{beside}. * {text} misses least: {missing}"
 
 
 def _seconds(seconds: float) -> str:
@@ -147,10 +179,4 @@ def _short(names: Sequence[str]) -> list[str]:
     return [*names] if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
 
 
-def _ruled(rows: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Returns a line for each row, and a rule behind the first."""
-    lines = aligned(rows, right)
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
-
-
-__all__ = ["check_text", "plan_text", "setting_text"]
+__all__ = ["check_text", "plan_text", "prediction_text", "setting_text"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..shards.find import original_class, shards_of
 from ..shards.protocol import ShardGroup
 from ..shards.tensors import dtype_text, local_if_any
+from .columns import ruled
 
 __all__ = ["GroupDescription", "ModelDescription", "describe"]
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -119,8 +120,7 @@ class ModelDescription:
         sums = [None if None in each else sum(each) for each in found]
         params = sum(len(group.parameters) for group in self.groups)
         rows.append(("total", self.cls, f"{params}", f"{self.numel:,}", "", *map(size_text, sums), "", ""))
-        lines = aligned(rows, _RIGHT)
-        lines[1:1] = ["-" * max(map(len, lines))]
+        lines = ruled(rows, _RIGHT)
         lines.insert(len(lines) - 1, lines[1])
         if self.unmanaged:
             named = ", ".join(self.unmanaged[:5]) + (", ..." if len(self.unmanaged) > 5 else "")
@@ -197,10 +197,3 @@ def size_text(nbytes: float | None) -> str:
         return "?"
     unit, size = next(((unit, size) for unit, size in _UNITS if nbytes >= size), ("B", 1))
     return f"{nbytes / size:.1f} {unit}" if size > 1 else f"{nbytes:.0f} B"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
-    """Returns a line for each row. `right`: the columns that are right-aligned, as numbers are."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
-    return ["  ".join(map(format, row, signs)).rstrip() for row in rows]

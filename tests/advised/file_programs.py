@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -254,3 +255,21 @@ def tensors_that_are_not_dense() -> None:
     model.table = model.table.to_dense()
     hf.save_model(shard(model), folder / "three")
     compared.append("converted")
+
+
+@follows("Pass key=", "safetensors files hold no {}. Pass dtype= or names=", ranks=0)
+def checkpoints_of_several_models() -> None:
+    folder = Path(tempfile.mkdtemp())
+    first, second = build(), build(seed=1)
+    complex_ = torch.ones(3, dtype=torch.complex128)
+    state = {"first": first.state_dict(), "second": {**second.state_dict(), "odd": complex_}}
+    dcp.save(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+    refused(lambda: hf.merge_checkpoint(folder / "checkpoint", folder / "out"))
+    hf.merge_checkpoint(folder / "checkpoint", folder / "out", key="first")
+    again = build(seed=2)
+    hf.load_model(again, folder / "out")
+    same_parameters(again, first)
+    refused(lambda: hf.merge_checkpoint(folder / "checkpoint", folder / "out", key="second"))
+    hf.merge_checkpoint(folder / "checkpoint", folder / "out", key="second", names={"odd": ""})
+    hf.load_model(again, folder / "out")
+    same_parameters(again, second)

@@ -434,3 +434,20 @@ def parameters_that_gather_themselves() -> None:
             torch.testing.assert_close(whole["head.weight"].detach(), plain.head.weight.detach())
         torch.testing.assert_close(model(own(batch())), own(plain(batch())))
     compared.append("gathered")
+
+
+@follows("plan: expected a plan of format {}, got {}. Plan again")
+def plans_of_another_format() -> None:
+    def planned() -> Any:
+        return fsdp2.plan(stack(), ranks=2, batch=lambda: torch.ones(4, 5), device="cpu")
+
+    mesh, old = init_device_mesh("cpu", (2,)), {**planned().to_dict(), "format": 0}
+    torch.manual_seed(0)
+    model = stack()
+    plain = copy.deepcopy(model)
+    refused(lambda: fsdp2.apply_plan(model, old, mesh))
+    fsdp2.apply_plan(model, planned().to_dict(), mesh)
+    for each in (model, plain):
+        each(torch.ones(4, 5)).sum().backward()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        same(param.grad, expected.grad)  # type: ignore[arg-type]

@@ -17,7 +17,10 @@ VERBS = frozenset(
 # Sentences that begin like advice, and are none: reports of what happens.
 NOT_ADVICE = ("step peak",)
 # Modules whose strings are parts of tables and names.
-TABLES = ("checks/table.py", "checks/levels.py", "dtensor/table.py", "planning/table.py", "tools/timeline.py")
+TABLES = (
+    *("bridge/migration_table.py", "checks/table.py", "checks/levels.py", "dtensor/table.py", "planning/table.py"),
+    "tools/timeline.py",
+)
 _SENTENCES = re.compile(r"(?<=[.?!])\s+(?=[A-Z`{]|set_)")
 # A verb at the beginning of a sentence, perhaps behind "On every rank, "; and one behind a colon or semicolon, perhaps
 # with a condition between them.

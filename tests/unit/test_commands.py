@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from fsdp2.__main__ import main
 from fsdp2.checks.table import TABLE, describe_checks
 from fsdp2.dtensor.fixes import describe_fixes
 from fsdp2.dtensor.table import FIXES
+from fsdp2.environment import facts
+from fsdp2.tools.columns import aligned, ruled, wrapped
+
+NAMES = ("fixes", "checks", "plan", "migrate", "merge", "env")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -29,7 +34,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_help_is_its_own(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, word) == 0
     text = capsys.readouterr().out
-    for command in ("script.py ARGUMENTS", "fsdp2 fixes", "fsdp2 checks", "fsdp2 plan", "--version"):
+    for command in ("script.py ARGUMENTS", "--version", *(f"fsdp2 {each}" for each in NAMES)):
         assert command in text
 
 
@@ -56,13 +61,13 @@ def test_unknown_words(
 ) -> None:
     assert call(monkeypatch, word, "--lr", "1") == 2
     text = capsys.readouterr().err
-    assert re.search(f"expected a script, or one of fixes, checks, plan, help; got '{word}', which is no file", text)
+    assert re.search(f"expected a script, or one of fixes, .*, env, help; got '{word}', which is no file", text)
     assert ("Did you mean" in text) == (meant is not None)
     if meant:
         assert f"`python -m fsdp2 {meant}`" in text
 
 
-@pytest.mark.parametrize("command", ["fixes", "checks", "plan"])
+@pytest.mark.parametrize("command", NAMES)
 def test_commands_have_help(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, command, "--help") == 0
     assert f"usage: python -m fsdp2 {command}" in capsys.readouterr().out
@@ -70,21 +75,82 @@ def test_commands_have_help(command: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 @pytest.mark.parametrize("width", [60, 100, 400])
 @pytest.mark.parametrize("command", ["fixes", "checks"])
-def test_tables_have_one_line_each(
+def test_tables_fit_the_terminal(
     command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Cells are wrapped, and nothing is left out; in wide ones each row has one line."""
     monkeypatch.setenv("COLUMNS", str(width))
-    names = [fix.name for fix in FIXES] if command == "fixes" else [row.name for row in TABLE]
+    texts = {fix.name: fix.torch for fix in FIXES} if command == "fixes" else {row.name: row.catches for row in TABLE}
     assert call(monkeypatch, command) == 0
     head, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert head.startswith("name")
-    assert len(lines) == len(names)
     assert all(len(line) <= width for line in (head, *lines))
-    assert all(line.startswith(name) for line, name in zip(lines, names, strict=True))
-    assert any(line.endswith("...") for line in lines) == (width < 400)
+    middle, last = ("in force", "torch") if command == "fixes" else ("level", "catches")
+    first = slice(0, head.index(middle))
+    for column, expected in ((first, [*texts]), (slice(head.index(last), None), [*texts.values()])):
+        shown = "".join(line[column] for line in lines)
+        assert shown.replace(" ", "") == "".join(expected).replace(" ", "")
+    assert (len(lines) == len(texts)) == (width == 400)
+
+
+def test_a_plan_fits_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wide_models.py").write_text(
+        "from torch import nn\ndef stack(): return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    lines = {}
+    for width in (80, 120, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert call(monkeypatch, "plan", "wide_models:stack", "--ranks", "16", "--memory", "1MB") == 0
+        lines[width] = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines[width])) <= width
+    heads = [next(line for line in lines[width] if "setting" in line).split() for width in (80, 120)]
+    assert {*heads[1]} - {*heads[0]} == {"forward", "peak", "sent", "exposed"} - {*heads[0]}
+    assert len(lines[400]) < len(lines[80])
+
+
+def test_cells_are_wrapped() -> None:
+    rows = [("a", "head"), ("1234", "one two three four"), ("5", "six")]
+    assert aligned(rows) == ["a     head", "1234  one two three four", "5     six"]
+    assert aligned(rows, {0}, width=16) == ["   a  head", "1234  one two", "      three four", "   5  six"]
+    assert ruled(rows, width=16)[1] == "-" * 16
+    assert len(aligned([("word" * 10,)], width=20)) == 2
+    assert wrapped("one two", 7) == ["one two"]
+
+
+def test_env_has_what_a_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"NCCL_DEBUG": "INFO", "FSDP2_DEBUG": "1", "WORLD_SIZE": "4", "MY_TOKEN": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert call(monkeypatch, "env") == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["fsdp2"] == fsdp2.__version__
+    assert rows["torch"].startswith(torch.__version__)
+    assert "gloo" in rows["backends"]
+    assert (rows["NCCL_DEBUG"], rows["FSDP2_DEBUG"], rows["WORLD_SIZE"]) == ("INFO", "1", "4")
+    assert "MY_TOKEN" not in rows
+    assert (rows["checks"], rows["fixes"]) == ("all at default", "all in force")
+    fsdp2.set_checks("debug", "unseen writes")
+    fsdp2.dtensor_fixes(False, "views")
+    try:
+        rows = dict(facts("1"))
+        assert (rows["checks"], rows["fixes"]) == ("unseen writes=debug", "-views")
+    finally:
+        fsdp2.set_checks("default", "unseen writes")
+        fsdp2.dtensor_fixes(True, "views")
+
+
+def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m fsdp2 checks --markdown | head -c 10"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (result.stdout, result.stderr) == (describe_checks()[:10], "")
 
 
 def test_all_about_one_and_all_as_markdown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     assert call(monkeypatch, "fixes", "--markdown") == 0
     assert capsys.readouterr().out == describe_fixes() + "\n"
     assert call(monkeypatch, "checks", "--markdown") == 0

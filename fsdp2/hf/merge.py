@@ -1,0 +1,319 @@
+"""Writes a distributed checkpoint as safetensors files, in one process without ranks (`python -m fsdp2 merge`)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
+from .folders import NewFolder
+from .load import BUCKET_NBYTES
+from .progress import Progress
+from .tensors import some
+from .views import NameTable
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+# Tensors are read together up to so many bytes: each read opens the files of all ranks that hold a part.
+READ_NBYTES = 256 * 1024 * 1024
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What is a file of weights, and not copied beside those that are written.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".distcp", ".gguf")
+
+
+class MergeReport(NamedTuple):
+    """Says what `merge_checkpoint` has written.
+
+    `files`: names of the files of tensors. `num_tensors`, `nbytes`: of all of these. `left_out`: what was in the
+    checkpoint beside the model, or is no tensor: names of its keys.
+    """
+
+    files: tuple[str, ...]
+    num_tensors: int
+    nbytes: int
+    left_out: tuple[str, ...]
+
+
+def merge_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    *,
+    key: str | None = None,
+    names: Mapping[str, str] | Callable[[str], str | None] | None = None,
+    config: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> MergeReport:
+    """Writes the model of a folder that `torch.distributed.checkpoint` has saved as safetensors files.
+
+    It runs in one process, with no process group and no device, and needs no model. Any number of ranks may have saved
+    the checkpoint. Memory holds one tensor, or several of 256 MiB together. The files are those of
+    `save_model`: `model.safetensors`, or several and their index. They take the place of `folder` in one step, when all
+    are written.
+
+    Example:
+        ```python
+        fsdp2.hf.merge_checkpoint("checkpoints/step-1000", "trained", torch.bfloat16, config="Qwen/Qwen3-8B-folder")
+        ```
+
+    Args:
+        checkpoint: a folder with `.metadata`.
+        folder: is made, with its parents, or replaced. Other files in it stay.
+        dtype: the dtype of floating-point tensors in the files. None: that of the checkpoint.
+        max_shard_size: bytes of tensors in a file, as a number or a text such as "5GB".
+        key: under which key of the saved dict the model's state dict is: "model", or "app.model" for a dict in a dict.
+            None: the only one that is called "model"; or the whole dict, if it has no dicts inside.
+        names: names in the checkpoint -> names in the files; None or "" leaves a tensor out, and others keep their
+            names. In the first ones `{x}` is one part between dots, and `{x*}` any number: {"module.{x*}": "{x}"}.
+        config: a folder, of which all files but those of weights are copied: `config.json`, tokenizers.
+        progress: show a bar (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
+
+    Raises:
+        FileNotFoundError: `checkpoint` is no folder that torch.distributed.checkpoint has saved.
+        ValueError: there is no model under `key`, or several may be it; two tensors get one name; a name in `names`
+            that no tensor has; a size.
+        NotImplementedError: a dtype that safetensors lacks.
+        TypeError: an argument. All errors leave `folder` as it was.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+    most = parse_size(max_shard_size)
+    reader = _Reader(Path(checkpoint))
+    chosen, left_out = _model_of(reader.metadata, key)
+    stored = _named(chosen, NameTable(names), left_out)
+    files = plan_files(
+        [
+            FileTensor(name, _saved_dtype(name, each.properties.dtype, dtype), tuple(each.size), "", 0)
+            for name, (_, each) in stored.items()
+        ],
+        "model",
+        most,
+    )
+    more = _files_beside(config)
+    new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
+    try:
+        bar = Progress("merging", progress, is_first=True)
+        with torch.no_grad(), bar.begin(nbytes):
+            _write(files, stored, reader, new.path, bar)
+        if files.index_text is not None:
+            (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
+        for path in more:
+            shutil.copy2(path, new.path / path.name)
+        new.publish("model")
+    except BaseException:
+        new.remove()
+        raise
+    return MergeReport((*files.headers,), len(stored), nbytes, tuple(left_out))
+
+
+# ---- the checkpoint
+
+
+class _Reader:
+    """Reads tensors of a distributed checkpoint, of which the metadata is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        if not (folder / ".metadata").is_file():
+            found = "a folder without it" if folder.is_dir() else "no such folder"
+            raise FileNotFoundError(
+                f"{folder}: expected a folder that torch.distributed.checkpoint has saved, with a file .metadata; got "
+                f"{found}. It is written last: a save that was interrupted has none."
+            )
+        self.storage = FileSystemReader(folder)
+        self.metadata: Metadata = self.storage.read_metadata()
+        self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def read(self, tensors: dict[str, Tensor]) -> None:
+        """Fills tensors, by their names in the checkpoint, with what all ranks have saved of them."""
+        from torch.distributed.checkpoint import DefaultLoadPlanner
+
+        planner: Any = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
+        plan = self.storage.prepare_local_plan(planner.create_local_plan())
+        (plan,) = self.storage.prepare_global_plan([plan])
+        self.storage.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+    """Returns the model's names -> names in the checkpoint, and what is stored there; and the names of all else.
+
+    Raises:
+        ValueError: see `merge_checkpoint`.
+    """
+    # Name in the checkpoint -> the keys of the dicts on the way to it. Without it, dicts were not flattened.
+    given = getattr(metadata, "planner_data", None)
+    paths = {name: (given or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
+    tensors = {name for name, each in metadata.state_dict_metadata.items() if hasattr(each, "chunks")}
+    parents = dict.fromkeys(".".join(map(str, paths[name][:-1])) for name in paths if name in tensors)
+    if key is None:
+        models = [each for each in parents if each.rpartition(".")[2] == "model"]
+        whole = [each for each in parents if not each]
+        key = models[0] if len(models) == 1 else ("" if whole and not models else None)
+        if key is None:
+            what = "the keys under which there are tensors are" if parents else "it has no tensors"
+            raise ValueError(f'key: expected one dict that is called "model", {what} {some(parents)}. Pass key=.')
+    depth = len(key.split(".")) if key else 0
+    found, left_out = {}, []
+    for name, each in metadata.state_dict_metadata.items():
+        parts = [*map(str, paths[name])]
+        if name in tensors and ".".join(parts[:depth]) == key and len(parts) > depth:
+            found[".".join(parts[depth:])] = name, each
+        else:
+            left_out.append(name)
+    if not found:
+        raise ValueError(f"key: expected a key of a dict with tensors, got {key!r}; there are {some(parents)}")
+    return found, left_out
+
+
+def _named(
+    chosen: Mapping[str, tuple[str, Any]], names: NameTable, left_out: list[str]
+) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    """Returns the names in the files -> names in the checkpoint, and what is stored there."""
+    found: dict[str, tuple[str, Any]] = {}
+    for name, stored in chosen.items():
+        new = names.find(name)
+        if not new:
+            left_out.append(stored[0])
+        elif not isinstance(new, str):
+            raise TypeError(f"names: expected a name or None for {name}, got {type(new).__name__}")
+        elif new in found:
+            raise ValueError(f"names: expected another name for each tensor, got {new!r} for {name} and another one")
+        else:
+            found[new] = stored
+    names.refuse_unused()
+    if not found:
+        raise ValueError("names: expected names for some tensors, got none for all of them")
+    return found
+
+
+def _saved_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    chosen = wanted if wanted is not None and own.is_floating_point else own
+    if chosen not in CODES:
+        raise NotImplementedError(f"{name}: safetensors files hold no {chosen}. Pass dtype= or names=.")
+    return chosen
+
+
+# ---- the files
+
+
+def _write(
+    files: NewFiles,
+    stored: Mapping[str, tuple[str, TensorStorageMetadata]],
+    reader: _Reader,
+    folder: Path,
+    bar: Progress,
+) -> None:
+    memory = bytearray(BUCKET_NBYTES)
+    for file, header in files.headers.items():
+        own = [each for each in files.checkpoint.tensors.values() if each.file == file]
+        with (folder / file).open("xb") as opened:
+            opened.write(header)
+            for together in _buckets(own, stored):
+                values = {
+                    stored[each.name][0]: torch.empty(each.shape, dtype=stored[each.name][1].properties.dtype)
+                    for each in together
+                }
+                reader.read(values)
+                for each in together:
+                    for part in _bytes(values.pop(stored[each.name][0]), each.dtype, memory):
+                        opened.write(part)
+                        bar.add(len(part))
+
+
+def _buckets(
+    tensors: Sequence[FileTensor], stored: Mapping[str, tuple[str, TensorStorageMetadata]]
+) -> Iterator[list[FileTensor]]:
+    """Yields tensors that are read together, in their order: several up to READ_NBYTES, or a larger one."""
+    bucket: list[FileTensor] = []
+    used = 0
+    for each in tensors:
+        nbytes = max(each.nbytes, each.nbytes // each.dtype.itemsize * stored[each.name][1].properties.dtype.itemsize)
+        if bucket and used + nbytes > READ_NBYTES:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(each)
+        used += nbytes
+    yield bucket
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype, memory: bytearray) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor in a dtype, as many at a time as `memory` has."""
+    flat, most = tensor.reshape(-1), len(memory) // dtype.itemsize
+    bucket = torch.frombuffer(memory, dtype=torch.uint8)
+    for start in range(0, flat.numel(), most):
+        part = flat[start : start + most]
+        nbytes = part.numel() * dtype.itemsize
+        bucket[:nbytes].view(dtype).copy_(part)
+        yield memoryview(memory)[:nbytes]
+
+
+def _files_beside(config: str | os.PathLike[str] | None) -> list[Path]:
+    """Returns the files of a folder that are none of weights."""
+    if config is None:
+        return []
+    folder = Path(config)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"config: expected a folder with config.json, got {folder}, which is none")
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.endswith(_WEIGHTS)]
+
+
+# ---- the command
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Merges as the arguments say, and prints what was written. Returns 0.
+
+    Raises:
+        SystemExit: 2, for wrong arguments, and what `merge_checkpoint` refuses; 0, for --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 merge",
+        description="Writes the model of a folder that torch.distributed.checkpoint has saved, on any number of ranks, "
+        "as safetensors files for from_pretrained. It needs one process, no device, and memory for one tensor.",
+        epilog="For example: python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16 --config base-model "
+        "--rename 'module.{x*}={x}'",
+    )
+    add = parser.add_argument
+    add("checkpoint", help="the folder that torch.distributed.checkpoint has saved")
+    add("out", help="the folder for the files, which is made, or replaced when all is written")
+    add("--dtype", choices=_DTYPES, help="of floating-point tensors in the files; else that of the checkpoint")
+    add("--max-shard-size", default="5GB", help="bytes of tensors in a file (%(default)s)")
+    add("--key", help='of the model\'s state dict in what was saved; else the one that is called "model"')
+    add(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="the name in the files; in OLD {x} is one part between dots, {x*} any number; without NEW, it is left out",
+    )
+    add("--config", help="a folder of which all files but those of weights are copied: config.json, tokenizers")
+    given = parser.parse_args([*arguments])
+    if wrong := [each for each in given.rename if "=" not in each]:
+        parser.error(f"--rename: expected OLD=NEW, got {wrong[0]!r}")
+    try:
+        report = merge_checkpoint(
+            given.checkpoint,
+            given.out,
+            _DTYPES.get(given.dtype),
+            given.max_shard_size,
+            key=given.key,
+            names=dict(each.split("=", 1) for each in given.rename) or None,
+            config=given.config,
+        )
+    except (OSError, ValueError, NotImplementedError) as error:
+        parser.error(f"{error}")
+    print(f"{report.num_tensors} tensors, {report.nbytes:,} bytes, in {given.out}: {', '.join(report.files)}")
+    if report.left_out:
+        print(f"left out: {some(report.left_out)}")
+    return 0

@@ -1,0 +1,212 @@
+"""Tests `python -m fsdp2 merge`: checkpoints of torch.distributed.checkpoint become files of Hugging Face.
+
+Ranks train and save a checkpoint; one process without ranks merges it. The oracle is the plain tensors of the ranks'
+model, and the bytes that safetensors writes for these.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard, hf
+from fsdp2.__main__ import main
+from fsdp2.hf import merge
+from fsdp2.hf.files import read_checkpoint
+from helpers import full, run_ranks
+from models import MixedDtypes, OddMLP, TinyGPT
+from safetensors_files import file_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
+
+
+def saved(
+    folder: Path, build: Callable[[], nn.Module], world_size: int = 2, replicas: int = 1, wrap: str = "plain"
+) -> dict[str, Tensor]:
+    """Has ranks save a checkpoint after a step of an optimizer. Returns the full tensors of the model.
+
+    `wrap`: "plain": {"model", "optimizer", "step"}; "whole": the model's state dict alone; "app": in a further dict.
+    """
+
+    def body(rank: int, size: int) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = build()
+        mesh = init_device_mesh("cpu", (replicas, size // replicas)) if replicas > 1 else None
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        weights, moments = get_state_dict(model, optimizer)
+        state: Any = {"model": weights, "optimizer": moments, "step": 1}
+        dcp.save({"plain": state, "whole": weights, "app": {"app": state}}[wrap], checkpoint_id=folder)
+        return {name: full(each).detach().clone() for name, each in weights.items()}
+
+    return run_ranks(world_size, body)[0]  # type: ignore[no-any-return]
+
+
+def in_files(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of safetensors files."""
+    found = {}
+    for name, each in read_checkpoint(folder).tensors.items():
+        with Path(each.file).open("rb") as file:
+            file.seek(each.start)
+            data = bytearray(file.read(each.nbytes))
+        flat = torch.frombuffer(data, dtype=each.dtype) if data else torch.empty(0, dtype=each.dtype)
+        found[name] = flat.view(each.shape)
+    return found
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype
+        assert (
+            torch.equal(found[name].view(torch.uint8), each.reshape(each.shape).contiguous().view(torch.uint8))
+            if (each.dim())
+            else torch.equal(found[name], each)
+        ), name
+
+
+@pytest.mark.parametrize("wrap", ["plain", "whole", "app"])
+@pytest.mark.parametrize("build", [OddMLP, TinyGPT, MixedDtypes])
+def test_one_file_has_the_bytes_of_safetensors(build: Callable[[], nn.Module], wrap: str, tmp_path: Path) -> None:
+    expected = saved(tmp_path / "checkpoint", build, wrap=wrap)
+    assert not dist.is_initialized()
+    report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == file_bytes(expected)
+    assert report.num_tensors == len(expected)
+    assert report.nbytes == sum(each.nbytes for each in expected.values())
+    assert all("optimizer" in name or "step" in name for name in report.left_out)
+    assert bool(report.left_out) == (wrap != "whole")
+
+
+def test_replicas_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+    expected = saved(tmp_path / "checkpoint", TinyGPT, 4, replicas=2)
+    hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert_equal(in_files(tmp_path / "out"), expected)
+
+
+def test_several_files_and_another_dtype(tmp_path: Path) -> None:
+    """As save_model writes them; memory holds a few tensors at a time, in pieces."""
+    expected = saved(tmp_path / "checkpoint", lambda: TinyGPT(depth=2))
+    most = max(each.nbytes for each in expected.values())
+    read: list[int] = []
+    function = merge._Reader.read
+
+    def counted(reader: Any, tensors: dict[str, Tensor]) -> None:
+        read.append(sum(each.nbytes for each in tensors.values()))
+        function(reader, tensors)
+
+    with (
+        mock.patch.object(merge, "READ_NBYTES", most),
+        mock.patch.object(merge, "BUCKET_NBYTES", 256),
+        mock.patch.object(merge._Reader, "read", counted),
+    ):
+        report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", torch.bfloat16, most)
+    assert len(report.files) > 1
+    assert len(read) > 1
+    assert max(read) <= most
+    assert sum(read) == sum(each.nbytes for each in expected.values())
+    assert_equal(in_files(tmp_path / "out"), {name: each.bfloat16() for name, each in expected.items()})
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+
+    plain = TinyGPT(depth=2)
+    plain.load_state_dict(expected)
+    hf.save_model(plain, tmp_path / "plain", torch.bfloat16, most)
+    for path in (tmp_path / "plain").iterdir():
+        assert {*in_files(tmp_path / "out")} == {*in_files(tmp_path / "plain")}
+        assert path.suffix in (".json", ".safetensors")
+
+
+def test_names_and_files_beside(tmp_path: Path) -> None:
+    expected = saved(tmp_path / "checkpoint", OddMLP)
+    (tmp_path / "base").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "base" / name).write_text(name)
+    first, *_ = expected
+    names = {first: "", "{x*}": "model.{x}"}
+    report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", names=names, config=tmp_path / "base")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
+    assert_equal(in_files(tmp_path / "out"), {f"model.{n}": each for n, each in expected.items() if n != first})
+    assert f"model.{first}" in report.left_out
+
+
+def test_load_model_reads_the_files(tmp_path: Path) -> None:
+    """What merge writes, load_model reads."""
+    expected = saved(tmp_path / "checkpoint", TinyGPT)
+    hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    again = TinyGPT()
+    hf.load_model(again, tmp_path / "out")
+    assert_equal(dict(again.state_dict()), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"key": "optimizer.nothing"}, ValueError, "key: expected a key of a dict with tensors"),
+        ({"names": {"nothing": "x"}}, ValueError, "'nothing' matches none"),
+        ({"names": lambda name: "same"}, ValueError, "another name for each tensor, got 'same'"),
+        ({"names": lambda name: None}, ValueError, "got none for all of them"),
+        ({"dtype": torch.int8}, TypeError, "expected a floating-point torch.dtype"),
+        ({"max_shard_size": "much"}, ValueError, "max_shard_size"),
+        ({"config": "no/such/folder"}, FileNotFoundError, "config: expected a folder"),
+    ],
+)
+def test_errors_leave_the_folder(arguments: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
+    saved(tmp_path / "checkpoint", OddMLP)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("before")
+    with pytest.raises(error, match=text):
+        hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", **arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"]
+    assert (tmp_path / "out" / "model.safetensors").read_text() == "before"
+
+
+def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, what in (("empty", "a folder without it"), ("missing", "no such folder")):
+        with pytest.raises(FileNotFoundError, match=f"with a file .metadata; got {what}"):
+            hf.merge_checkpoint(tmp_path / name, tmp_path / "out")
+    saved(tmp_path / "checkpoint", OddMLP)
+    for file in (tmp_path / "checkpoint").glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="distcp"):
+        hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = saved(tmp_path / "checkpoint", OddMLP)
+    command = ["fsdp2", "merge", str(tmp_path / "checkpoint"), str(tmp_path / "out")]
+    for more, code in (
+        (["--dtype", "bfloat16", "--rename", "{x*}=net.{x}", "--key", "model"], 0),
+        (["--rename", "x"], 2),
+        (["--key", "nothing"], 2),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+    shown = capsys.readouterr()
+    assert f"{len(expected)} tensors, " in shown.out
+    assert "left out: optimizer.state." in shown.out
+    assert "expected OLD=NEW, got 'x'" in shown.err
+    assert "there are model" in shown.err
+    assert_equal(in_files(tmp_path / "out"), {f"net.{name}": each.bfloat16() for name, each in expected.items()})

@@ -1,0 +1,138 @@
+"""Tests plans in files: what `apply_plan` shards is what `Plan.apply` does, and wrong files are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.codecs import Int8
+from fsdp2.planning import apply
+from helpers import fake_world, full, run_ranks
+from models import CausalBlock, TinyGPT
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"checkpointing": True, "reshard_after_forward": False},
+    {"replicas": 2, "wire_dtype": torch.bfloat16},
+    {"blocks_per_call": 2},
+]
+
+
+def planned(**arguments: Any) -> tuple[Any, fsdp2.Plan]:
+    torch.manual_seed(0)
+    model = TinyGPT(depth=4, tied=True)
+    given = {"ranks": 4, "batch": lambda: torch.zeros(2, 4, dtype=torch.long), "device": "cpu", **arguments}
+    return model, fsdp2.plan(model, **given)
+
+
+def mesh_for(setting: fsdp2.Setting) -> Any:
+    shape = (4,) if setting.replicas == 1 else (setting.replicas, setting.num_shards)
+    return init_device_mesh("cpu", shape)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [CausalBlock, {CausalBlock: {"reshard_after_forward": False, "mp_policy": BF16}}],
+    ids=["classes", "options"],
+)
+def test_a_saved_plan_shards_alike(setting: dict[str, Any], policy: Any, tmp_path: Path) -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with fake_world(4):
+        model, plan = planned(settings=[setting], policy=policy, mp_policy=BF16)
+        plan.save(tmp_path / "plan.json")
+        assert json.loads((tmp_path / "plan.json").read_text()) == plan.to_dict()
+        mesh = mesh_for(plan.best.setting)
+        plan.apply(mesh)
+        again, _ = planned(settings=[{}])
+        assert fsdp2.apply_plan(again, tmp_path / "plan.json", mesh) is again
+        assert fsdp2.describe(again) == fsdp2.describe(model)
+        outputs = []
+        for each in (model, again):
+            output = each(tokens)
+            output.float().sum().backward()
+            outputs.append(output)
+        assert torch.equal(*outputs)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+
+
+def test_policies_of_modules_are_in_it(tmp_path: Path) -> None:
+    with fake_world(4):
+        offload = {CausalBlock: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}
+        _, plan = planned(settings=[{}], policy=offload, mp_policy=BF16)
+        saved = plan.to_dict()
+        assert saved["calls"][0]["offload_policy"] == {"policy": "CPUOffloadPolicy", "pin_memory": False}
+        assert saved["mp_policy"]["param_dtype"] == {"dtype": "bfloat16"}
+        assert saved["predicted"]["total"] == plan.best.total
+        model, _ = planned(settings=[{}])
+        with mock.patch.object(apply, "fully_shard", side_effect=fsdp2.fully_shard) as sharded:
+            fsdp2.apply_plan(model, saved, init_device_mesh("cpu", (4,)))
+        *blocks, root = [call.kwargs["offload_policy"] for call in sharded.call_args_list]
+        assert blocks == [CPUOffloadPolicy(pin_memory=False)] * 4
+        assert root == OffloadPolicy()
+        _, plan = planned(settings=[{}], mp_policy=MixedPrecisionPolicy(gradient_codec=Int8()))
+        with pytest.raises(ValueError, match=r"mp_policy.gradient_codec: expected what a file can hold"):
+            plan.to_dict()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with fake_world(4):
+        model, plan = planned(settings=[{}])
+        saved, mesh = plan.to_dict(), init_device_mesh("cpu", (4,))
+        (tmp_path / "list.json").write_text("[]")
+        (tmp_path / "text.json").write_text("plan")
+        wrong: list[tuple[Any, Any, type[Exception], str]] = [
+            (tmp_path / "none.json", mesh, FileNotFoundError, "none.json"),
+            (tmp_path / "list.json", mesh, ValueError, "expected a plan, got a list"),
+            (tmp_path / "text.json", mesh, ValueError, "expected a plan in JSON"),
+            ({**saved, "format": 9}, mesh, ValueError, "expected a plan of format 1, got 9"),
+            ({"format": 1}, mesh, ValueError, "expected what Plan.to_dict returns"),
+            ({**saved, "calls": [{"modules": ["blocks.9"]}]}, mesh, ValueError, "blocks.9: the plan shards it"),
+            (saved, init_device_mesh("cpu", (2, 2)), ValueError, "the plan is for 4 ranks"),
+        ]
+        for given, on, error, text in wrong:
+            with pytest.raises(error, match=text):
+                fsdp2.apply_plan(model, given, on)
+            assert not isinstance(model, fsdp2.FSDPModule)
+        with pytest.raises(TypeError, match="model: expected"):
+            fsdp2.apply_plan("model", saved, mesh)  # type: ignore[arg-type]
+        fsdp2.apply_plan(model, saved, mesh)
+
+
+def test_ranks_train_by_a_file(tmp_path: Path) -> None:
+    """As by Plan.apply, to the bit."""
+
+    def body(rank: int, world_size: int) -> list[Any]:
+        found = []
+        for way in ("apply", "file"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+            plan = fsdp2.plan(model, ranks=2, batch=lambda: torch.ones(2, 6), policy=nn.Linear, device="cpu")
+            mesh = init_device_mesh("cpu", (2,))
+            if way == "apply":
+                plan.apply(mesh)
+            else:
+                if rank == 0:
+                    plan.save(tmp_path / "plan.json")
+                dist.barrier()
+                fsdp2.apply_plan(model, tmp_path / "plan.json", mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                model(torch.ones(2, 6) * (rank + 1)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([full(param).detach().clone() for param in model.parameters()])
+        return found
+
+    for one, other in run_ranks(2, body):
+        assert all(map(torch.equal, one, other))
