@@ -533,9 +533,9 @@ ROWS = (
     ),
     Row(
         "torch's FSDP2",
-        "`set_allocate_memory_from_process_group_for_comm(True)`, `set_symm_mem_for_comm()`",
-        "leave it out: NotImplementedError",
-        (".set_allocate_memory_from_process_group_for_comm", ".set_symm_mem_for_comm"),
+        "`set_symm_mem_for_comm()` where collectives do not run on NCCL",
+        "leave it out there",
+        (".set_symm_mem_for_comm",),
     ),
     Row(
         "DeepSpeed",
