@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
+    from .tools.balance import balance
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
     from .tools.describe import GroupDescription, ModelDescription, describe
@@ -76,6 +77,7 @@ _MODULES = {
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
+    "balance": "tools.balance",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -151,6 +153,7 @@ __all__ = [
     "WholeMatrixOptimizer",
     "WrapGroup",
     "accumulate",
+    "balance",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.collectives import choice_of
+from ..engine.comm import meets
 from ..engine.compare_ranks import (
     ComparedNumbers,
     Comparison,
@@ -137,6 +138,8 @@ class RankComparisons(Observer):
             self._group = group_of_all_ranks(self._root)
         is_counted = group is self._group
         if not is_counted and not (self._begins_anew and group in groups_of_all_ranks(self._root)):
+            return
+        if not meets(group.comms.gathers):
             return
         if self._root.backward is not None and not group.settings.unshard_in_backward:
             return  # which ranks read its weights in backward depends on what each of them computes
