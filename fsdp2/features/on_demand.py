@@ -27,7 +27,7 @@ from ..engine.collectives import choice_of, make_comm
 from ..engine.comm import AllWork, Comm, Purpose, Rows, Work, all_gather_now
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
-from ..engine.rank_facts import gather_by_rank, moves_data
+from ..engine.rank_facts import gather_objects, moves_data
 from ..engine.root import Root
 from .running_stats import SETTING, find_running_stats
 
@@ -228,23 +228,23 @@ class _SharedMemory:
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
         try:
-            told = gather_by_rank((name, problem), [self._group], _CPU)
-            for rank, (_, text) in told.items():
+            told = gather_objects((dist.get_rank(), name, problem), [self._group], _CPU)  # by ranks of the group
+            for rank, _, text in told:
                 if text:
                     raise RuntimeError(
                         f"accumulate(on_demand=True): rank {rank} could not get {nbytes} bytes of shared memory "
                         f"({text}). Make {_folder()} larger (docker run --shm-size), or leave on_demand out."
                     )
-            mapped = [_map_file(each, max(1, nbytes)) for each, _ in told.values()]
-            shares = gather_by_rank(all(each is not None for each in mapped), [self._group], _CPU)
+            mapped = [_map_file(each, max(1, nbytes)) for _, each, _ in told]
+            shares = gather_objects(all(each is not None for each in mapped), [self._group], _CPU)
         finally:
             if name:
                 with suppress(OSError):
                     os.unlink(name)
-        if not all(shares.values()):
+        if not all(shares):
             raise NotImplementedError(
                 "accumulate(on_demand=True): expected ranks that share memory, got ranks on several machines or in "
-                f"several containers: {[*shares]}. {_KEEP}"
+                f"several containers: {[rank for rank, *_ in told]}. {_KEEP}"
             )
         self._of_all = [each for each in mapped if each is not None]
 

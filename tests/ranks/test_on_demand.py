@@ -456,6 +456,6 @@ def test_the_guide() -> None:
         assert (names["acc"].mean_loss, names["acc"].total_weight) == (pytest.approx(loss.item(), rel=1e-5), total)
         for (name, param), expected in zip(names["model"].named_parameters(), plain.parameters(), strict=True):
             assert_same(full(param), expected, rtol=1e-3, atol=1e-4, name=name)  # a step of AdamW is 1e-2
-        assert {len(own) for own in names["parts"]} != {5}, "ranks have different numbers of micro-batches"
+        assert len({len(own) for own in names["parts"]}) == 2, "ranks have different numbers of micro-batches"
 
     run_ranks(2, body)
