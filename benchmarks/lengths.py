@@ -27,17 +27,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from .jobs import ROOT
 from .meters import AllocationMeter
 from .report import Row, describe_machine, format_table
 
 HERE = Path(__file__).resolve().parent
-DIM, ROWS = 256, 1  # 256 KiB a block, and next to nothing to compute
-BLOCKS, BLOCKS_FOR_MEMORY = 4, 24
+BLOCKS, DIM, ROWS = 4, 256, 1  # 256 KiB a block, and next to nothing to compute
+FOR_MEMORY = {"blocks": 24, "dim": 512}
 MEDIAN, SIGMA, LONGEST = 300, 1.0, 8192
 SECONDS_OF_A_TOKEN = 16e-6  # of a block's forward; its backward takes twice that
-MICRO_BATCHES = (1, 4, 8, 16)
+MICRO_BATCHES = (1, 4, 16)
 
 Sequences = list[list[int]]
 """The lengths of the micro-batches of each rank."""
@@ -62,9 +63,9 @@ class _Busy(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.matrix = nn.Linear(DIM, DIM, bias=False)
+        self.matrix = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, tokens: int) -> Tensor:
         y: Tensor = _Busy.apply(torch.tanh(self.matrix(x)), tokens * SECONDS_OF_A_TOKEN)
@@ -74,9 +75,9 @@ class _Block(nn.Module):
 class Sleepers(nn.Module):
     """Holds equal blocks, and no parameters in the root."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int = BLOCKS, dim: int = DIM) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(blocks))
+        self.blocks, self.dim = nn.ModuleList(_Block(dim) for _ in range(blocks)), dim
 
     def forward(self, x: Tensor, tokens: int) -> Tensor:
         for block in self.blocks:
@@ -84,8 +85,8 @@ class Sleepers(nn.Module):
         return x
 
 
-def _loss_sum(model: nn.Module, tokens: int) -> Tensor:
-    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(tokens))
+def _loss_sum(model: Any, tokens: int) -> Tensor:
+    x = torch.randn(ROWS, model.dim, generator=torch.Generator().manual_seed(tokens))
     loss: Tensor = model(x, tokens).square().mean() * tokens
     return loss
 
@@ -96,9 +97,9 @@ def _loss_sum(model: nn.Module, tokens: int) -> Tensor:
 Step = Callable[[Sequence[int]], object]
 
 
-def _shard(library: Any, blocks: int, **options: Any) -> Any:
+def _shard(library: Any, sizes: dict[str, int], **options: Any) -> Any:
     torch.manual_seed(0)
-    model: Any = Sleepers(blocks)
+    model: Any = Sleepers(**sizes)
     for block in model.blocks:
         library.fully_shard(block, **options)
     return library.fully_shard(model, **options)
@@ -129,34 +130,38 @@ def _of_torch(model: Any, keeps: bool = False) -> Step:
     return step
 
 
-def make_ways(blocks: int = BLOCKS) -> dict[str, tuple[Any, Step]]:
+def make_ways(**sizes: int) -> dict[str, tuple[Any, Step]]:
     """Returns name -> the model and its step, which takes the lengths of this rank's micro-batches."""
     from torch.distributed import fsdp as torch_fsdp
 
     import fsdp2
 
     ways: dict[str, tuple[Any, Step]] = {}
-    model = _shard(fsdp2, blocks)
+    model = _shard(fsdp2, sizes)
     ways["fsdp2"] = model, _of_fsdp2(model)
-    model = _shard(fsdp2, blocks, reshard_after_forward=False)
+    model = _shard(fsdp2, sizes, reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     ways["kept"] = model, _of_fsdp2(model, counts=False)
-    model = _shard(fsdp2, blocks, reshard_after_forward=False)
+    model = _shard(fsdp2, sizes, reshard_after_forward=False)
     for block in [*model.blocks][::2]:
         block.set_reshard_after_backward(False)
     for block in [*model.blocks][1::2]:
         block.set_reshard_after_forward(True)
     ways["half kept"] = model, _of_fsdp2(model, counts=False)
-    model = _shard(fsdp2, blocks)
+    model = _shard(fsdp2, sizes)
     ways["on demand"] = model, _of_fsdp2(model, on_demand=True, counts=False)
-    model = _shard(torch_fsdp, blocks)
+    if dist.get_world_size() == 4:
+        model = _shard(fsdp2, sizes, mesh=init_device_mesh("cpu", (2, 2)))
+        ways["replicas"] = model, _of_fsdp2(model)
+    model = _shard(torch_fsdp, sizes)
     ways["torch"] = model, _of_torch(model)
-    model = _shard(torch_fsdp, blocks, reshard_after_forward=False)
+    model = _shard(torch_fsdp, sizes, reshard_after_forward=False)
     ways["torch kept"] = model, _of_torch(model, keeps=True)
     return ways
 
 
-MEETS_ONCE = ("kept", "on demand")
+# How the lengths are dealt -> the ways that are measured so, if not all.
+MEASURED = {"balanced micro-batches": ("fsdp2", "kept", "on demand", "torch"), "balanced sums": ("kept", "on demand")}
 
 
 # ---- which sequences each rank gets
@@ -198,17 +203,17 @@ def measure(rank: int, ranks: int, quick: bool) -> list[Row]:
     """Returns the same rows on every rank. All ranks must call it."""
     ways, source, turns = make_ways(), random.Random(ranks), random.Random(0)
     rows = [_compare_bits(ways, draw(source, ranks, 3)[rank], ranks)]
-    for number in MICRO_BATCHES[1:3] if quick else MICRO_BATCHES:
+    for number in MICRO_BATCHES[1:2] if quick else MICRO_BATCHES:
         times: dict[str, dict[str, list[float]]] = {name: {} for name in DEALS}
         bounds: dict[str, list[tuple[float, float]]] = {name: [] for name in DEALS}
-        for _ in range(2 if quick else 6):
+        for _ in range(2 if quick else 5):
             drawn = draw(source, ranks, number)
             for name, choose in DEALS.items():
                 dealt = choose(drawn)
                 sums = [seconds_of(sum(own)) for own in dealt]
                 bounds[name].append((statistics.mean(sums), max(sums)))
                 for way in turns.sample([*ways], len(ways)):
-                    if name != "balanced sums" or way in MEETS_ONCE:
+                    if way in MEASURED.get(name, ways):
                         seconds = _time(ways[way][0], lambda: ways[way][1](dealt[rank]))  # noqa: B023
                         times[name].setdefault(way, []).append(seconds)
         for name, of_way in times.items():
@@ -247,7 +252,7 @@ def _compare_bits(ways: dict[str, tuple[Any, Step]], lengths: Sequence[int], ran
         model.zero_grad()
     ours, differ = gradients["fsdp2"], {}
     for name, theirs in gradients.items():
-        if "torch" in name:  # which divides elsewhere
+        if "torch" in name or name == "replicas":  # which divide or sum in another order
             continue
         count = (ours.view(torch.int32) != theirs.view(torch.int32)).sum()
         dist.all_reduce(count)
@@ -261,9 +266,9 @@ def _measure_memory(lengths: Sequence[int], ranks: int) -> Row:
     from fsdp2.engine.state import require_state
     from fsdp2.features.on_demand import OnDemandGathers
 
-    whole, peaks = BLOCKS_FOR_MEMORY * DIM**2 * 4, {}
-    for name in make_ways(1):
-        model, step = make_ways(BLOCKS_FOR_MEMORY)[name]
+    whole, peaks = FOR_MEMORY["blocks"] * FOR_MEMORY["dim"] ** 2 * 4, {}
+    for name in make_ways():
+        model, step = make_ways(**FOR_MEMORY)[name]
         step(lengths)
         model.zero_grad()
         with torch.no_grad():
@@ -310,11 +315,11 @@ NOTES = """\
 in each forward and backward, a meeting of all ranks. A ratio says how many times as fast as that a way is: medians of
 steps (least to largest). "fsdp2" is the same with the lengths dealt as the row says. "kept": weights stay unsharded
 over the step (`reshard_after_forward=False`, `set_reshard_after_backward(False)`); "half kept": of every other block.
-"on demand": `accumulate(on_demand=True)`. Both meet once a step. "torch" and "torch kept" are torch's FSDP2 with
-`set_requires_gradient_sync` for the last micro-batch. Limit: the mean over ranks of what they sleep. Bare: the slowest
-rank's sum, which a step takes that meets once. "balanced micro-batches": `fsdp2.balance(..., num_batches=...)`, so that
-micro-batch i of all ranks is about as long; "balanced sums": `fsdp2.balance(...)`, so that ranks have about as many
-tokens in all, in different numbers of micro-batches."""
+"replicas": HSDP, two replicas of two ranks. "on demand": `accumulate(on_demand=True)`. "kept" and "on demand" meet once
+a step. "torch" and "torch kept" are torch's FSDP2 with `set_requires_gradient_sync` for the last micro-batch. Limit:
+the mean over ranks of what they sleep. Bare: the slowest rank's sum, which a step takes that meets once. "balanced
+micro-batches": `fsdp2.balance(..., num_batches=...)`, so that micro-batch i of all ranks is about as long; "balanced
+sums": `fsdp2.balance(...)`, so that ranks have about as many tokens in all, in different numbers of micro-batches."""
 
 
 def main() -> None:
@@ -331,7 +336,7 @@ def main() -> None:
         return
     facts, start = list(describe_machine()), time.monotonic()
     rows = [row for ranks in ((2,) if arguments.quick else (2, 4)) for row in run(ranks, arguments.quick)]
-    names = ["as it is", "fsdp2", "half kept", "kept", "on demand", "torch", "torch kept"]
+    names = ["as it is", "fsdp2", "half kept", "replicas", "kept", "on demand", "torch", "torch kept"]
     command = " ".join(["python -m benchmarks.lengths", *sys.argv[1:]])
     lines = [f"# Micro-batches of unequal lengths, {datetime.date.today().isoformat()}", ""]
     lines += [*(f"- {fact}" for fact in facts), f"- command `{command}`, {time.monotonic() - start:.0f} s", ""]

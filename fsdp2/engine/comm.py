@@ -118,13 +118,6 @@ def compare_first(comm: Comm, kind: str, tensor: Tensor, what: str = "") -> None
         compare(kind, tensor, what)
 
 
-def meets(comm: Comm) -> bool:
-    """Returns True if each all-gather of `comm` is one of all ranks. Else a rank reads what others have written before,
-    when it wants, and as often as it wants (features/on_demand.py).
-    """
-    return not getattr(comm, "reads_alone", False)
-
-
 class CommWatcher(Protocol):
     """Watches what ranks are about to communicate, and raises on all of them if they are out of step. Checks give the
     engine one; without, nothing is watched (Unwatched).

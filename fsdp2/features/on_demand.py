@@ -145,7 +145,7 @@ class SharedComm:
     """
 
     def __init__(self, inner: Comm, sent: Sequence[Tensor], operations: Sequence[Sequence[Tensor]]) -> None:
-        self._inner, self._sent, self._operations = inner, sent, operations
+        self._comm, self._sent, self._operations = inner, sent, operations
         self.rank, self.size, self.purpose, self.force_sum = inner.rank, inner.size, inner.purpose, inner.force_sum
         self.direct_min_bytes, self.sums_on_arrival = inner.direct_min_bytes, inner.sums_on_arrival
         self.follows_stream = inner.follows_stream
@@ -155,7 +155,7 @@ class SharedComm:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self._inner.group
+        return self._comm.group
 
     def serves(self, group: FSDPParamGroup) -> bool:
         """Returns True if the group still sends what was written."""
@@ -163,7 +163,7 @@ class SharedComm:
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if inputs is not self._sent:
-            return self._inner.all_gather(outputs, inputs)
+            return self._comm.all_gather(outputs, inputs)
         for output, own, of_all in zip(outputs, inputs, self._operations, strict=True):
             if not self.reads_alone:
                 of_all[self.rank].copy_(own)
@@ -175,13 +175,13 @@ class SharedComm:
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        return self._inner.reduce_scatter(outputs, inputs, divisor, what)
+        return self._comm.reduce_scatter(outputs, inputs, divisor, what)
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self._inner.exchange(sent, what)
+        return self._comm.exchange(sent, what)
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._inner.all_reduce(tensor, divisor, what)
+        return self._comm.all_reduce(tensor, divisor, what)
 
 
 class _SharedMemory:
