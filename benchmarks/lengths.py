@@ -68,8 +68,7 @@ class _Block(nn.Module):
         self.matrix = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, tokens: int) -> Tensor:
-        y: Tensor = _Busy.apply(torch.tanh(self.matrix(x)), tokens * SECONDS_OF_A_TOKEN)
-        return y
+        return torch.tanh(_Busy.apply(self.matrix(x), tokens * SECONDS_OF_A_TOKEN))
 
 
 class Sleepers(nn.Module):

@@ -2,7 +2,9 @@
 block, nothing is read while it is written, and what it can't do is refused on all ranks.
 """
 
+import copy
 import datetime
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from benchmarks import lengths
 from documents import ROOT, code_blocks
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.engine.state import groups_below
@@ -250,6 +253,10 @@ def test_a_step_that_is_skipped() -> None:
     run_ranks(2, body)
 
 
+def shared_maps() -> list[list[str]]:
+    return [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/fsdp2-" in line]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nothing_is_left() -> None:
     def body(rank: int, ranks: int) -> None:
@@ -260,9 +267,14 @@ def test_nothing_is_left() -> None:
             assert [group.comms for group in groups_below(model)] == before
             model.zero_grad()
         dist.barrier()
-        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/fsdp2-" in line]
+        maps = shared_maps()
         assert {fields[-1] for fields in maps} == {"(deleted)"}
         assert len({fields[-2] for fields in maps}) == ranks  # each once, also after a second block
+        copied = copy.deepcopy(model)
+        del model, before
+        gc.collect()
+        assert not shared_maps(), "they go with the model"
+        step(copied, draw(build(TinyGPT), 0, 2, ranks)[rank], on_demand=True)
 
     run_ranks(2, body)
 
@@ -457,5 +469,23 @@ def test_the_guide() -> None:
         for (name, param), expected in zip(names["model"].named_parameters(), plain.parameters(), strict=True):
             assert_same(full(param), expected, rtol=1e-3, atol=1e-4, name=name)  # a step of AdamW is 1e-2
         assert len({len(own) for own in names["parts"]}) == 2, "ranks have different numbers of micro-batches"
+
+    run_ranks(2, body)
+
+
+def test_the_benchmark() -> None:
+    """With ranks that do not sleep: all ways give the same bits, and on demand takes less memory than kept weights."""
+
+    def body(rank: int, ranks: int) -> None:
+        sizes = {"blocks": 8, "dim": 256}
+        with mock.patch.multiple(lengths, SECONDS_OF_A_TOKEN=0, FOR_MEMORY=sizes):
+            first, *steps, memory = lengths.measure(rank, ranks, quick=True)
+        assert first.values == dict.fromkeys(("fsdp2", "half kept", "kept", "on demand"), 0)
+        assert memory.values["on demand"] < memory.values["kept"]
+        assert [row.setting.split(", ")[-1] for row in steps] == [*lengths.DEALS]
+        for row in steps:
+            assert set(row.rounds) == {*lengths.MEASURED.get(row.setting.split(", ")[-1], first.values), "as it is"} | (
+                {"torch", "torch kept"} if row is steps[0] else set()
+            )
 
     run_ranks(2, body)
