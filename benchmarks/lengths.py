@@ -1,6 +1,6 @@
 """Measures what micro-batches of unequal lengths cost on real ranks (gloo), and what each way to train saves of that.
 
-    python -m benchmarks.lengths                   2 and 4 ranks; about 8 minutes
+    python -m benchmarks.lengths                   2 and 4 ranks; about 10 minutes
     python -m benchmarks.lengths --quick
 
 A step has several micro-batches, of one sequence each. Blocks sleep as long as their sequence has tokens, in backward
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 BLOCKS, DIM, ROWS = 4, 256, 1  # 256 KiB a block, and next to nothing to compute
 FOR_MEMORY = {"blocks": 24, "dim": 512}
 MEDIAN, SIGMA, LONGEST = 300, 1.0, 8192
-SECONDS_OF_A_TOKEN = 16e-6  # of a block's forward; its backward takes twice that
+SECONDS_OF_A_TOKEN = 40e-6  # of a block's forward; its backward takes twice that
 MICRO_BATCHES = (1, 4, 16)
 
 Sequences = list[list[int]]
@@ -205,7 +205,7 @@ def measure(rank: int, ranks: int, quick: bool) -> list[Row]:
     for number in MICRO_BATCHES[1:2] if quick else MICRO_BATCHES:
         times: dict[str, dict[str, list[float]]] = {name: {} for name in DEALS}
         bounds: dict[str, list[tuple[float, float]]] = {name: [] for name in DEALS}
-        for _ in range(2 if quick else 5):
+        for _ in range(2 if quick else 3):
             drawn = draw(source, ranks, number)
             for name, choose in DEALS.items():
                 dealt = choose(drawn)
