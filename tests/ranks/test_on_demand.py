@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_extensions
 import torch
 import torch.distributed as dist
 from test_accumulate import Part, build, draw, hsdp, loss_sum, plain_backward, same, shard, step
@@ -376,6 +377,10 @@ def collectives_changed_inside() -> None:
         acc.backward(model(rows).sum(), weight=2)
 
 
+def gathers_itself() -> None:
+    refuses(fully_shard(test_extensions.Model(6, test_extensions.InBF16)), NotImplementedError, "which gathers itself")
+
+
 def restored_among_neighbours() -> None:
     refuses(shard(build(), reshard_after_forward=2), NotImplementedError, "restores parameters among neighbours")
 
@@ -414,7 +419,7 @@ def differs() -> None:
 
 def test_refusals() -> None:
     cases = {"settings": refusals, "apart": apart, "memory": short_of_memory, "collectives": collectives_changed_inside}
-    run_checks(2, [*cases.items(), ("differ", differs)])
+    run_checks(2, [*cases.items(), ("differ", differs), ("gathers itself", gathers_itself)])
     run_checks(4, [("neighbours", restored_among_neighbours)])
 
 
