@@ -151,6 +151,11 @@ class Memory:
             placed.append(own)
         return placed
 
+    @property
+    def sent(self) -> Sequence[Tensor]:
+        """What this rank sends in each gather from the shards: always the same list."""
+        return self._plan.inputs
+
     def start_gather(
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:

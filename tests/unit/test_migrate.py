@@ -83,7 +83,7 @@ from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as Policy, FSDPModule
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 fully_shard(model, mp_policy=Policy())
-model.set_allocate_memory_from_process_group_for_comm(True)
+model.set_symm_mem_for_comm()
 """
 CLEAN = "import torch, os\nfrom torch.nn.parallel import DataParallel\nx = os.path.join('a', 'b')\nm.step()\nm.module\n"
 
