@@ -145,15 +145,11 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
-    # Younger than the others: torch has it since 2.15.
-    override = getattr(policy, "param_dtype_override_fn", None)
-    own = ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec", "buffer_dtype")
-    ours: dict[str, Any] = {name: getattr(policy, name, None) for name in own}
-    return MixedPrecisionPolicy(
-        *(getattr(policy, name) for name in names),
-        param_dtype_override_fn=override,
-        **ours,
-    )
+    # Younger than the others: torch has the first since 2.15, and releases after it have `grad_dtype`.
+    younger = ("param_dtype_override_fn", "grad_dtype", "wire_dtype", "gradient_codec", "gather_codec")
+    younger += ("replica_codec", "buffer_dtype")
+    others: dict[str, Any] = {name: getattr(policy, name, None) for name in younger}
+    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), **others)
 
 
 def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:

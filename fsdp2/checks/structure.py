@@ -31,6 +31,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     stored: str
     gathered: str
+    delivered: str
     kind: str
     dim: int
     codec: str
@@ -43,6 +44,7 @@ _FIELDS = {
     "shape": "the shape",
     "stored": "the dtype",
     "gathered": "the dtype in forward",
+    "delivered": "gradients of the dtype",
     "kind": "tensors of the class",
     "dim": "shards along dim",
     "codec": "gradients that travel by",
@@ -64,14 +66,21 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     param.shape,
                     str(local.dtype),
                     str(param.compute_dtype(policy)),
+                    _gradients_of(param),
                     type(local).__name__,
                     param.dim,
-                    repr(policy.codec_for(local.dtype)),
+                    repr(policy.codec_for(param.delivered_dtype)),
                     repr(policy.replica_codec),
                     param.sharded.requires_grad,
                 )
             )
     return found
+
+
+def _gradients_of(param: FSDPParam) -> str:
+    """Returns the dtype of a parameter's `.grad`, and whether autograd may compute it in any other."""
+    choice = param.grad_choice
+    return f"{param.delivered_dtype}{' from any' if choice is not None and choice.dtype is None else ''}"
 
 
 class Structure(RankCheck):

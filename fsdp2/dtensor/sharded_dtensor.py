@@ -63,8 +63,7 @@ _replaced: set[str] = set()
 _explainers: list[Explainer] = []
 
 
-# Of torch before 2.10, which has no such attribute, None.
-_GRAD_DTYPE: Any = getattr(Tensor, "grad_dtype", None)
+_GRAD_DTYPE: Any = Tensor.grad_dtype  # type: ignore[attr-defined]
 
 
 class _Sharded(DTensor):
@@ -102,15 +101,11 @@ class _Sharded(DTensor):
 
     @grad_dtype.setter
     def grad_dtype(self, dtype: torch.dtype | None) -> None:
-        if dtype not in (None, self.dtype) and self.is_leaf and self.requires_grad:
-            owner = sharded_owner(self)
-            name = "a sharded parameter" if owner is None else owner.param.name
-            raise NotImplementedError(
-                f"{name}: a grad_dtype of its own ({dtype}) is not supported: gradients have their parameter's dtype "
-                f"({self.dtype}). Store the parameter in {dtype} before fully_shard, and let it compute in the "
-                "MixedPrecisionPolicy's param_dtype."
-            )
-        _GRAD_DTYPE.__set__(self, dtype)
+        owner = sharded_owner(self)
+        if owner is None:
+            _GRAD_DTYPE.__set__(self, dtype)
+        else:
+            owner.group.choose_grad_dtype(owner.param, dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
@@ -524,6 +519,8 @@ if not DISPATCHES_TO_SUBCLASSES:
             original = _with_torch_class(tensor)
             memo.setdefault(id(memo), []).append(original)  # so that no other tensor has its identity
             copied = memo[id(tensor)] = as_sharded(original.__deepcopy__(memo))
+            if tensor.is_leaf and tensor.grad_dtype != copied.grad_dtype:
+                _GRAD_DTYPE.__set__(copied, tensor.grad_dtype)
             if tensor.grad is not None:
                 copied.grad = tensor.grad.__deepcopy__(memo)
         return memo[id(tensor)]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,26 @@ quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
 PLAIN = (Tensor, Parameter)
 # Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
 version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
+
+
+class GradDtype(NamedTuple):
+    """Holds a `grad_dtype` that a user has chosen. `dtype` None: gradients may have any dtype."""
+
+    dtype: torch.dtype | None
+
+
+def chosen_grad_dtype(tensor: Tensor) -> GradDtype | None:
+    """Returns the `grad_dtype` that a user has chosen for a tensor; None: nobody has. Torch before 2.15 does not tell a
+    choice of the tensor's own dtype from none.
+    """
+    with no_torch_function():
+        dtype = tensor.grad_dtype
+        is_chosen = getattr(tensor, "_has_grad_dtype_override", dtype != tensor.dtype)
+    return GradDtype(dtype) if is_chosen else None
+
+
+# (tensor, dtype): sets `grad_dtype`, also where a class of fsdp2 has a property of that name.
+set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = Tensor.grad_dtype.__set__  # type: ignore[attr-defined]
 
 
 # (tensors, 0, W, out=out): writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to
