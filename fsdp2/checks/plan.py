@@ -260,7 +260,8 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parame
                 "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
             )
     stored, choice = parameter.dtype, chosen_grad_dtype(parameter)
-    delivered = ((policy.grad_dtype if choice is None else choice.dtype) or stored) if stored.is_floating_point else stored
+    chosen = policy.grad_dtype if choice is None else choice.dtype
+    delivered = chosen if chosen is not None and stored.is_floating_point else stored
     _check_replica_codec(name, policy, mesh, delivered)
     if policy.gather_codec is not None and not mesh.shard_axes:
         raise ValueError(

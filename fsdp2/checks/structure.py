@@ -15,6 +15,7 @@ from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
+from ..engine.parameter import FSDPParam
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
 from .due import RankCheck

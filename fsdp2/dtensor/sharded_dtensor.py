@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from ..engine import saved_shards
-from ..engine.compat import local_of, new_dtensor, no_torch_function
+from ..engine.compat import chosen_grad_dtype, local_of, new_dtensor, no_torch_function, set_grad_dtype
 from ..engine.nested import tensors_in
 from ..engine.once import once
 from ..engine.owners import sharded_owner
@@ -61,9 +61,6 @@ _handlers: dict[Any, Handler] = {}
 _replaced: set[str] = set()
 # Functions that may change the text of an error about an operation.
 _explainers: list[Explainer] = []
-
-
-_GRAD_DTYPE: Any = Tensor.grad_dtype  # type: ignore[attr-defined]
 
 
 class _Sharded(DTensor):
@@ -97,13 +94,13 @@ class _Sharded(DTensor):
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype of `.grad`; None: any."""
-        return _GRAD_DTYPE.__get__(self)
+        return super().grad_dtype
 
     @grad_dtype.setter
     def grad_dtype(self, dtype: torch.dtype | None) -> None:
         owner = sharded_owner(self)
         if owner is None:
-            _GRAD_DTYPE.__set__(self, dtype)
+            set_grad_dtype(self, dtype)
         else:
             owner.group.choose_grad_dtype(owner.param, dtype)
 
@@ -519,8 +516,8 @@ if not DISPATCHES_TO_SUBCLASSES:
             original = _with_torch_class(tensor)
             memo.setdefault(id(memo), []).append(original)  # so that no other tensor has its identity
             copied = memo[id(tensor)] = as_sharded(original.__deepcopy__(memo))
-            if tensor.is_leaf and tensor.grad_dtype != copied.grad_dtype:
-                _GRAD_DTYPE.__set__(copied, tensor.grad_dtype)
+            if tensor.is_leaf and (choice := chosen_grad_dtype(tensor)) is not None:
+                set_grad_dtype(copied, choice.dtype)
             if tensor.grad is not None:
                 copied.grad = tensor.grad.__deepcopy__(memo)
         return memo[id(tensor)]

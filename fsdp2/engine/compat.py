@@ -55,7 +55,7 @@ def chosen_grad_dtype(tensor: Tensor) -> GradDtype | None:
 
 
 # (tensor, dtype): sets `grad_dtype`, also where a class of fsdp2 has a property of that name.
-set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = Tensor.grad_dtype.__set__  # type: ignore[attr-defined]
+set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = vars(torch._C.TensorBase)["grad_dtype"].__set__
 
 
 # (tensors, 0, W, out=out): writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to

@@ -410,8 +410,9 @@ class GroupGradients:
                 # To compare shapes would take twice as long.
                 if gradient.numel() != spec.numel or gradient.size(0) != spec.shape[0]:
                     self._refuse_shape(i, gradient)
-                if spec.takes_any_dtype and torch.promote_types(gradient.dtype, self._reduce_dtypes[i]) != (
-                    self._reduce_dtypes[i]
+                if (
+                    spec.takes_any_dtype
+                    and torch.promote_types(gradient.dtype, self._reduce_dtypes[i]) != (self._reduce_dtypes[i])
                 ):
                     self._refuse_dtype(i, gradient)
                 taken[i] = gradient

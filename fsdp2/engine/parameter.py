@@ -85,9 +85,7 @@ class FSDPParam:
         self._keeps_dtype = keeps_dtype is True
         self.names = [name] * len(slots)
         original = slots[0].get()
-        self.grad_choice = compat.chosen_grad_dtype(original)
-        if self.grad_choice is None and grad_dtype is not None and original.is_floating_point():
-            self.grad_choice = GradDtype(grad_dtype)
+        self.grad_choice = grad_choice(original, grad_dtype)
         self._user_class: type[Any] = nn.Parameter
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
@@ -128,9 +126,7 @@ class FSDPParam:
             codec = policy.gather_codec_for(local.dtype, self.shape)
         spec = self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
         if self.grad_choice is not None:
-            # Gradients of any dtype are delivered in the one in which they are reduced.
-            dtype = self.grad_choice.dtype
-            spec = replace(spec, grad_dtype=dtype or policy.reduce_dtype, takes_any_dtype=dtype is None)
+            spec = with_grad_dtype(spec, self.grad_choice, policy)
             self._deliver_in(spec.delivered_dtype)
         return spec
 
@@ -210,15 +206,15 @@ class FSDPParam:
         self.gradient_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, dtype)
 
     def put_gradient(self, gradient: Tensor | None) -> None:
-        """Puts a gradient, which may be on another device or of another dtype, into `.grad` of the sharded parameter."""
+        """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
         self.sharded.grad = None
         self._choose_grad_dtype(self.sharded)
         if gradient is not None:
             self.sharded.grad = gradient.to(self.sharded.device, self.delivered_dtype)
 
     def take(self, found: nn.Parameter) -> None:
-        """Takes `found`, which a user has registered in its place, as the sharded parameter. A `grad_dtype` stays, unless
-        it has one of its own.
+        """Takes `found`, which a user has registered in its place, as the sharded parameter. The `grad_dtype`
+        stays, unless `found` has one of its own.
         """
         self.grad_choice = compat.chosen_grad_dtype(found) or self.grad_choice
         user_class = _user_class(found)
@@ -321,6 +317,19 @@ class FSDPParam:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
+
+
+def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:
+    """Returns what was chosen as the `grad_dtype` of a parameter: by itself, or by the policy for all."""
+    choice = compat.chosen_grad_dtype(parameter)
+    if choice is None and of_policy is not None and parameter.is_floating_point():
+        return GradDtype(of_policy)
+    return choice
+
+
+def with_grad_dtype(spec: ParamSpec, choice: GradDtype, policy: MixedPrecisionPolicy) -> ParamSpec:
+    """Returns `spec` with gradients of the chosen dtype. Those of any dtype are delivered as they are reduced."""
+    return replace(spec, grad_dtype=choice.dtype or policy.reduce_dtype, takes_any_dtype=choice.dtype is None)
 
 
 def _user_class(parameter: Tensor) -> type[Any]:

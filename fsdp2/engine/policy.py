@@ -161,12 +161,14 @@ class MixedPrecisionPolicy:
         takes = codec is not None and codec.exchanges and stored.is_floating_point and is_encoded(shape)
         return codec if takes else None
 
-    def gradient_dtype(self, delivered: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which a gradient is reduced of which `.grad` has the dtype `delivered`."""
-        return self.reduce_dtype or delivered
+    def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which a gradient is reduced. `stored`: the dtype of `.grad`, which is that of the
+        parameter unless another was chosen.
+        """
+        return self.reduce_dtype or stored
 
     def codec_for(
-        self, delivered: torch.dtype, computed: torch.dtype | None = None, shape: Sequence[int] | None = None
+        self, stored: torch.dtype, computed: torch.dtype | None = None, shape: Sequence[int] | None = None
     ) -> Codec:
         """Returns how that gradient travels.
 
@@ -176,14 +178,14 @@ class MixedPrecisionPolicy:
         if self.gradient_codec is not None and (shape is None or is_encoded(shape)):
             return self.gradient_codec
         wanted = self.wire_dtype or computed
-        is_narrower = wanted is not None and wanted.itemsize < self.gradient_dtype(delivered).itemsize
+        is_narrower = wanted is not None and wanted.itemsize < self.gradient_dtype(stored).itemsize
         return Cast(wanted) if wanted is not None and is_narrower else AS_IS
 
-    def sent_dtype(self, delivered: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
+    def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
         """Returns the dtype in which that gradient is packed: narrower than the one it is summed in, or equal to it.
         It travels in that dtype, unless a codec encodes it.
         """
-        return self.codec_for(delivered, computed).packed_dtype(self.gradient_dtype(delivered))
+        return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
 
 
 @dataclass(frozen=True)

@@ -286,28 +286,6 @@ def one_part_in_two_ways() -> None:
 # ---- what is around or in a sharded model
 
 
-@follows("Store the parameter in {} before fully_shard, and let it compute in the MixedPrecisionPolicy's param_dtype")
-def gradients_in_another_dtype() -> None:
-    bf16 = torch.bfloat16
-    model = shard(build(lambda: Net().to(bf16)))
-
-    def wide(each: Any) -> None:
-        each.head.weight.grad_dtype = torch.float32
-
-    text = refused(lambda: wide(model), NotImplementedError)
-    assert "Store the parameter in torch.float32" in text
-    model = build(lambda: Net().to(bf16))
-    model.head.weight.data = model.head.weight.data.to(torch.float32)
-    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32))
-    assert model.head.weight.dtype == torch.float32
-    plain = build(lambda: Net().to(bf16)).float()
-    backward(model, x=own(batch()).to(bf16))
-    backward(plain, x=batch().to(bf16).float())
-    assert model.head.weight.grad.dtype == torch.float32
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(p.grad.full_tensor().float(), q.grad, name, 0.03)
-
-
 @follows(
     "Remove FullyShardedDataParallel, and apply fully_shard to the whole model, too; or pass what is sharded as "
     "ignored_states."
