@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import ParameterPlan, Plan
-from ..engine.compat import PLAIN, chosen_grad_dtype, holds_values, local_if_any, size_may_change
+from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh
 from ..engine.owners import SHARDED_AS
-from ..engine.parameter import Slot, fqn
+from ..engine.parameter import Slot, fqn, grad_choice
 from ..engine.policy import MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import names_below
 from ..engine.subclasses import (
@@ -259,9 +259,10 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parame
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
                 "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
             )
-    stored, choice = parameter.dtype, chosen_grad_dtype(parameter)
-    chosen = policy.grad_dtype if choice is None else choice.dtype
-    delivered = chosen if chosen is not None and stored.is_floating_point else stored
+    stored = delivered = parameter.dtype
+    if policy.replica_codec is not None or policy.gradient_codec is not None:
+        choice = grad_choice(parameter, policy.grad_dtype)
+        delivered = stored if choice is None else choice.dtype or stored
     _check_replica_codec(name, policy, mesh, delivered)
     if policy.gather_codec is not None and not mesh.shard_axes:
         raise ValueError(

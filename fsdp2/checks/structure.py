@@ -67,7 +67,7 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     param.shape,
                     str(local.dtype),
                     str(param.compute_dtype(policy)),
-                    _gradients_of(param),
+                    _OWN_DTYPE if param.grad_choice is None else _gradients_of(param),
                     type(local).__name__,
                     param.dim,
                     repr(policy.codec_for(param.delivered_dtype)),
@@ -76,6 +76,10 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                 )
             )
     return found
+
+
+# Gradients have the dtype of their parameter.
+_OWN_DTYPE = "of the parameter"
 
 
 def _gradients_of(param: FSDPParam) -> str:

@@ -44,14 +44,19 @@ class GradDtype(NamedTuple):
     dtype: torch.dtype | None
 
 
-def chosen_grad_dtype(tensor: Tensor) -> GradDtype | None:
+# Torch says of a tensor if a `grad_dtype` was chosen, since 2.15.
+_TELLS_CHOICES = hasattr(Tensor, "_has_grad_dtype_override")
+
+
+def chosen_grad_dtype(tensor: Any) -> GradDtype | None:
     """Returns the `grad_dtype` that a user has chosen for a tensor; None: nobody has. Torch before 2.15 does not tell a
     choice of the tensor's own dtype from none.
     """
-    with no_torch_function():
-        dtype = tensor.grad_dtype
-        is_chosen = getattr(tensor, "_has_grad_dtype_override", dtype != tensor.dtype)
-    return GradDtype(dtype) if is_chosen else None
+    if type(tensor) is not Parameter and torch._C._is_torch_function_enabled():
+        with no_torch_function():
+            return chosen_grad_dtype(tensor)
+    is_chosen = tensor._has_grad_dtype_override if _TELLS_CHOICES else tensor.grad_dtype != tensor.dtype
+    return GradDtype(tensor.grad_dtype) if is_chosen else None
 
 
 # (tensor, dtype): sets `grad_dtype`, also where a class of fsdp2 has a property of that name.

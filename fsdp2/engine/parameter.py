@@ -85,7 +85,8 @@ class FSDPParam:
         self._keeps_dtype = keeps_dtype is True
         self.names = [name] * len(slots)
         original = slots[0].get()
-        self.grad_choice = grad_choice(original, grad_dtype)
+        chosen = compat.chosen_grad_dtype(original)
+        self.grad_choice = chosen if grad_dtype is None else grad_choice(original, grad_dtype)
         self._user_class: type[Any] = nn.Parameter
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
@@ -183,20 +184,17 @@ class FSDPParam:
         if self._user_class is not nn.Parameter:
             sharded.__dict__[USER_CLASS] = self._user_class
         compat.take_hooks(original, sharded)
-        self._choose_grad_dtype(sharded)
-        return sharded
-
-    def _choose_grad_dtype(self, parameter: Tensor) -> None:
-        """Has `parameter`, sharded or not, take gradients of the dtype that was chosen for them."""
         if self.grad_choice is not None:
-            compat.set_grad_dtype(parameter, self.grad_choice.dtype)
+            compat.set_grad_dtype(sharded, self.grad_choice.dtype)
+        return sharded
 
     def prepare_gradients(self, local: Tensor) -> None:
         """Prepares what all gradients have in common: they lie like `local`, made contiguous."""
         kind = self.distribution
         self.dtensor_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
-        chosen = None if self.grad_choice is None else self.grad_choice.dtype
-        self._deliver_in(chosen or local.dtype)
+        self.gradient_spec, self.delivered_dtype = self.dtensor_spec, local.dtype
+        if self.grad_choice is not None:
+            self._deliver_in(self.grad_choice.dtype or local.dtype)
         self.local_shape, self.local_stride = local.shape, contiguous_stride(local.shape)
         self.tensor_class = extensions().tensor_class
 
@@ -208,7 +206,8 @@ class FSDPParam:
     def put_gradient(self, gradient: Tensor | None) -> None:
         """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
         self.sharded.grad = None
-        self._choose_grad_dtype(self.sharded)
+        if self.grad_choice is not None:
+            compat.set_grad_dtype(self.sharded, self.grad_choice.dtype)
         if gradient is not None:
             self.sharded.grad = gradient.to(self.sharded.device, self.delivered_dtype)
 
@@ -259,7 +258,8 @@ class FSDPParam:
         is_built = self.unsharded is not NOT_BUILT and not renew
         if is_built and type(memory) is Tensor and self.unsharded.dtype == memory.dtype:
             self.move_unsharded(memory)
-            self._choose_grad_dtype(self.unsharded)
+            if self.grad_choice is not None:
+                compat.set_grad_dtype(self.unsharded, self.grad_choice.dtype)
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
         self.leaf_class = type(self.unsharded)
@@ -276,7 +276,8 @@ class FSDPParam:
         else:
             parameter = self.distribution.as_parameter(value, self.shape, requires_grad)
         self._share_attributes(parameter)
-        self._choose_grad_dtype(parameter)
+        if self.grad_choice is not None:
+            compat.set_grad_dtype(parameter, self.grad_choice.dtype)
         return parameter
 
     def _has_user_class(self) -> bool:
