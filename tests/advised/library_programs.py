@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from advised.registry import (
+    ELSEWHERE,
     Net,
     backward,
     batch,
@@ -32,6 +33,19 @@ from advised.registry import (
 )
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from models import Wrapper
+
+_DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_names.py"
+ELSEWHERE.update(
+    {
+        "Pass MixedPrecisionPolicy(reduce_dtype={}), or set grad_dtype to {}": f"{_DTYPES}::any_dtype",
+        "Set it between steps": f"{_DTYPES}::set_after_sharding",
+        "Set grad_dtype, to torch.float32 for example, before fully_shard": f"{_DTYPES}::stepped_by_muon",
+        "Read parameter.device_mesh instead": f"{_PRIVATE}::refused_under_our_names",
+        "Leave spmd_types off (in torchtitan: take its backend of DTensors), and give fully_shard the DTensor that": (
+            "tests/unit/test_torch_contract.py::test_parameters_with_annotations_of_spmd_types"
+        ),
+    }
+)
 
 # ---- tensor subclasses
 
