@@ -27,6 +27,7 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
         groups = groups_of(self)
+        _refuse_unsynchronized(groups_below(self) if recurse else groups)
         for group in groups:
             group.reshard()
         empty = [[param for param in group.params if param.local.is_meta] for group in groups]
@@ -63,6 +64,14 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def _refuse_unsynchronized(groups: Iterable[FSDPParamGroup]) -> None:
+    """Refuses to convert or move parameters whose gradients are not synchronised yet, before anything is changed."""
+    for group in groups:
+        for param in [group.params[i] for i in group.placeholders]:
+            if isinstance(param.sharded.grad, UnsynchronizedGrad):
+                param.sharded.grad.refuse(f"{param.name}, in Module.to, .cuda or the like")
 
 
 def _take_gradients(params: Iterable[FSDPParam]) -> list[tuple[FSDPParam, Tensor]]:

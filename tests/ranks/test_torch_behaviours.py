@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +51,29 @@ def sums_of_reduced_and_unreduced_gradients() -> None:
             assert torch.equal(model.weight.grad.full_tensor(), torch.full((3, 1), expected))
 
 
+def unsynchronized_gradients_while_parameters_are_converted() -> None:
+    """Nothing is changed: the gradients would have the dtype and device of before."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for part in (*model, model):
+        fully_shard(part)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 3)).sum().backward()
+    for convert in (lambda: model.to(torch.float64), lambda: model.cpu(), lambda: model[1].half()):
+        with pytest.raises(RuntimeError, match=r"weight, in Module\.to.*: this gradient is not synchronised"):
+            convert()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 3)).sum().backward()
+    plain = nn.Linear(3, 3)
+    plain.load_state_dict({name: value.full_tensor() for name, value in model[1].state_dict().items()})
+    x = model[0](torch.ones(2, 3)).detach()
+    (2 * plain(x).sum()).backward()
+    torch.testing.assert_close(model[1].weight.grad.full_tensor(), plain.weight.grad)
+    model.zero_grad()
+    model.to(torch.float64)
+    assert model(torch.ones(2, 3, dtype=torch.float64)).dtype == torch.float64
+
+
 def names_of_groups_and_parameters() -> None:
     model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
     for part in (model[0][0], model[0][1], model):
@@ -80,7 +104,7 @@ def weights_of_one_rank_are_read_where_they_rest() -> None:
 
 CHECKS = (
     *(unused_parameters_of_experts, sums_of_reduced_and_unreduced_gradients, names_of_groups_and_parameters),
-    weights_of_one_rank_are_read_where_they_rest,
+    *(weights_of_one_rank_are_read_where_they_rest, unsynchronized_gradients_while_parameters_are_converted),
 )
 
 
