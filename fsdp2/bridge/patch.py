@@ -1,5 +1,5 @@
-"""Replaces torch's FSDP2 by fsdp2 in programs that were written for torch's: patch_torch(). Only this file knows in
-which modules torch's names are.
+"""Replaces torch's FSDP2 by fsdp2 in programs that were written for torch's: patch_torch(). This file and
+torch_interface.py know in which modules torch's names are.
 """
 
 from __future__ import annotations
