@@ -228,7 +228,7 @@ class FSDPModule:
         """
         set_groups(self, False, backward_prefetch=groups_of_all("modules", modules))
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Chooses whether a parameter without a gradient on this rank takes part in reductions, with zeros.
 
         Use it where ranks use different parameters of one group, so that another rank may have a gradient of it.
@@ -237,11 +237,11 @@ class FSDPModule:
         `fully_shard(module, conditional=True)`. Every rank must call it.
 
         Args:
-            enable: False is the default.
+            reduce_scatter_unused_params: False is the default.
             recurse: True, the default, also sets it for the sharded modules inside this one.
         """
-        check_bool("enable", enable)
-        for group in set_groups(self, recurse, reduce_unused=enable):
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for group in set_groups(self, recurse, reduce_unused=reduce_scatter_unused_params):
             group.needs_no_input_hooks = False
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
@@ -412,7 +412,7 @@ class FSDPModule:
             group.set(comm_hook=shared)
             group.parameters.follow_requires_grad()
 
-    def set_custom_all_gather(self, all_gather: Any) -> None:
+    def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers the groups of this module by an object of yours, in one flat call for each group.
 
         The object has two methods. `allocate(size, *, dtype, device)` returns the output, a flat tensor; the input is
@@ -423,15 +423,15 @@ class FSDPModule:
         RuntimeError. Every rank must call it.
 
         Args:
-            all_gather: such an object. None: the usual all-gather.
+            comm: such an object. None: the usual all-gather.
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: there are several ranks, and all hold whole parameters, so that it would never be called.
         """
-        self._choose_collective("all_gather", all_gather, "Nothing is gathered")
+        self._choose_collective("all_gather", comm, "Nothing is gathered")
 
-    def set_custom_reduce_scatter(self, reduce_scatter: Any) -> None:
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces the gradients of this module's groups by an object of yours, in one flat call for each bucket.
 
         The object has two methods. `allocate(size, *, dtype, device)` returns a flat tensor in the reduce dtype; it is
@@ -440,7 +440,7 @@ class FSDPModule:
         `set_custom_all_gather`. Every rank must call it.
 
         Args:
-            reduce_scatter: such an object. None: the usual reduce-scatter.
+            comm: such an object. None: the usual reduce-scatter.
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
@@ -448,22 +448,22 @@ class FSDPModule:
                 parameters, and scatter nothing.
             NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
         """
-        for group in groups_of(self) if reduce_scatter is not None else ():
+        for group in groups_of(self) if comm is not None else ():
             if group.mesh.shards_at_rest:
                 raise NotImplementedError(
                     f"reduce_scatter: expected None on {group.mesh.topology}, where gradients are scattered in two "
-                    f"steps, got {reduce_scatter!r}"
+                    f"steps, got {comm!r}"
                 )
         for state in states_of(self):
             chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
-            for argument, value in chosen.items() if reduce_scatter is not None else ():
+            for argument, value in chosen.items() if comm is not None else ():
                 if value is not None:
                     raise ValueError(
                         f"reduce_scatter: expected None where the policy has a {argument} which gradients are "
-                        f"exchanged and not reduced, got {reduce_scatter!r}"
+                        f"exchanged and not reduced, got {comm!r}"
                     )
         why = "Replicas all-reduce their gradients; what they have summed can be changed by set_all_reduce_hook(hook)"
-        self._choose_collective("reduce_scatter", reduce_scatter, why)
+        self._choose_collective("reduce_scatter", comm, why)
 
     def _choose_collective(self, kind: str, collective: Any, why: str) -> None:
         groups = groups_of(self)
@@ -807,6 +807,10 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> Any:
         return require_torch_state(self)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Checks its argument. All-gathers are always asynchronous, into memory that the compute stream allocates."""
+        check_bool("async_op", async_op)
 
     def __prepare_scriptable__(self) -> Any:
         """Refuses `torch.jit.script`, which calls this for each module in a model before anything else."""

@@ -204,7 +204,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are summed in the compute dtype",
-        r"tuple\(policy\.gradient_dtype\(spec\.storage_dtype\) for spec in specs\)",
+        r"tuple\(policy\.gradient_dtype\(spec\.delivered_dtype\) for spec in specs\)",
         "tuple(spec.compute_dtype for spec in specs)",
         (SCHEDULE, TRAINING),
     ),

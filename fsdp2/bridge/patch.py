@@ -1,5 +1,5 @@
-"""Replaces torch's FSDP2 by fsdp2 in programs that were written for torch's: patch_torch(). Only this file knows in
-which modules torch's names are.
+"""Replaces torch's FSDP2 by fsdp2 in programs that were written for torch's: patch_torch(). This file and
+torch_interface.py know in which modules torch's names are.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolic
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 from .fsdp1_methods import replace_summon
+from .torch_interface import get_module_fsdp_state
 
 _API = "torch.distributed.fsdp"
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 # The package of torch's implementation. Its code continues to use its own names: programs may hold references to it.
 _INTERNAL = f"{_API}._fully_shard."
+_STATES = f"{_INTERNAL}_fsdp_state"
 # Modules from which others import names. These get a copy of the module, in which the names are those of fsdp2.
-_COPIED = (f"{_INTERNAL}_fully_shard", _REPLICATE)
+_COPIED = (f"{_INTERNAL}_fully_shard", _STATES, _REPLICATE)
 _ALIASES = ("torch.distributed._composable.fsdp", "torch.distributed._composable.fsdp.fully_shard")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -47,6 +49,7 @@ _PUBLIC = (
 _OURS: dict[str, dict[str, Any]] = {
     _API: {each.__name__: each for each in _PUBLIC},
     _REPLICATE: {"replicate": replicate, "ReplicateModule": ReplicateModule},
+    _STATES: {"_get_module_fsdp_state": get_module_fsdp_state},
 }
 
 

@@ -4,22 +4,90 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.policy import Hold
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
-from ..engine.torch_names import ComposableState, is_traced, register_composable
+from ..engine.torch_names import ComposableState, is_traced, register_composable, state_in_table
 from .fsdp1_methods import StateRef
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
 # it alive.
 _ATTRIBUTE = "_torch_state"
+# The modules of torch that have its descriptions of meshes, and the phases of its groups. Programs compare with these.
+_INTERNAL = "torch.distributed.fsdp._fully_shard."
+
+
+def _mesh_info(mesh: DataMesh) -> Any:
+    """Returns torch's description of the ranks that share and replicate parameters.
+
+    Raises:
+        NotImplementedError: several axes shard, or replicate, or some shard at rest only: torch's has one each.
+    """
+    axes = [mesh.shard_axes, mesh.replicate_axes]
+    if mesh.joins is not None or any(len(each) > 1 for each in axes):
+        raise NotImplementedError(
+            f"mesh_info: expected one axis that shards and one that replicates at most, got the axes {axes} of a mesh "
+            f"of {mesh.mesh.ndim}; torch's mesh_info names one of each. Read parameter.device_mesh instead."
+        )
+    kinds = import_module(f"{_INTERNAL}_fsdp_common")
+    shard, replicate = (each[0] if each else None for each in axes)
+    if shard is None:
+        return kinds.DDPMeshInfo(mesh.mesh, replicate_mesh_dim=replicate)
+    if replicate is None:
+        return kinds.FSDPMeshInfo(mesh.mesh, shard_mesh_dim=shard)
+    return kinds.HSDPMeshInfo(mesh.mesh, shard_mesh_dim=shard, replicate_mesh_dim=replicate)
+
+
+class TorchParam:
+    """Shows one parameter as one of torch's groups does, to read."""
+
+    __slots__ = ("_param",)
+
+    def __init__(self, param: FSDPParam) -> None:
+        self._param = param
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """Its data is there from unshard to reshard."""
+        return self._param.unsharded
+
+    _unsharded_param = unsharded_param
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.name
+
+    @property
+    def fsdp_placement(self) -> Shard:
+        return Shard(self._param.dim)
+
+    @property
+    def sharded_size(self) -> torch.Size:
+        return self._param.local_shape
+
+    @property
+    def sharded_grad_dtype(self) -> torch.dtype:
+        return self._param.delivered_dtype
+
+    @property
+    def mesh_info(self) -> Any:
+        return _mesh_info(self._param.mesh)
 
 
 class TorchParamGroup:
@@ -29,6 +97,51 @@ class TorchParamGroup:
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
         self._groups = groups
+
+    @property
+    def fsdp_params(self) -> list[TorchParam]:
+        return [TorchParam(param) for group in self._groups for param in group.params]
+
+    @property
+    def mesh_info(self) -> Any:
+        return _mesh_info(self._groups[0].mesh)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """Where forward leaves parameters: `mesh_info` after `reshard_after_forward=True`, None after False.
+
+        Programs assign to it what torch's `_get_post_forward_mesh_info` returns, to change `reshard_after_forward`.
+        """
+        settings = self._groups[0].settings
+        if settings.restored_among is not None:
+            return import_module(f"{_INTERNAL}_fsdp_init")._get_post_forward_mesh_info(
+                settings.restored_among, self.mesh_info
+            )
+        return None if settings.frees_after_forward is False else self.mesh_info
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, info: Any) -> None:
+        own = self.mesh_info
+        chosen = info is not None if info in (None, own) else info.shard_mesh_size
+        for group in self._groups:
+            group.set(reshard_after_forward=chosen)
+
+    @property
+    def _training_state(self) -> Any:
+        states = import_module(f"{_INTERNAL}_fsdp_common").TrainingState
+        root = self._groups[0].root
+        if root.is_in_backward():
+            return states.PRE_BACKWARD
+        return states.FORWARD if self._groups[0].state.running else states.IDLE
+
+    @_training_state.setter
+    def _training_state(self, state: Any) -> None:
+        """Takes the state that the group has: programs set IDLE before they move a model, in case torch's forgot to."""
+        if state != self._training_state:
+            raise RuntimeError(
+                f"{self._groups[0].name}: _training_state is {self._training_state.name}, and can't be set to "
+                f"{getattr(state, 'name', state)}: it follows the forwards and backwards of the model."
+            )
 
     def post_backward(self) -> None:
         """Reduces unsynchronized gradients, outside a backward pass, and reshards.
@@ -131,6 +244,15 @@ def register_states(root: Root) -> None:
         for module in state.modules:
             if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
                 register_composable(module, StateRef(_torch_state(state)), "fully_shard")
+
+
+def get_module_fsdp_state(module: nn.Module) -> Any:
+    """Returns the state of a module that fsdp2 or torch has sharded, under torch's names for it; else None."""
+    found = torch_state_of(module)
+    if found is not None:
+        return found
+    state = state_in_table(module)
+    return state if isinstance(state, import_module(f"{_INTERNAL}_fsdp_state").FSDPState) else None
 
 
 def torch_state_of(module: nn.Module) -> TorchState | None:

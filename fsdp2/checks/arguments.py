@@ -14,6 +14,7 @@ from ..engine.meshes import described_data_mesh
 from ..engine.parameter import fqn
 from ..engine.policy import MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import modules_below, state_of
+from ..engine.torch_names import SPMD_TYPE
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -32,7 +33,7 @@ def check_arguments(
     _check_types(reshard, placement_fn, offload_policy)
     mp_policy = check_policy(mp_policy)
     ignored, ignored_modules = _expand(ignored)
-    _check_initialised(roots, ignored)
+    _check_parameters(roots, ignored)
     placements = None if placement_fn is None else Placements(placement_fn)
     return reshard, placements, mp_policy, offload_policy, ignored, ignored_modules
 
@@ -145,18 +146,14 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
-    # Younger than the others: torch has it since 2.15.
-    override = getattr(policy, "param_dtype_override_fn", None)
+    # Younger than the others: torch has the first since 2.15, and releases after it have `grad_dtype`.
+    younger = ("param_dtype_override_fn", "grad_dtype")
     own = ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec", "buffer_dtype")
-    ours: dict[str, Any] = {name: getattr(policy, name, None) for name in own}
-    return MixedPrecisionPolicy(
-        *(getattr(policy, name) for name in names),
-        param_dtype_override_fn=override,
-        **ours,
-    )
+    others: dict[str, Any] = {name: getattr(policy, name, None) for name in (*younger, *own)}
+    return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), **others)
 
 
-def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:
+def _check_parameters(roots: Sequence[nn.Module], ignored: Any) -> None:
     for i, root in enumerate(roots):
         below = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
         for module, prefix in below.items():
@@ -165,6 +162,12 @@ def _check_initialised(roots: Sequence[nn.Module], ignored: Any) -> None:
                 if UninitializedParameter in type(parameter).__mro__ and parameter not in ignored:
                     raise ValueError(
                         f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."
+                    )
+                if parameter is not None and SPMD_TYPE in vars(parameter) and parameter not in ignored:
+                    raise NotImplementedError(
+                        f"{fqn(prefix, name)}: annotations of spmd_types are not supported yet. Leave spmd_types off "
+                        "(in torchtitan: take its backend of DTensors), and give fully_shard the DTensor that "
+                        "parallelize_module or distribute_tensor makes of the parameter."
                     )
 
 

@@ -13,7 +13,7 @@ from ..engine.build import ParameterPlan, Plan
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh
 from ..engine.owners import SHARDED_AS
-from ..engine.parameter import Slot, fqn
+from ..engine.parameter import Slot, fqn, grad_choice
 from ..engine.policy import MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import names_below
 from ..engine.subclasses import (
@@ -66,7 +66,7 @@ def check_plan(plan: Plan) -> None:
             meshes[id(each.mesh)] = each.mesh
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        _check_codec(name, given.mp_policy, each.mesh, parameters[name].dtype)
+        _check_codec(name, given.mp_policy, each.mesh, parameters[name])
         if with_options:
             _check_frequencies(each)
         if type(parameters[name]) is not nn.Parameter:
@@ -106,11 +106,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter.is_complex():
         raise NotImplementedError(
             f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
-        )
-    if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
-        raise NotImplementedError(
-            f"{_describe(name, parameter)} a grad_dtype of its own ({parameter.grad_dtype}) is not supported: "
-            "gradients have their parameter's dtype. Store it in that one, and compute in a policy's param_dtype."
         )
     owner = getattr(parameter, SHARDED_AS, None)
     if owner is not None:
@@ -255,7 +250,7 @@ def _check_can_cut(each: ParameterPlan, data: Tensor) -> None:
         raise NotImplementedError(f"{no_methods(each.name, data, missing)} Cutting it fails: {error}") from error
 
 
-def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored: torch.dtype) -> None:
+def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parameter: nn.Parameter) -> None:
     """Refuses a choice of how gradients or weights travel where none travel so, or can't."""
     given = {"wire_dtype": policy.wire_dtype, "gradient_codec": policy.gradient_codec}
     for argument, value in given.items():
@@ -264,7 +259,11 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
                 "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
             )
-    _check_replica_codec(name, policy, mesh, stored)
+    stored = delivered = parameter.dtype
+    if policy.replica_codec is not None or policy.gradient_codec is not None:
+        choice = grad_choice(parameter, policy.grad_dtype)
+        delivered = stored if choice is None else choice.dtype or stored
+    _check_replica_codec(name, policy, mesh, delivered)
     if policy.gather_codec is not None and not mesh.shard_axes:
         raise ValueError(
             f"{name}: expected no gather_codec in mp_policy on a mesh that only replicates, where nothing is gathered, "
@@ -277,7 +276,7 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
             raise NotImplementedError(f"{name}: {error}") from None
     if policy.gradient_codec is not None and stored.is_floating_point:
         try:
-            sent, summed = policy.sent_dtype(stored), policy.gradient_dtype(stored)
+            sent, summed = policy.sent_dtype(delivered), policy.gradient_dtype(delivered)
         except NotImplementedError as error:
             raise NotImplementedError(f"{name}: {error}") from None
         if sent.itemsize > summed.itemsize:
@@ -287,9 +286,9 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored
             )
 
 
-def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, stored: torch.dtype) -> None:
+def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, delivered: torch.dtype) -> None:
     """Refuses a choice of how replicas sum where there are none, or where they can't sum so."""
-    how, summed = policy.replica_codec, policy.gradient_dtype(stored)
+    how, summed = policy.replica_codec, policy.gradient_dtype(delivered)
     if how is None:
         return
     if not mesh.replicate_axes and not mesh.shards_at_rest:
@@ -305,7 +304,7 @@ def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh
             )
         return
     try:
-        sent = how.packed_dtype(summed) if stored.is_floating_point else summed
+        sent = how.packed_dtype(summed) if delivered.is_floating_point else summed
     except NotImplementedError as error:
         raise NotImplementedError(f"{name}: {error}") from None
     if sent.itemsize > summed.itemsize:

@@ -15,6 +15,7 @@ from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
+from ..engine.parameter import FSDPParam
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
 from .due import RankCheck
@@ -31,6 +32,7 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     stored: str
     gathered: str
+    delivered: str
     kind: str
     dim: int
     codec: str
@@ -43,6 +45,7 @@ _FIELDS = {
     "shape": "the shape",
     "stored": "the dtype",
     "gathered": "the dtype in forward",
+    "delivered": "gradients of the dtype",
     "kind": "tensors of the class",
     "dim": "shards along dim",
     "codec": "gradients that travel by",
@@ -64,14 +67,25 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     param.shape,
                     str(local.dtype),
                     str(param.compute_dtype(policy)),
+                    _OWN_DTYPE if param.grad_choice is None else _gradients_of(param),
                     type(local).__name__,
                     param.dim,
-                    repr(policy.codec_for(local.dtype)),
+                    repr(policy.codec_for(param.delivered_dtype)),
                     repr(policy.replica_codec),
                     param.sharded.requires_grad,
                 )
             )
     return found
+
+
+# Gradients have the dtype of their parameter.
+_OWN_DTYPE = "of the parameter"
+
+
+def _gradients_of(param: FSDPParam) -> str:
+    """Returns the dtype of a parameter's `.grad`, and whether autograd may compute it in any other."""
+    choice = param.grad_choice
+    return f"{param.delivered_dtype}{' from any' if choice is not None and choice.dtype is None else ''}"
 
 
 class Structure(RankCheck):

@@ -6,13 +6,14 @@ do. Here a copy gets memory of its own, and a file holds no more than the gradie
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.compat import local_of
+from ..engine.compat import chosen_grad_dtype, local_of, set_grad_dtype
 from ..engine.gradients import without_node
 from .sharded_dtensor import replace_attribute
 
@@ -28,7 +29,20 @@ def _deepcopying(original: Callable[..., Any]) -> Callable[..., Any]:
         if id(self) in memo:
             return memo[id(self)]
         found = without_node(self)
-        return memo.setdefault(id(self), found.clone()) if _shares_storage(found) else original(found, memo)
+        if _shares_storage(found):
+            return memo.setdefault(id(self), found.clone())
+        choice = chosen_grad_dtype(found) if found.is_leaf else None
+        if choice is None:
+            return original(found, memo)
+        # Torch copies the gradient first, and not the dtype that lets the copy have it.
+        gradient, found.grad = found.grad, None
+        try:
+            copied = original(found, memo)
+        finally:
+            found.grad = gradient
+        set_grad_dtype(copied, choice.dtype)
+        copied.grad = copy.deepcopy(gradient, memo)
+        return copied
 
     return deepcopy
 

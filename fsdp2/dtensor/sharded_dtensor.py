@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from ..engine import saved_shards
-from ..engine.compat import local_of, new_dtensor, no_torch_function
+from ..engine.compat import chosen_grad_dtype, local_of, new_dtensor, no_torch_function, set_grad_dtype
 from ..engine.nested import tensors_in
 from ..engine.once import once
 from ..engine.owners import sharded_owner
@@ -61,10 +61,6 @@ _handlers: dict[Any, Handler] = {}
 _replaced: set[str] = set()
 # Functions that may change the text of an error about an operation.
 _explainers: list[Explainer] = []
-
-
-# Of torch before 2.10, which has no such attribute, None.
-_GRAD_DTYPE: Any = getattr(Tensor, "grad_dtype", None)
 
 
 class _Sharded(DTensor):
@@ -98,19 +94,15 @@ class _Sharded(DTensor):
     @property
     def grad_dtype(self) -> torch.dtype | None:
         """The dtype of `.grad`; None: any."""
-        return _GRAD_DTYPE.__get__(self)
+        return super().grad_dtype
 
     @grad_dtype.setter
     def grad_dtype(self, dtype: torch.dtype | None) -> None:
-        if dtype not in (None, self.dtype) and self.is_leaf and self.requires_grad:
-            owner = sharded_owner(self)
-            name = "a sharded parameter" if owner is None else owner.param.name
-            raise NotImplementedError(
-                f"{name}: a grad_dtype of its own ({dtype}) is not supported: gradients have their parameter's dtype "
-                f"({self.dtype}). Store the parameter in {dtype} before fully_shard, and let it compute in the "
-                "MixedPrecisionPolicy's param_dtype."
-            )
-        _GRAD_DTYPE.__set__(self, dtype)
+        owner = sharded_owner(self)
+        if owner is None:
+            set_grad_dtype(self, dtype)
+        else:
+            owner.group.choose_grad_dtype(owner.param, dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
@@ -524,6 +516,8 @@ if not DISPATCHES_TO_SUBCLASSES:
             original = _with_torch_class(tensor)
             memo.setdefault(id(memo), []).append(original)  # so that no other tensor has its identity
             copied = memo[id(tensor)] = as_sharded(original.__deepcopy__(memo))
+            if tensor.is_leaf and (choice := chosen_grad_dtype(tensor)) is not None:
+                set_grad_dtype(copied, choice.dtype)
             if tensor.grad is not None:
                 copied.grad = tensor.grad.__deepcopy__(memo)
         return memo[id(tensor)]

@@ -94,9 +94,7 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
     unless the policy chooses how.
     """
     return tuple(
-        policy.codec_for(
-            spec.storage_dtype, spec.compute_dtype if as_computed and not spec.extended else None, spec.shape
-        )
+        policy.codec_for(spec.delivered_dtype, spec.arriving_dtype if as_computed else None, spec.shape)
         for spec in specs
     )
 
@@ -137,14 +135,14 @@ def split_buckets(
 ) -> list[tuple[int, ...]]:
     """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, kind: how it travels, storage dtype) and at least `min_bytes`, unless all of that
-    kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room`
+    A bucket holds one (reduce dtype, kind: how it travels, dtype of `.grad`) and at least `min_bytes`, unless all of
+    that kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room`
     bytes if that is more, and what is left over: there may be up to twice as many buckets. `max_buckets` None: `room`
     alone counts.
     """
     by_kind: dict[tuple[torch.dtype, Hashable, torch.dtype], list[int]] = {}
     for i in indices:
-        by_kind.setdefault((reduce_dtypes[i], kinds[i], specs[i].storage_dtype), []).append(i)
+        by_kind.setdefault((reduce_dtypes[i], kinds[i], specs[i].delivered_dtype), []).append(i)
     buckets = []
     for (reduce_dtype, *_), members in by_kind.items():
         sizes = {i: specs[i].shard_numel * specs[i].world_size * reduce_dtype.itemsize for i in members}

@@ -241,7 +241,8 @@ def _make_groups(
         device, pin = storage_place(given.offload_policy, mesh.device)
         with torch.no_grad():
             params = [
-                FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
+                FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype, policy.grad_dtype)
+                for each in members
             ]
         settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
         groups.append(FSDPParamGroup(modules, params, mesh, settings))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,31 @@ quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
 PLAIN = (Tensor, Parameter)
 # Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
 version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
+
+
+class GradDtype(NamedTuple):
+    """Holds a `grad_dtype` that a user has chosen. `dtype` None: gradients may have any dtype."""
+
+    dtype: torch.dtype | None
+
+
+# Torch says of a tensor if a `grad_dtype` was chosen, since 2.15.
+_TELLS_CHOICES = hasattr(Tensor, "_has_grad_dtype_override")
+
+
+def chosen_grad_dtype(tensor: Any) -> GradDtype | None:
+    """Returns the `grad_dtype` that a user has chosen for a tensor; None: nobody has. Torch before 2.15 does not tell a
+    choice of the tensor's own dtype from none.
+    """
+    if type(tensor) is not Parameter and torch._C._is_torch_function_enabled():
+        with no_torch_function():
+            return chosen_grad_dtype(tensor)
+    is_chosen = tensor._has_grad_dtype_override if _TELLS_CHOICES else tensor.grad_dtype != tensor.dtype
+    return GradDtype(tensor.grad_dtype) if is_chosen else None
+
+
+# (tensor, dtype): sets `grad_dtype`, also where a class of fsdp2 has a property of that name.
+set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = vars(torch._C.TensorBase)["grad_dtype"].__set__
 
 
 # (tensors, 0, W, out=out): writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to

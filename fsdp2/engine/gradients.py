@@ -168,7 +168,7 @@ class GroupGradients:
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plans the buckets of the parameters `trainable`."""
         self._specs = specs
-        self._reduce_dtypes = tuple(policy.gradient_dtype(spec.storage_dtype) for spec in specs)
+        self._reduce_dtypes = tuple(policy.gradient_dtype(spec.delivered_dtype) for spec in specs)
         self._codecs = codecs_of(specs, policy, self.reduction.shards.sums_on_arrival)
         self._codecs_of_sums = codecs_of(specs, policy, as_computed=False)
         ranks = self.reduction.shards.rank, self.reduction.replicas.rank if self.reduction.replicas else 0
@@ -284,9 +284,11 @@ class GroupGradients:
 
     def fill_with_zeros(self, indices: Iterable[int]) -> None:
         """Puts zeros in place of gradients that this rank does not have."""
-        for unsharded in (self._params[i].unsharded for i in indices):
+        for i in indices:
+            unsharded = self._params[i].unsharded
             if unsharded.grad is None:
-                unsharded.grad = torch.zeros_like(unsharded)
+                dtype = self._specs[i].arriving_dtype or self._reduce_dtypes[i]
+                unsharded.grad = torch.zeros_like(unsharded, dtype=dtype)
 
     def reduce_with_zeros(self) -> None:
         """Reduces all buckets, with zeros for the gradients that this rank does not have. Every rank must call it."""
@@ -408,6 +410,11 @@ class GroupGradients:
                 # To compare shapes would take twice as long.
                 if gradient.numel() != spec.numel or gradient.size(0) != spec.shape[0]:
                     self._refuse_shape(i, gradient)
+                if (
+                    spec.takes_any_dtype
+                    and torch.promote_types(gradient.dtype, self._reduce_dtypes[i]) != (self._reduce_dtypes[i])
+                ):
+                    self._refuse_dtype(i, gradient)
                 taken[i] = gradient
             if i in self.unsynchronized:
                 self.taken.add(i)
@@ -421,6 +428,15 @@ class GroupGradients:
             f"{self._params[i].name}: expected a gradient of shape {self._specs[i].shape}, got "
             f"{tuple(gradient.shape)}. Its `.data` was assigned while it was unsharded. Write inside "
             "`with fsdp2.full_params(module, writeback=True):`; change a shape before fully_shard."
+        )
+
+    def _refuse_dtype(self, i: int, gradient: Tensor) -> None:
+        """Raises RuntimeError: the gradient, which may come in any dtype, would be rounded to be reduced."""
+        raise RuntimeError(
+            f"{self._params[i].name}: its grad_dtype is None, and its gradient has come in {gradient.dtype}, which the "
+            f"dtype of its reduction, {self._reduce_dtypes[i]}, can't hold. Pass "
+            f"MixedPrecisionPolicy(reduce_dtype={gradient.dtype}), or set grad_dtype to {gradient.dtype} before "
+            "fully_shard."
         )
 
     def _process(self, gradients: dict[int, Tensor]) -> None:
@@ -519,7 +535,7 @@ class GroupGradients:
             run_shown(notify, self.group)
 
     def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
-        """Adds this rank's gradient shards to `.grad`. They have the storage dtype.
+        """Adds this rank's gradient shards to `.grad`, whose dtype they have.
 
         The hooks of a sharded parameter, if it may have any (`is_hooked`), run: on the gradient as in plain training,
         then on the parameter.
@@ -527,7 +543,7 @@ class GroupGradients:
         for i, (flat, offset) in shards.items():
             param = self._params[i]
             local = flat.as_strided(param.local_shape, param.local_stride, offset)
-            gradient: Tensor = new_dtensor(param.tensor_class, local, param.dtensor_spec)
+            gradient: Tensor = new_dtensor(param.tensor_class, local, param.gradient_spec)
             sharded = param.sharded
             if is_hooked:
                 for hook in tuple((sharded._backward_hooks or {}).values()):  # a hook may remove itself
@@ -550,7 +566,7 @@ class GroupGradients:
         param = self._params[i]
         gradient = param.sharded.grad
         assert gradient is not None, "it has just been delivered"
-        make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.dtensor_spec)
+        make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.gradient_spec)
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)
             param.sharded.grad = _WithoutGraph.apply(anchor, param.name, make)

@@ -177,6 +177,22 @@ class FSDPParamGroup:
         for notify in self.events.settings_changed:
             notify(self)
 
+    def choose_grad_dtype(self, param: FSDPParam, dtype: torch.dtype | None) -> None:
+        """Delivers gradients of `param`, one of its parameters, in another dtype from now on. Every rank must call it.
+
+        Raises:
+            RuntimeError: a forward or backward runs, gradients wait for a later pass, or `.grad` has another dtype.
+        """
+        is_running = self.phase is COPIED or self.state.running > 0 or self.root.is_in_backward()
+        if is_running or self.gradients.is_pending():
+            why = "a forward or backward runs" if is_running else "gradients of its group are not synchronised yet"
+            raise RuntimeError(f"{param.name}: its grad_dtype can't be set while {why}. Set it between steps.")
+        compat.set_grad_dtype(param.sharded, dtype)
+        param.grad_choice = compat.GradDtype(dtype)
+        self.reshard()
+        self.parameters.build(self.settings, self.comms.gathers)
+        self.note_change()
+
     def note_change(self) -> None:
         """Notes that settings or trainable parameters may have changed."""
         if self.root is not None:

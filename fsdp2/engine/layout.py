@@ -76,6 +76,10 @@ class ParamSpec:
     # Gathered by methods of its own, hence in no GatherLayout; its gradient may come in any dtype.
     extended: bool = False
     gather_codec: Codec | None = None
+    # The dtype of `.grad`, in which autograd then accumulates the unsharded gradient, too. None: nobody has chosen one.
+    grad_dtype: torch.dtype | None = None
+    # Autograd accumulates the unsharded gradient in whatever dtype it comes (`p.grad_dtype = None`).
+    takes_any_dtype: bool = False
 
     def __post_init__(self) -> None:
         if not self.shape:
@@ -155,9 +159,21 @@ class ParamSpec:
         """True if each rank holds one row along dim 0, or none."""
         return self.dim == 0 and self.chunk_rows <= 1
 
+    @cached_property
+    def delivered_dtype(self) -> torch.dtype:
+        """The dtype of `.grad` of the sharded parameter."""
+        return self.grad_dtype or self.storage_dtype
+
+    @cached_property
+    def arriving_dtype(self) -> torch.dtype | None:
+        """The dtype in which autograd leaves the unsharded gradient. None: any."""
+        if self.extended or self.takes_any_dtype:
+            return None
+        return self.grad_dtype or self.compute_dtype
+
     def arrives_in(self, dtype: torch.dtype) -> bool:
         """Returns True if the unsharded gradient is known to come in `dtype`."""
-        return self.compute_dtype == dtype and not self.extended
+        return self.arriving_dtype == dtype
 
     def rows(self, rank: int) -> tuple[int, int]:
         """Returns the first row that `rank` holds, and the one after its last."""
@@ -330,7 +346,7 @@ def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Describes gradients that are reduced together: one reduce dtype, one storage dtype. Offsets count elements.
+    """Describes gradients that are reduced together: one reduce dtype, one dtype of `.grad`. Offsets count elements.
 
     They travel in the wire dtype; what arrives is summed in the reduce dtype.
 
@@ -348,7 +364,7 @@ class BucketLayout:
     shard_numel: int
     wire_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    storage_dtype: torch.dtype
+    delivered_dtype: torch.dtype
 
     @property
     def payload_nbytes(self) -> int:
@@ -363,7 +379,7 @@ def bucket_layout(
     direct_min_bytes: int,
     wire_dtype: torch.dtype | None = None,
 ) -> BucketLayout:
-    """Lays out the reduction of the parameters `indices`, which share one storage dtype.
+    """Lays out the reduction of the parameters `indices`, which share one dtype of `.grad`.
 
     `wire_dtype`: no wider than the reduce dtype; None: that.
     """
@@ -387,5 +403,5 @@ def bucket_layout(
         shard_numel=packed_start + packed_numel,
         wire_dtype=wire_dtype,
         reduce_dtype=reduce_dtype,
-        storage_dtype=specs[indices[0]].storage_dtype,
+        delivered_dtype=specs[indices[0]].delivered_dtype,
     )

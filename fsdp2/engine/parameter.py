@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .codec import Codec
-from .compat import local_of
+from .compat import GradDtype, local_of
 from .events import extensions
 from .layout import ParamSpec, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
@@ -60,8 +60,13 @@ class FSDPParam:
         nn.Parameter or Tensor if the parameter had one, with values in memory of its own.
     `shape`: of the whole parameter; `gathered_shape`: of what the ranks of `mesh` share of it, which is less under
         tensor parallelism. `bounds`: this rank's first row along `dim` of that, and the one after its last.
+    `grad_choice`: the dtype that `.grad` is to have, and in which autograd accumulates the unsharded gradient, as the
+        user has chosen it by `parameter.grad_dtype` or by the policy. None: nobody has. `delivered_dtype`: that of
+        `.grad`.
     `names`: FQNs of its slots; errors call it by the first.
     """
+
+    grad_choice: GradDtype | None = None
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class FSDPParam:
         distribution: Distribution,
         storage_device: torch.device,
         keeps_dtype: bool | None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.slots, self.mesh, self.distribution, self.dim = slots, mesh, distribution, distribution.dim
         # Where the sharded parameter lives.
@@ -79,6 +85,8 @@ class FSDPParam:
         self._keeps_dtype = keeps_dtype is True
         self.names = [name] * len(slots)
         original = slots[0].get()
+        chosen = compat.chosen_grad_dtype(original)
+        self.grad_choice = chosen if grad_dtype is None else grad_choice(original, grad_dtype)
         self._user_class: type[Any] = nn.Parameter
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
@@ -117,7 +125,11 @@ class FSDPParam:
         extended, codec = gathers_itself(local), None
         if policy.gather_codec is not None and not extended and not self._keeps_dtype:
             codec = policy.gather_codec_for(local.dtype, self.shape)
-        return self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
+        spec = self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
+        if self.grad_choice is not None:
+            spec = with_grad_dtype(spec, self.grad_choice, policy)
+            self._deliver_in(spec.delivered_dtype)
+        return spec
 
     def compute_dtype(self, policy: MixedPrecisionPolicy) -> torch.dtype:
         """Returns the dtype of the unsharded parameter."""
@@ -172,17 +184,38 @@ class FSDPParam:
         if self._user_class is not nn.Parameter:
             sharded.__dict__[USER_CLASS] = self._user_class
         compat.take_hooks(original, sharded)
+        if self.grad_choice is not None:
+            compat.set_grad_dtype(sharded, self.grad_choice.dtype)
         return sharded
 
     def prepare_gradients(self, local: Tensor) -> None:
         """Prepares what all gradients have in common: they lie like `local`, made contiguous."""
         kind = self.distribution
         self.dtensor_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
+        self.gradient_spec, self.delivered_dtype = self.dtensor_spec, local.dtype
+        if self.grad_choice is not None:
+            self._deliver_in(self.grad_choice.dtype or local.dtype)
         self.local_shape, self.local_stride = local.shape, contiguous_stride(local.shape)
         self.tensor_class = extensions().tensor_class
 
+    def _deliver_in(self, dtype: torch.dtype) -> None:
+        """Delivers gradients of that dtype from now on."""
+        kind, self.delivered_dtype = self.distribution, dtype
+        self.gradient_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, dtype)
+
+    def put_gradient(self, gradient: Tensor | None) -> None:
+        """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
+        self.sharded.grad = None
+        if self.grad_choice is not None:
+            compat.set_grad_dtype(self.sharded, self.grad_choice.dtype)
+        if gradient is not None:
+            self.sharded.grad = gradient.to(self.sharded.device, self.delivered_dtype)
+
     def take(self, found: nn.Parameter) -> None:
-        """Takes `found`, which a user has registered in its place, as the sharded parameter."""
+        """Takes `found`, which a user has registered in its place, as the sharded parameter. The `grad_dtype`
+        stays, unless `found` has one of its own.
+        """
+        self.grad_choice = compat.chosen_grad_dtype(found) or self.grad_choice
         user_class = _user_class(found)
         if user_class is not nn.Parameter:
             self._user_class = user_class
@@ -200,6 +233,8 @@ class FSDPParam:
                 found.__class__ = extensions().tensor_class  # type: ignore[assignment]
             self.sharded = found
             self.prepare_gradients(self.local)
+            if self.grad_choice is not None:
+                self.put_gradient(found.grad)
         self._attributes = vars(self.sharded)
         self._share_attributes(self.unsharded)
         self.register(self.sharded)
@@ -223,6 +258,8 @@ class FSDPParam:
         is_built = self.unsharded is not NOT_BUILT and not renew
         if is_built and type(memory) is Tensor and self.unsharded.dtype == memory.dtype:
             self.move_unsharded(memory)
+            if self.grad_choice is not None:
+                compat.set_grad_dtype(self.unsharded, self.grad_choice.dtype)
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
         self.leaf_class = type(self.unsharded)
@@ -239,6 +276,8 @@ class FSDPParam:
         else:
             parameter = self.distribution.as_parameter(value, self.shape, requires_grad)
         self._share_attributes(parameter)
+        if self.grad_choice is not None:
+            compat.set_grad_dtype(parameter, self.grad_choice.dtype)
         return parameter
 
     def _has_user_class(self) -> bool:
@@ -279,6 +318,19 @@ class FSDPParam:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
+
+
+def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:
+    """Returns what was chosen as the `grad_dtype` of a parameter: by itself, or by the policy for all."""
+    choice = compat.chosen_grad_dtype(parameter)
+    if choice is None and of_policy is not None and parameter.is_floating_point():
+        return GradDtype(of_policy)
+    return choice
+
+
+def with_grad_dtype(spec: ParamSpec, choice: GradDtype, policy: MixedPrecisionPolicy) -> ParamSpec:
+    """Returns `spec` with gradients of the chosen dtype. Those of any dtype are delivered as they are reduced."""
+    return replace(spec, grad_dtype=choice.dtype or policy.reduce_dtype, takes_any_dtype=choice.dtype is None)
 
 
 def _user_class(parameter: Tensor) -> type[Any]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from .empty_memory import mark
 from .group import UNSHARDED, FSDPParamGroup
-from .parameter import USER_CLASS
+from .parameter import USER_CLASS, FSDPParam
+from .placeholders import UnsynchronizedGrad
 from .saved_shards import refuse_others
 from .state import STATE, groups_below, groups_of, modules_below, require_state, states_of
 from .user_code import hides_modes
@@ -26,13 +27,21 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
         groups = groups_of(self)
+        _refuse_unsynchronized(groups_below(self) if recurse else groups)
         for group in groups:
             group.reshard()
         empty = [[param for param in group.params if param.local.is_meta] for group in groups]
-        cls._apply(self, fn, recurse)
+        chosen = [param for group in groups for param in group.params if param.grad_choice is not None]
+        kept = [] if not chosen else _take_gradients(chosen)
+        try:
+            cls._apply(self, fn, recurse)
+        except BaseException:
+            _put_gradients(kept)
+            raise
         for group, params in zip(groups, empty, strict=True):
             group.adopt_replacements(may_be_untied=True)
             group.empty.note_parameters(params)
+        _put_gradients(kept)
         return self
 
     def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -55,6 +64,31 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def _refuse_unsynchronized(groups: Iterable[FSDPParamGroup]) -> None:
+    """Refuses to convert or move parameters whose gradients are not synchronised yet, before anything is changed."""
+    for group in groups:
+        for param in [group.params[i] for i in group.placeholders]:
+            if isinstance(param.sharded.grad, UnsynchronizedGrad):
+                param.sharded.grad.refuse(f"{param.name}, in Module.to, .cuda or the like")
+
+
+def _take_gradients(params: Iterable[FSDPParam]) -> list[tuple[FSDPParam, Tensor]]:
+    """Takes gradients whose dtype was chosen out of `.grad`: it stays what it is when parameters get another dtype."""
+    taken = [
+        (param, param.sharded.grad)
+        for param in params
+        if param.sharded.grad is not None and not isinstance(param.sharded.grad, UnsynchronizedGrad)
+    ]
+    for param, _ in taken:
+        param.sharded.grad = None
+    return taken
+
+
+def _put_gradients(taken: Iterable[tuple[FSDPParam, Tensor]]) -> None:
+    for param, gradient in taken:
+        param.put_gradient(gradient)
 
 
 def buffers_on_meta(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str]]:

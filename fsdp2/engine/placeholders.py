@@ -47,14 +47,14 @@ class UnsynchronizedGrad(DTensor):
         if func is Tensor.__repr__:
             return repr(args[0])
         if not reads_metadata(func):
-            cls._refuse(torch.overrides.resolve_name(func) or str(func))
+            cls.refuse(torch.overrides.resolve_name(func) or str(func))
         with no_torch_function():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func not in ZERO_OPS:
-            cls._refuse(str(func))
+            cls.refuse(str(func))
         return _set_to_zero(args[0])
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -64,16 +64,16 @@ class UnsynchronizedGrad(DTensor):
         return format(repr(self), spec)
 
     def to_local(self, **_: Any) -> Any:
-        self._refuse("to_local")
+        self.refuse("to_local")
 
     def full_tensor(self, **_: Any) -> Any:
-        self._refuse("full_tensor")
+        self.refuse("full_tensor")
 
     def redistribute(self, *_: Any, **__: Any) -> Any:
-        self._refuse("redistribute")
+        self.refuse("redistribute")
 
     @classmethod
-    def _refuse(cls, what: str) -> NoReturn:
+    def refuse(cls, what: str) -> NoReturn:
         optimizer = optimizer_that_calls()
         where = what if optimizer is None else f"{type(optimizer).__name__}.step"
         raise RuntimeError(f"{where}: {cls.why}")
@@ -109,8 +109,8 @@ def _set_to_zero(gradients: Any) -> Any:
 def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
     """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
     if not isinstance(param.sharded.grad, UnsynchronizedGrad):
-        nothing = torch.zeros((), dtype=param.local.dtype, device=param.local.device).expand(param.local.shape)
-        placeholder: Any = new_dtensor(kind, nothing, param.dtensor_spec)
+        nothing = torch.zeros((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
+        placeholder: Any = new_dtensor(kind, nothing, param.gradient_spec)
         placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
         param.sharded.grad = placeholder
 

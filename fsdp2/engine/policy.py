@@ -28,8 +28,13 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of the unsharded parameters, hence of the all-gather and of compute. None: the dtype of the
             sharded parameter. Parameters that are not floating point are never cast.
-        reduce_dtype: dtype in which gradients are reduced. None: the dtype of the sharded parameter (fp32 parameters
-            that compute in bf16 are reduced in fp32), as in torch from 2.15 on; torch 2.13 reduces in `param_dtype`.
+        reduce_dtype: dtype in which gradients are reduced. None: the parameter's `grad_dtype`, which is its own dtype
+            unless the user has set another (fp32 parameters that compute in bf16 are reduced in fp32), as in torch from
+            2.15 on; torch 2.13 reduces in `param_dtype`.
+        grad_dtype: dtype of `.grad` of floating-point parameters, and the one in which autograd accumulates their
+            gradients before these are reduced: fp32 gradients of bf16 weights. None: each parameter's own `grad_dtype`,
+            which is its dtype unless the user has set another; where that was set, it counts and not this.
+            `reduce_dtype=None` then reduces in it.
         output_dtype: floating-point tensors in the module's output are cast to it. None: they are left alone.
         cast_forward_inputs: cast floating-point tensors in the module's inputs to `param_dtype`. Without a
             `param_dtype` nothing is cast. Whole numbers that the cast would change (positions, time steps) raise a
@@ -89,6 +94,7 @@ class MixedPrecisionPolicy:
     gather_codec: Codec | None = field(default=None, kw_only=True)
     replica_codec: Codec | ReplicaCodec | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    grad_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         where, choose = "MixedPrecisionPolicy", self.param_dtype_override_fn
@@ -96,7 +102,7 @@ class MixedPrecisionPolicy:
             raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
@@ -156,7 +162,9 @@ class MixedPrecisionPolicy:
         return codec if takes else None
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the gradient of a parameter stored as `stored` is reduced."""
+        """Returns the dtype in which a gradient is reduced. `stored`: the dtype of `.grad`, which is that of the
+        parameter unless another was chosen.
+        """
         return self.reduce_dtype or stored
 
     def codec_for(

@@ -217,8 +217,8 @@ class PendingReduce(Pending):
         return True
 
     def finish(self) -> Shards:
-        """Waits, and returns this rank's shards of the mean gradients, in the storage dtype (partial: the reduce
-        dtype).
+        """Waits, and returns this rank's shards of the mean gradients, in the dtype of `.grad` (partial: the
+        reduce dtype).
 
         If they rest on the CPU the host waits, else as with collectives.
         """
@@ -239,7 +239,7 @@ class PendingReduce(Pending):
             self._reduction.divide_late(self._output)
         if self._reduction.hook is not None:
             self._reduction.hook(self._output)
-        output, dtype = self._output, self._layout.storage_dtype
+        output, dtype = self._output, self._layout.delivered_dtype
         return output if output.dtype == dtype else output.to(dtype)
 
     def abandon(self) -> None:
@@ -431,7 +431,7 @@ def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> t
     shard = _rounded(gradient, i, plan) if plan.exchanges else gradient.contiguous().to(layout.reduce_dtype)
     if divisor is not None:
         shard = shard / divisor
-    shard = compat.owned(shard.to(layout.storage_dtype))  # later gradients are added to it
+    shard = compat.owned(shard.to(layout.delivered_dtype))  # later gradients are added to it
     return shard, int(shard.storage_offset())
 
 

@@ -38,6 +38,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
+SPMD_TYPE = "_local_type"
+"""The attribute in which the package spmd_types, which torch's FSDP2 reads, keeps what an axis of a mesh holds of a
+tensor."""
+
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 """The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
 ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
@@ -141,6 +145,12 @@ def register_composable(module: nn.Module, reference: weakref.ref[_State], name:
 
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
     _module_state_mapping[module] = reference
+
+
+def state_in_table(module: nn.Module) -> _State | None:
+    """Returns the state that a composable API of torch has noted for `module`, or None."""
+    found = _module_state_mapping.get(module)
+    return found() if isinstance(found, weakref.ref) else found
 
 
 def is_traced() -> bool:

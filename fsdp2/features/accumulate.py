@@ -342,7 +342,7 @@ def _refuse(root: Root, watch: AccumulationWatch) -> None:
                 "set_optimizer_in_backward(None), and step behind the block."
             )
         policy = settings.policy
-        for dtype in {param.local.dtype for param in group.params}:
+        for dtype in {param.delivered_dtype for param in group.params}:
             if torch.float16 in (policy.gradient_dtype(dtype), policy.sent_dtype(dtype)):
                 raise RuntimeError(
                     f"accumulate: gradients of {group} are reduced, or travel, in float16, and their sums may pass its "

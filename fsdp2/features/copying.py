@@ -26,7 +26,10 @@ from ..engine.state import STATE, FSDPState, groups_of, names_below, require_sta
 from ..engine.user_code import hides_modes
 
 # The attributes that a copied parameter builds anew.
-_BUILT = ("unsharded", "sharded", "dtensor_spec", "local_shape", "local_stride", "tensor_class", "_attributes")
+_BUILT = (
+    *("unsharded", "sharded", "dtensor_spec", "gradient_spec", "delivered_dtype", "local_shape", "local_stride"),
+    *("tensor_class", "_attributes"),
+)
 # The entries of `extras` that concern the original alone.
 _NOT_COPIED = ("optimizer_in_backward",)
 
@@ -105,7 +108,7 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     if type(sharded) is DTensor:
         sharded.__class__ = extensions().tensor_class
     param._attributes = vars(sharded)
-    param.sharded.grad = None  # as copies of plain parameters have none
+    param.put_gradient(None)  # as copies of plain parameters have none
     param.prepare_gradients(param.local)
     return param
 

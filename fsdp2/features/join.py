@@ -1123,8 +1123,8 @@ def _meet_fate(param: FSDPParam, fate: int) -> None:
     elif fate == _ZEROS:
         if is_waiting:
             param.sharded.grad = None
-        local = torch.zeros_like(param.local)
-        param.sharded.grad = compat.new_dtensor(param.tensor_class, local, param.dtensor_spec)
+        local = torch.zeros_like(param.local, dtype=param.delivered_dtype)
+        param.sharded.grad = compat.new_dtensor(param.tensor_class, local, param.gradient_spec)
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -88,7 +88,7 @@ class WholeMatrixOptimizer(Optimizer):
         TypeError: `update` is no function.
         ValueError: a parameter that is no real floating-point matrix; `blocks` that do not make up a parameter; in the
             first step: ranks that have other parameters (on all of them).
-        NotImplementedError: a matrix that tensor parallelism has cut, too.
+        NotImplementedError: a matrix that tensor parallelism has cut, too; a parameter whose `grad_dtype` is None.
     """
 
     def __init__(
@@ -167,9 +167,10 @@ class WholeMatrixOptimizer(Optimizer):
             if not all(each.is_local for each in find_matrices(0, cut, blocks)):
                 self._sharing.setdefault(cut.process_group, []).append(number)
             self._params.append(param)
-            self._members.append(Member(cut, i, blocks, param.dtype, self.wire_dtype or param.dtype))
+            source = _gradient_dtype(cut.name, param)
+            self._members.append(Member(cut, i, blocks, source, self.wire_dtype or param.dtype))
             if BUFFER not in self.state[param]:  # also without a gradient: states of all ranks are alike
-                self.state[param][BUFFER] = torch.zeros_like(param)
+                self.state[param][BUFFER] = torch.zeros_like(param, dtype=source)
         for process_group, numbers in self._sharing.items():
             members = [self._members[i] for i in numbers]
             facts = {each.cut.name: repr((each.cut.shape, each.cut.dim, *each[1:])) for each in members}
@@ -302,3 +303,14 @@ class _Step:
             shard.mul_(1 - float(group["lr"]) * group["weight_decay"])
             rate = self.optimizer.learning_rate(group, matrix.rows, matrix.cols)
             shard.add_(update.to(shard.device), alpha=-rate)
+
+
+def _gradient_dtype(name: str, param: Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's gradient, of which its momentum buffer is a sum."""
+    dtype: torch.dtype | None = param.grad_dtype
+    if dtype is None:
+        raise NotImplementedError(
+            f"{name}: its grad_dtype is None, and ranks must know the dtype of its momentum buffer before the first "
+            "gradient. Set grad_dtype, to torch.float32 for example, before fully_shard."
+        )
+    return dtype

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
+from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.root import Root
@@ -100,6 +101,7 @@ class Outline:
         with no_dispatch():  # nobody counts them: they are gone when they are cut
             wholes = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self.parameters]
         parameters = [nn.Parameter(w, p.requires_grad) for w, p in zip(wholes, self.parameters, strict=True)]
+        copy_grad_dtypes(self.parameters, parameters)
         del wholes
         number = {id(parameter): i for i, parameter in enumerate(parameters)}
         for module, name, i in self.slots:
@@ -187,8 +189,17 @@ def outline_of(
     light = [
         torch.empty(tuple(p.shape), dtype=p.dtype, device="meta", requires_grad=p.requires_grad) for p in parameters
     ]
+    copy_grad_dtypes([*parameters], light)
     found = [(tuple(modules[each] for each in call.modules), call.options) for call in calls]
     outline = Outline(
         tuple(map(_kind_of, modules)), tuple(children), tuple(slots), tuple(light), (*found, ((0,), {})), policy
     )
     return outline, [*modules], [*parameters]
+
+
+def copy_grad_dtypes(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Gives `copies` the `grad_dtype` of those parameters for which one was chosen."""
+    for parameter, copied in zip(parameters, copies, strict=True):
+        choice = chosen_grad_dtype(parameter)
+        if choice is not None:
+            set_grad_dtype(copied, choice.dtype)

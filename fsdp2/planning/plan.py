@@ -564,8 +564,8 @@ def _optimizer_traffic(group: PlannedGroup, setting: Setting, optimizer: str | f
     """
     traffic = 0.0
     for spec in _stepped(group, setting):
-        itemsize = spec.storage_dtype.itemsize
-        traffic += spec.shard_numel * (3 * itemsize + 2 * read_optimizer(optimizer, itemsize))
+        stored, gradient = spec.storage_dtype.itemsize, spec.delivered_dtype.itemsize
+        traffic += spec.shard_numel * (2 * stored + gradient + 2 * read_optimizer(optimizer, stored))
     return traffic
 
 
@@ -578,7 +578,9 @@ def _stepped(group: PlannedGroup, setting: Setting) -> list[ParamSpec]:
 def _host_nbytes(group: PlannedGroup, setting: Setting) -> int:
     """Returns the bytes of a rank's shards, and of the gradients of those that are trained."""
     pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
-    return sum(s.storage_nbytes * (2 if p.requires_grad else 1) for p, s in pairs)
+    return sum(
+        s.storage_nbytes + (s.shard_numel * s.delivered_dtype.itemsize if p.requires_grad else 0) for p, s in pairs
+    )
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:

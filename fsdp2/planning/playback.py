@@ -120,10 +120,11 @@ class Playback:
 
     def _accumulate(self, unsharded: nn.Parameter) -> None:
         """Does what autograd does when it has computed the gradient of a parameter. Only `.grad` holds it then."""
+        dtype: torch.dtype = unsharded.grad_dtype or unsharded.dtype
         if unsharded.grad is None:
-            unsharded.grad = self._meter.empty(unsharded.shape, unsharded.dtype)
+            unsharded.grad = self._meter.empty(unsharded.shape, dtype)
         else:
-            unsharded.grad.add_(self._meter.empty(unsharded.shape, unsharded.dtype))
+            unsharded.grad.add_(self._meter.empty(unsharded.shape, dtype))
         for hook in tuple((post_accumulate_hooks_of(unsharded) or {}).values()):
             hook(unsharded)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.state import STATE, modules_below
+from ..engine.state import modules_below
+from ..shards.find import is_sharded
 from .compat import NO_SPLIT, RUN_POLICY
 
 __all__ = ["WrapGroup", "wrap_groups"]
@@ -83,7 +84,7 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    sharded = [name or "the model" for module, name in modules_below(model).items() if STATE in module.__dict__]
+    sharded = [name or "the model" for module, name in modules_below(model).items() if is_sharded(module)]
     if sharded:
         raise ValueError(f"model: expected plain modules, but {sharded[0]} is sharded. Plan before fully_shard.")
     chosen = {

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.layout import ParamSpec, param_spec
+from ..engine.parameter import grad_choice, with_grad_dtype
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.subclasses import is_packed
 from .clocks import Machine
 from .device import DeviceOfSizes
-from .outline import Outline, outline_of
+from .outline import Outline, copy_grad_dtypes, outline_of
 from .policies import WrapGroup
 from .settings import Setting
 
@@ -49,14 +50,17 @@ class PlannedGroup:
     def on_meta(self) -> PlannedGroup:
         """Returns the same group with parameters on meta, which keep no memory alive."""
         light = [torch.empty_like(p, device="meta", requires_grad=p.requires_grad) for p in self.parameters]
+        copy_grad_dtypes(self.parameters, light)
         return replace(self, parameters=tuple(light))
 
     def specs(self, num_shards: int) -> tuple[ParamSpec, ...]:
         """Returns what the layout must know of each parameter, cut along dim 0 among so many ranks."""
-        return tuple(
-            param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, 0, False)
-            for p, dtype in zip(self.parameters, self.compute_dtypes, strict=True)
-        )
+        specs = []
+        for p, dtype in zip(self.parameters, self.compute_dtypes, strict=True):
+            spec = param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, 0, False)
+            choice = grad_choice(p, self.policy.grad_dtype)
+            specs.append(spec if choice is None else with_grad_dtype(spec, choice, self.policy))
+        return tuple(specs)
 
     @property
     def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:

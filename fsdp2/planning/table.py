@@ -119,10 +119,10 @@ def _group_cells(group: PlannedGroup, setting: Setting) -> tuple[str, ...]:
     dtypes = [
         dict.fromkeys(s.storage_dtype for s in specs),
         dict.fromkeys(s.compute_dtype for s in specs),
-        dict.fromkeys(policy.gradient_dtype(s.storage_dtype) for s in trainable),
+        dict.fromkeys(policy.gradient_dtype(s.delivered_dtype) for s in trainable),
     ]
     gathered = sum(s.unsharded_nbytes for s in specs)
-    reduced = sum(s.numel * policy.gradient_dtype(s.storage_dtype).itemsize for s in trainable)
+    reduced = sum(s.numel * policy.gradient_dtype(s.delivered_dtype).itemsize for s in trainable)
     more = f" and {len(group.modules) - 1} more" if len(group.modules) > 1 else ""
     return (
         type(group.modules[0]).__name__ + more,

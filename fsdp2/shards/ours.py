@@ -283,9 +283,9 @@ class OurGroup:
         specs = [param.spec(policy) for param in params]
         trainable = [param.sharded.requires_grad for param in params]
         stored, computed = [spec.storage_dtype for spec in specs], [spec.compute_dtype for spec in specs]
-        summed = [policy.gradient_dtype(dtype) for dtype in compress(stored, trainable)]
+        sums = [policy.gradient_dtype(spec.delivered_dtype) for spec in specs]
+        summed = [*compress(sums, trainable)]
         codecs = codecs_of(specs, policy, group.comms.reduces.sums_on_arrival)
-        sums = [policy.gradient_dtype(dtype) for dtype in stored]
         sent = [codec.packed_dtype(dtype) for codec, dtype in zip(codecs, sums, strict=True)]
         if policy.gradient_codec is not None and policy.gradient_codec.exchanges:
             sent = [torch.bfloat16] * len(specs)  # a codec that is worth its bytes is not more exact
@@ -464,7 +464,7 @@ def _reduce_padding(
     summed_apart: Sequence[bool],
     bucket_bytes: int | None,
 ) -> tuple[int, int]:
-    reduce_dtypes = [policy.gradient_dtype(spec.storage_dtype) for spec in specs]
+    reduce_dtypes = [policy.gradient_dtype(spec.delivered_dtype) for spec in specs]
     codecs = codecs_of(specs, policy, comm.sums_on_arrival)
     dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
     nbytes = padded_nbytes = 0

@@ -183,22 +183,6 @@ def complex_parameters() -> None:
     same(model.w.grad.full_tensor(), torch.view_as_real(plain.w.grad), "gradient")
 
 
-@follows("Store it in that one, and compute in a policy's param_dtype")
-def dtype_of_gradients() -> None:
-    model = build()
-    for param in model.parameters():
-        param.grad_dtype = torch.float64
-    refused(lambda: fully_shard(model))
-
-    class Casts(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.to(self.stem.weight.dtype))
-
-    model = build(Casts).double()
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    train(model, build(Casts).double())
-
-
 @follows("Tied parameters must be in one group: pass the modules that hold them as one list")
 def tied_across_groups() -> None:
     class Tied(nn.Module):

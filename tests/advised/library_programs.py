@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from advised.registry import (
+    ELSEWHERE,
     Net,
     backward,
     batch,
@@ -32,6 +33,19 @@ from advised.registry import (
 )
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from models import Wrapper
+
+_DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_names.py"
+ELSEWHERE.update(
+    {
+        "Pass MixedPrecisionPolicy(reduce_dtype={}), or set grad_dtype to {}": f"{_DTYPES}::any_dtype",
+        "Set it between steps": f"{_DTYPES}::set_after_sharding",
+        "Set grad_dtype, to torch.float32 for example, before fully_shard": f"{_DTYPES}::stepped_by_muon",
+        "Read parameter.device_mesh instead": f"{_PRIVATE}::refused_under_our_names",
+        "Leave spmd_types off (in torchtitan: take its backend of DTensors), and give fully_shard the DTensor that": (
+            "tests/unit/test_torch_contract.py::test_parameters_with_annotations_of_spmd_types"
+        ),
+    }
+)
 
 # ---- tensor subclasses
 
@@ -284,28 +298,6 @@ def one_part_in_two_ways() -> None:
 
 
 # ---- what is around or in a sharded model
-
-
-@follows("Store the parameter in {} before fully_shard, and let it compute in the MixedPrecisionPolicy's param_dtype")
-def gradients_in_another_dtype() -> None:
-    bf16 = torch.bfloat16
-    model = shard(build(lambda: Net().to(bf16)))
-
-    def wide(each: Any) -> None:
-        each.head.weight.grad_dtype = torch.float32
-
-    text = refused(lambda: wide(model), NotImplementedError)
-    assert "Store the parameter in torch.float32" in text
-    model = build(lambda: Net().to(bf16))
-    model.head.weight.data = model.head.weight.data.to(torch.float32)
-    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32))
-    assert model.head.weight.dtype == torch.float32
-    plain = build(lambda: Net().to(bf16)).float()
-    backward(model, x=own(batch()).to(bf16))
-    backward(plain, x=batch().to(bf16).float())
-    assert model.head.weight.grad.dtype == torch.float32
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        same(p.grad.full_tensor().float(), q.grad, name, 0.03)
 
 
 @follows(

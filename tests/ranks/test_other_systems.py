@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrizations import orthogonal
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2 import fully_shard, replicate
 from fsdp2.engine import events
 from fsdp2.engine.group_parameters import GroupParameters
 from helpers import assert_same, full, run_checks
@@ -271,20 +271,6 @@ def fsdp1_around() -> None:
     assert plain(rows(0)).shape == (2, 3)
 
 
-def grad_dtype_set_late() -> None:
-    model = fully_shard(Net().bfloat16())
-    with pytest.raises(NotImplementedError, match=r"first\.weight: a grad_dtype of its own.*before fully_shard"):
-        model.first.weight.grad_dtype = torch.float32
-    assert model.first.weight.grad_dtype == torch.bfloat16
-    model.first.weight.grad_dtype = torch.bfloat16
-    model(rows(0).bfloat16()).sum().backward()
-    assert model.first.weight.grad.dtype == torch.bfloat16
-    # As the error says: stored in float32, it computes in bfloat16.
-    other = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    other(rows(0)).sum().backward()
-    assert other.first.weight.grad.dtype == torch.float32
-
-
 def fake_tensors() -> None:
     model = fully_shard(Net())
     with (
@@ -410,7 +396,6 @@ FILES = [
 OTHERS = [
     ("recompiled", recompiled),
     ("FSDP1 around", fsdp1_around),
-    ("grad_dtype", grad_dtype_set_late),
     ("fake tensors", fake_tensors),
 ]
 

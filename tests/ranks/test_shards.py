@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -440,6 +441,29 @@ def check_hf_files(case: Case) -> None:
             param.zero_()
     fsdp2.hf.load_model(case.model, folder / "saved")
     case.assert_parameters()
+
+
+def check_hf_adapter(case: Case) -> None:
+    """Of a model without peft: parameters with `lora_` in their names."""
+    torch.manual_seed(9)
+    adapted = nn.ModuleDict({"base": nn.Linear(5, 7), "lora_A": nn.Linear(5, 3, bias=False)})
+    expected = adapted["lora_A"].weight.detach().clone()
+    for module in adapted.values():
+        LIBRARIES["torch" if case.is_torch else "fsdp2"](module, mesh=case.mesh)
+    fsdp2.hf.save_adapter(adapted, case.folder / "adapter")
+    dist.barrier()
+    saved = load_file(case.folder / "adapter" / "adapter_model.safetensors")
+    assert list(saved) == ["lora_A.weight"]
+    assert torch.equal(saved["lora_A.weight"], expected)
+
+
+def check_plan(case: Case) -> None:
+    """A plan, and groups for `fully_shard`, are of a model that is not sharded."""
+    for ask in (lambda: fsdp2.plan(case.model, ranks=2), lambda: fsdp2.wrap_groups(case.model, {Block})):
+        with pytest.raises(ValueError, match=r"is sharded\. Plan before fully_shard"):
+            ask()
+    rows = fsdp2.plan(plain_model(), ranks=2, batch=lambda: case.tokens, settings=[{}]).rows
+    assert rows[0].prediction.shards > 0
 
 
 def check_padding_report(case: Case) -> None:

@@ -341,6 +341,7 @@ TABLE: dict[str, Row] = {
     "conditional": Row((*SEVERAL, H), options={"conditional": True}),
     "mp_policy(param_dtype)": Row(ALL, options=policy(param_dtype=BF16)),
     "mp_policy(reduce_dtype)": Row((*EACH, H), options=policy(reduce_dtype=BF16)),
+    "mp_policy(grad_dtype)": Row((*(W,) * 8, H), options=policy(grad_dtype=torch.float64)),
     "mp_policy(output_dtype)": Row(ALL, options=policy(output_dtype=torch.float64)),
     "mp_policy(buffer_dtype)": Row(ALL, options=policy(buffer_dtype=torch.float64)),
     "mp_policy(cast_forward_inputs)": Row(

@@ -681,16 +681,6 @@ def test_a_slice_of_a_sharded_sequence_is_not_sharded() -> None:
         assert part(torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_gradients_of_another_dtype_than_their_parameters() -> None:
-    model = nn.Linear(4, 4).bfloat16()
-    if not hasattr(model.weight, "grad_dtype"):
-        pytest.skip("this release of torch has none")
-    model.weight.grad_dtype = None
-    model.bias.grad_dtype = torch.float32
-    with fake_world(2), pytest.raises(NotImplementedError, match=r"^bias, of shape .* a grad_dtype of its own"):
-        fully_shard(model)
-
-
 class SparseLookup(nn.Module):
     def __init__(self) -> None:
         super().__init__()

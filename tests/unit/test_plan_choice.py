@@ -3,6 +3,7 @@
 tests/trace/test_plan.py compares the predictions with real steps.
 """
 
+import copy
 import gc
 import json
 import re
@@ -567,3 +568,26 @@ def test_command_line_says_what_is_wrong(
         with pytest.raises(SystemExit):
             main(arguments)
         assert re.search(error, capsys.readouterr().err)
+
+
+def test_plans_count_gradients_in_their_own_dtype() -> None:
+    narrow: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    wide, policy = copy.deepcopy(narrow), fsdp2.MixedPrecisionPolicy(grad_dtype=torch.float32)
+    for parameter in wide.parameters():
+        parameter.grad_dtype = torch.float32
+    sharded_nbytes = 3 * 256 * 256 // 4
+    rows = [
+        fsdp2.plan(
+            model,
+            ranks=4,
+            batch=lambda: torch.ones(2, 256, dtype=torch.bfloat16),
+            settings=[{}],
+            policy={nn.Linear},
+            mp_policy=own,
+        ).rows[0]
+        for model, own in ((narrow, None), (wide, None), (narrow, policy))
+    ]
+    assert rows[1].prediction == rows[2].prediction
+    moved = [row.prediction.moved["reduce_scatter"] for row in rows]
+    assert moved[1] == 2 * moved[0]
+    assert rows[1].prediction.step_peak >= rows[0].prediction.step_peak + 2 * sharded_nbytes
