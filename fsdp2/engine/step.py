@@ -40,10 +40,10 @@ What calls what:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,9 @@ from .inputs import HandedInputs, cast_to, move_to
 from .nested import map_tensors, tensors_in
 from .state import FSDPState
 from .user_code import are_in_force, hidden, run_shown
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 _ONLY_TENSORS = {Tensor}
 
@@ -81,10 +84,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         for inputs in reversed(handed):
             output = inputs.take_back(module, output)
         if not in_backward:
-            for group in state.groups:
+            for group in state.used:
                 group.parameters.take_requires_grad()
             for notify in root.events.forward_ended:
-                for group in state.groups:
+                for group in state.used:
                     notify(group, handed)
             if root.consensus is not None:
                 output = root.consensus.after_forward(state, (args, kwargs), output)
@@ -106,10 +109,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
 def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
     root = state.root
-    for group in state.groups:
+    for group in state.used:
         group.parameters.take_requires_grad()
     for notify in root.events.forward_failed:
-        for group in state.groups:
+        for group in state.used:
             notify(group)
     if root.depth == 1:
         root.read_outside.clear()
@@ -137,7 +140,7 @@ def before_forward(
             handed.append(HandedInputs(cast_to(dtype), args, kwargs))
             args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
-    for group in state.groups:
+    for group in state.used:
         group.pre_forward(in_backward)
         if not in_backward:
             for notify in root.events.forward_began:
@@ -173,7 +176,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
             hook_outputs(state, tensors_in(output))
         return output
     outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
-    for group in state.groups:
+    for group in state.used:
         weights = group.parameters.storage_ids
         if not weights.isdisjoint(
             [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
@@ -188,7 +191,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         differentiable = hook_outputs(state, [value for value in vars(module).values() if isinstance(value, Tensor)])
     # Reentrant checkpointing runs the forward without grad, and once more in backward.
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
-        for group in state.groups:
+        for group in state.used:
             root.prefetcher.ran.append(group)
     state.post_forward(differentiable, module=module, has_run=has_run)
     return output
@@ -208,7 +211,7 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     if not nodes:
         return False
-    groups, are_noticed = state.groups, True
+    groups, are_noticed = state.used, True
     for group in groups:
         if not group.settings.unshard_in_backward:
             # Weights that checkpointing keeps from a recomputation are read without our notice.
@@ -233,20 +236,22 @@ def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: boo
     checkpointing makes leaves of its own, in backward.
     """
     inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
+    # What a module around this one uses, too, backward may still need there.
+    groups = [group for group in state.used if not (group.users and group.runs_beside(state))]
     if inner:
-        after_tensors(inner, partial(post_backward, state))
+        after_tensors(inner, partial(post_backward, state, groups))
     elif inputs and in_backward:
-        after_leaf(inputs[0], partial(post_backward, state))
+        after_leaf(inputs[0], partial(post_backward, state, groups))
 
 
-def post_backward(state: FSDPState) -> None:
+def post_backward(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> None:
     """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
         with hidden():
-            return post_backward(state)
-    for group in state.groups:
+            return post_backward(state, groups)
+    for group in groups:
         group.post_backward()
 
 
