@@ -155,7 +155,7 @@ class FSDPParamGroup:
 
     def runs_beside(self, state: FSDPState) -> bool:
         """Returns True if a forward of another state than `state` uses the group."""
-        return self.num_running > state.running
+        return any(each.running for each in (self.state, *self.users) if each is not state)
 
     @property
     def is_resting(self) -> bool:

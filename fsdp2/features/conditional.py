@@ -61,7 +61,7 @@ def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
         inside = {module for outer in conditional.modules for module in outer.modules()}
         for state in states:
             if inside.issuperset(state.modules):
-                found.update(dict.fromkeys(state.groups, conditional))
+                found.update(dict.fromkeys(state.used, conditional))
     return found
 
 
