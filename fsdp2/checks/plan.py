@@ -130,7 +130,7 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     which = f"{planned.name} is the same parameter as {mark.name}, which another fully_shard call has sharded"
     if owner is None:
         raise ValueError(f"{which}, and which is in no model any more. Build the model again.")
-    if has_changed(original, mark):
+    if has_changed(original, mark, owner.param):
         raise ValueError(
             f"{which}; since then {planned.name} was written to, moved or frozen, and that one was not. Change a "
             "tied parameter before fully_shard, or after the last call of it."

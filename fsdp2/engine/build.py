@@ -68,8 +68,8 @@ class Plan:
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `inside`: the states of inner calls; `parameters`: by FQN; `tied`: those that earlier calls have sharded, as
-    parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their parameters; extensions
-    fill it.
+    parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their
+    parameters; extensions fill it.
     """
 
     roots: list[nn.Module]

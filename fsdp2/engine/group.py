@@ -56,7 +56,8 @@ class FSDPParamGroup:
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
     `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
-    `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py).
+    `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
+    `begun`: if there are users, the states whose backward has begun, and not ended.
     `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
         have the sharded ones, even if the unsharded ones' data is there.
     `gathered_at`: versions of the shards that were gathered last, or None where that was for a backward, between which
@@ -79,6 +80,7 @@ class FSDPParamGroup:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
         self.state: FSDPState
         self.users: tuple[FSDPState, ...] = ()
+        self.begun: set[FSDPState] = set()
         # Typed as if there always were one: nothing runs without.
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]
@@ -604,6 +606,7 @@ class FSDPParamGroup:
         `drops_secondary=False`: secondary shards that last until a write stay.
         """
         self.reached_by = None
+        self.begun.clear()
         if self.state.running or (self.users and self.num_running):
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
@@ -620,6 +623,7 @@ class FSDPParamGroup:
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
+            self.begun.clear()
             self.hold = max(self.hold, Hold.NEXT_PASS)
             self.unregister()
 
@@ -635,11 +639,17 @@ class FSDPParamGroup:
             self.reshard_if_idle(drops_secondary=False)
             self.hold = hold if hold is Hold.USER else self.hold
 
-    def post_backward(self) -> None:
-        """Reduces what buckets have left, and reshards. It is called only if forward has hooked the inputs.
+    def post_backward(self, state: FSDPState) -> None:
+        """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only
+        if forward has hooked the inputs.
 
-        Gradients of a group with users are left to their buckets, or the end: some come with the backward of a user.
+        Of a group with users, gradients may be still to come: they are left to buckets, or the end. While the backward
+        of another user runs, around this one or beside it, that needs the parameters.
         """
-        if not self.users:
+        if self.users:
+            self.begun.discard(state)
+            if self.begun:
+                return
+        else:
             self.gradients.flush()
         self.finish_backward()

@@ -214,9 +214,11 @@ class Root:
         if self._is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
             raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
         if self._foreign is not None:
+            this, owner = (type(group.modules[0]).__mro__[1].__name__ for group in (self.group, self._foreign))
             raise RuntimeError(
-                f"{self.group}: it has parameters that are tied to some of {self._foreign}, which is in no common "
-                "module that fully_shard was applied to. Apply it to a module around both, and call that one."
+                f"{this}: it has parameters that are tied to some of {owner} ({self._foreign.params[0].name}, for "
+                "example), which gathers them, and fully_shard was applied to no module around both. Apply it to such "
+                "a module, and call that one."
             )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so

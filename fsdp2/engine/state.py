@@ -67,7 +67,7 @@ class FSDPState:
             if not (group.users and group.runs_beside(self)):
                 group.post_forward(backward_follows, failed, has_run=has_run)
         if self.root.read_outside:
-            for group in [group for part in self.parts for group in part.groups if group in self.root.read_outside]:
+            for group in [group for part in self.parts for group in part.used if group in self.root.read_outside]:
                 self.root.read_outside.discard(group)
                 group.post_forward(backward_follows, failed, keeps=True)
 

@@ -40,10 +40,10 @@ What calls what:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,6 @@ from .inputs import HandedInputs, cast_to, move_to
 from .nested import map_tensors, tensors_in
 from .state import FSDPState
 from .user_code import are_in_force, hidden, run_shown
-
-if TYPE_CHECKING:
-    from .group import FSDPParamGroup
 
 _ONLY_TENSORS = {Tensor}
 
@@ -219,6 +216,8 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
 
     def before_node(_: Any) -> None:
         for group in groups:
+            if group.users:
+                group.begun.add(state)
             if group.settings.unshard_in_backward or not are_noticed:
                 group.pre_backward()
 
@@ -236,23 +235,21 @@ def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: boo
     checkpointing makes leaves of its own, in backward.
     """
     inner = [tensor for tensor in inputs if tensor.grad_fn is not None]
-    # What a module around this one uses, too, backward may still need there.
-    groups = [group for group in state.used if not (group.users and group.runs_beside(state))]
     if inner:
-        after_tensors(inner, partial(post_backward, state, groups))
+        after_tensors(inner, partial(post_backward, state))
     elif inputs and in_backward:
-        after_leaf(inputs[0], partial(post_backward, state, groups))
+        after_leaf(inputs[0], partial(post_backward, state))
 
 
-def post_backward(state: FSDPState, groups: Sequence[FSDPParamGroup]) -> None:
+def post_backward(state: FSDPState) -> None:
     """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
         with hidden():
-            return post_backward(state, groups)
-    for group in groups:
-        group.post_backward()
+            return post_backward(state)
+    for group in state.used:
+        group.post_backward(state)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -31,11 +31,15 @@ _MARK = "_fsdp2_original"
 
 @dataclass(eq=False)
 class Original:
-    """Says of a parameter, on which it stays, that it was sharded: under which name, and how it was then."""
+    """Says of a parameter, on which it stays, that it was sharded: under which name, and how it was then.
+
+    `content`: its version counter, and where it lies.
+    """
 
     name: str
     param: weakref.ref[FSDPParam]
-    state: tuple[Any, ...]
+    content: tuple[int | None, Memory | None]
+    requires_grad: bool
 
     def __reduce__(self) -> Any:
         return str, (self.name,)  # a copy of the parameter is another one, and no original
@@ -43,7 +47,7 @@ class Original:
 
 def mark_original(original: nn.Parameter, param: FSDPParam, name: str) -> None:
     """Marks a parameter of which `param` has been cut, in case that other modules have it, too."""
-    setattr(original, _MARK, Original(name, weakref.ref(param), _state_of(original)))
+    setattr(original, _MARK, Original(name, weakref.ref(param), _content_of(original), original.requires_grad))
 
 
 def original_of(parameter: Tensor) -> Original | None:
@@ -63,16 +67,19 @@ def find_owner(mark: Original, inside: Iterable[FSDPState]) -> Owned | None:
     return next((Owned(group, param) for group in groups if any(each is param for each in group.params)), None)
 
 
-def has_changed(parameter: Tensor, mark: Original) -> bool:
-    """Returns True if somebody has written to a parameter, moved or frozen it, since it was marked."""
-    return mark.state != _state_of(parameter)
+def has_changed(parameter: Tensor, mark: Original, owner: FSDPParam) -> bool:
+    """Returns True if somebody has written to a parameter, moved or frozen it, since it was marked, and not to its
+    owner's.
+    """
+    is_frozen = parameter.requires_grad not in (mark.requires_grad, owner.sharded.requires_grad)
+    return is_frozen or mark.content != _content_of(parameter)
 
 
-def _state_of(parameter: Tensor) -> tuple[int | None, Memory | None, bool]:
+def _content_of(parameter: Tensor) -> tuple[int | None, Memory | None]:
     local = local_if_any(parameter)
     # Without memory there is nothing to write to; without a version counter nothing shows it.
     counts = not (local.is_meta or local.is_inference())
-    return local._version if counts else None, memory_of(local), parameter.requires_grad
+    return local._version if counts else None, memory_of(local)
 
 
 def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:

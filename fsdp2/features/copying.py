@@ -56,7 +56,9 @@ class Description:
         """Returns True if all modules that have its parameters have been copied."""
         params = (param for group in self.groups for param in group.params)
         slots = (slot for param in params for slot in param["slots"])
-        return all("_parameters" in vars(slot.module) for slot in slots) and all(part.is_complete() for part in self.parts)
+        return all("_parameters" in vars(slot.module) for slot in slots) and all(
+            part.is_complete() for part in self.parts
+        )
 
     def build(self) -> FSDPState:
         """Builds the state of copied modules, and of their parts."""
