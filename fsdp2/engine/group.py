@@ -579,6 +579,7 @@ class FSDPParamGroup:
             self.hold = max(self.hold, stays)
             self.unregister()
             return
+        has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
         is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
