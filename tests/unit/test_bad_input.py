@@ -278,8 +278,8 @@ CASES = {
     "with a gradient": Case(ValueError, r"inner\.weight has a gradient.*zero_grad", with_gradient),
     "tied, other dtypes": Case(
         ValueError,
-        r"inner\.weight is the same .*Block's inner\.weight.*mp_policy \(param_dtype\): torch.bfloat16, here torch.float"
-        r"32.*fully_shard\(\[a, b\]\)",
+        r"inner\.weight is the same .*Block's inner\.weight.*mp_policy \(param_dtype\): torch.bfloat16, here "
+        r"torch.float32.*fully_shard\(\[a, b\]\)",
         tied_to_one_in_bfloat16,
     ),
     "tied, another dim": Case(
