@@ -40,7 +40,8 @@ def check_plan(plan: Plan) -> None:
         for slot in planned.slots:
             if isinstance(slot.module, torch.jit.ScriptModule):
                 _refuse_script(name, slot.module)
-    parameters = {name: each.slots[0].get() for name, each in plan.parameters.items()}
+    originals = {name: each.slots[0].get() for name, each in everything.items()}
+    parameters = {name: originals[name] for name in plan.parameters}
     with_options = {
         module
         for module in plan.managed
@@ -49,7 +50,7 @@ def check_plan(plan: Plan) -> None:
     _check_fsdp1(plan)
     _check_replicate(plan)
     for name, planned in everything.items():
-        _check_parameter(name, planned.slots[0].get())
+        _check_parameter(name, originals[name])
         for slot in planned.slots if with_options else ():
             if slot.module in with_options:
                 _check_options(name, slot.module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from .root import Root
 from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
 from .tensor_parallel import distribute
-from .ties import find_owner, mark_original, original_of
+from .ties import MARK, find_owner, mark_originals, original_of
 from .user_code import hides_modes
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -180,21 +181,26 @@ def _plan(module: Any, given: Arguments) -> Plan:
     for i, root in enumerate(roots):
         here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
         managed.update((each, name) for each, name in here.items() if each not in managed)
-    slots = _collect_slots(managed, given.ignored_params or ())
+    found = _collect_slots(managed, given.ignored_params or ())
+    slots = {fqn(managed[own[0].module], own[0].name): own for own in found.values()}
     parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
-    marks = {name: mark for name, own in slots.items() if (mark := original_of(own[0].get())) is not None}
-    tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items()}
+    marks = {
+        name: original_of(each)
+        for name, each in zip(slots, found, strict=True)
+        if getattr(each, MARK, None) is not None
+    }
+    tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
     return Plan(roots, given, shared, managed, inside, parameters, tied)
 
 
-def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[str, list[Slot]]:
-    """Returns FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
+def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
+    """Returns each distinct parameter -> its slots. The FQN of the first one is its name."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():
             if parameter is not None and not (ignored and parameter in ignored):
                 slots.setdefault(parameter, []).append(Slot(module, name))
-    return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
+    return slots
 
 
 def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
@@ -253,19 +259,15 @@ def _make_groups(
     for mesh, members in (on_mesh or {plan.mesh: []}).items():
         device, pin = storage_place(given.offload_policy, mesh.device)
         with torch.no_grad():
-            params = [_make_param(each, device, type(plan.roots[0]).__name__) for each in members]
+            slots = [each.slots[0] for each in members]
+            originals = [weakref.ref(slot.module._parameters[slot.name]) for slot in slots]
+            params = [
+                FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype) for each in members
+            ]
         settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
+        groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
     return groups
-
-
-def _make_param(plan: ParameterPlan, device: torch.device, root: str) -> FSDPParam:
-    """Cuts one parameter, and marks it for calls that meet it in modules of theirs."""
-    original = plan.slots[0].get()
-    param = FSDPParam(plan.slots, plan.name, plan.mesh, plan.distribution, device, plan.keeps_dtype)
-    if original is not param.sharded:
-        mark_original(original, param, f"{root}'s {plan.name}")
-    return param
 
 
 def _join_owners(plan: Plan, state: FSDPState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -81,6 +82,8 @@ class FSDPParamGroup:
         self.state: FSDPState
         self.users: tuple[FSDPState, ...] = ()
         self.begun: set[FSDPState] = set()
+        # What its parameters were before fully_shard, if something else than their modules still holds that.
+        self.originals: list[weakref.ref[nn.Parameter]] = []
         # Typed as if there always were one: nothing runs without.
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .state import FSDPState
 
 # The attribute of a parameter that was sharded which says so.
-_MARK = "_fsdp2_original"
+MARK = "_fsdp2_original"
 
 
 @dataclass(eq=False)
@@ -45,14 +45,25 @@ class Original:
         return str, (self.name,)  # a copy of the parameter is another one, and no original
 
 
-def mark_original(original: nn.Parameter, param: FSDPParam, name: str) -> None:
-    """Marks a parameter of which `param` has been cut, in case that other modules have it, too."""
-    setattr(original, _MARK, Original(name, weakref.ref(param), _content_of(original), original.requires_grad))
+def mark_originals(
+    originals: Iterable[weakref.ref[Any]], params: Iterable[FSDPParam], root: str
+) -> list[weakref.ref[Any]]:
+    """Marks those parameters, of which `params` have been cut, that something else still holds: another module perhaps.
+    Returns weak references to them. `root`: the class of the call's module.
+    """
+    held = []
+    for reference, param in zip(originals, params, strict=True):
+        original = reference()
+        if original is not None and original is not param.sharded:
+            mark = Original(f"{root}'s {param.name}", weakref.ref(param), _content_of(original), original.requires_grad)
+            setattr(original, MARK, mark)
+            held.append(reference)
+    return held
 
 
 def original_of(parameter: Tensor) -> Original | None:
     """Returns the mark of a parameter that an earlier call has sharded, or None."""
-    mark = getattr(parameter, _MARK, None)
+    mark = getattr(parameter, MARK, None)
     return mark if isinstance(mark, Original) else None
 
 
@@ -92,7 +103,8 @@ def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
         state.used = state.groups
         for group in state.groups:
             group.users = ()
-            if any(len(param.slots) > 1 for param in group.params):
+            num_slots = len(group.registration.watched[0])
+            if num_slots > len(group.params):
                 candidates.append(group)
     if not candidates:
         return []
