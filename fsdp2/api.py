@@ -70,8 +70,9 @@ def fully_shard(
     Every parameter below `module` that no inner `fully_shard` call manages becomes an `nn.Parameter(DTensor)`, sharded
     along dim 0 (scalars are replicated). Together they form one group: it is gathered before forward, freed after it,
     gathered again for backward, and its gradients are averaged over the ranks. Call it bottom-up: on blocks first, then
-    on the model. In that last call, submodules as large as blocks (an embedding, a head) get groups of their own. Every
-    rank of the mesh must call it, on the same modules in the same order, with the same weights (the same seed).
+    on the model. In that last call, submodules as large as blocks (an embedding, a head) get groups of their own. A
+    parameter that modules of several calls have (tied weights) is in the group of the first, which the others use.
+    Every rank of the mesh must call it, on the same modules in the same order, with the same weights (the same seed).
 
     Args:
         module: a module, or a list of modules that share one group. Modified in place; its class becomes a subclass of
@@ -112,9 +113,9 @@ def fully_shard(
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
         ValueError: a container without `forward`; a module given twice or sharded already; a mesh in another order than
-            its process groups; a parameter that is uninitialised, tied to one of another group, or in the same memory
-            as another or as an attribute; a frozen one of a class of your own that `mp_policy` would cast, if its
-            values may be packed.
+            its process groups; a parameter that is uninitialised, tied to one that an earlier call shards or reduces
+            in another way, or in the same memory as another or as an attribute; a frozen one of a class of your own
+            that `mp_policy` would cast, if its values may be packed.
         NotImplementedError: a parameter that is complex, or a tensor subclass that says only in part how it is
             gathered; embeddings with sparse gradients or `max_norm`; a module that FullyShardedDataParallel (FSDP1)
             wraps. The first forward raises it for a subclass around other tensors that does not say how they are

@@ -164,14 +164,15 @@ def share_a_module(model: Root, recipe: Recipe) -> None:
 
 
 def tie_parameters(model: Root, groups: list["Group"], recipe: Recipe) -> None:
-    """Makes weights of one shape in one group one parameter. (Across groups it is refused, so never chosen.)"""
+    """Makes weights of one shape one parameter, also across groups, unless these are sharded or reduced differently."""
     owners = owners_of(model, groups)
     candidates = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
     for number in range(2):
         chosen = recipe.pick(f"tie {number}", None, PAIRS, 0.7)
         if chosen is not None:
             source, target = (candidates[each % len(candidates)] for each in chosen)
-            if source.weight.shape == target.weight.shape and owners[source] == owners[target]:
+            of_both = owners[source] | owners[target]
+            if source.weight.shape == target.weight.shape and len({ways(g.name, recipe) for g in of_both}) == 1:
                 target.weight = source.weight
 
 
@@ -232,12 +233,28 @@ def optional_modules(groups: list[Group]) -> set[nn.Module]:
 
 def reduced_together(model: nn.Module, groups: list[Group]) -> list[list[nn.Parameter]]:
     """Returns the parameters of each group that some ranks may leave out. If any has a gradient, others have zeros."""
-    optional, owners = optional_modules(groups), owners_of(model, groups)
-    return [
-        list({p for m, of in owners.items() if of == {g} for p in m._parameters.values() if p is not None})
-        for g in groups
-        if optional.issuperset(g.modules)
-    ]
+    users = users_by_parameter(model, groups)
+    return [[p for p, of in users.items() if of[0] is g] for g in left_out(model, groups)]
+
+
+def users_by_parameter(model: nn.Module, groups: list[Group]) -> dict[nn.Parameter, list[Group]]:
+    """Returns the groups whose modules have a parameter: the one that is sharded first, which owns it, comes first."""
+    users: dict[nn.Parameter, list[Group]] = {}
+    owners = owners_of(model, groups)
+    for group in groups:
+        for module, of in owners.items():
+            for param in module._parameters.values():
+                if of == {group} and param is not None and group not in users.setdefault(param, []):
+                    users[param].append(group)
+    return users
+
+
+def left_out(model: nn.Module, groups: list[Group]) -> list[Group]:
+    """Returns the groups that ranks may leave out, and those that own parameters which are tied to some of these."""
+    optional = optional_modules(groups)
+    own = [g for g in groups if optional.issuperset(g.modules)]
+    users = users_by_parameter(model, groups)
+    return own + [g for g in groups if g not in own and any(of[0] is g and {*of} & {*own} for of in users.values())]
 
 
 def paths_to(model: nn.Module) -> Counter[nn.Module]:
@@ -319,20 +336,27 @@ def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> 
     if replicas is not None:
         names = ("replicate", "shard")
         mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=names)
-    optional = optional_modules(groups)
+    conditional = left_out(model, groups)
     for group in groups:
         modules = group.modules if len(group.modules) > 1 else group.modules[0]
-        keeps_part = not optional.issuperset(group.modules)
+        keeps_part = group not in conditional
         options = options_of(group.name, recipe, world_size // (replicas or 1) if keeps_part else 1)
         fully_shard(modules, mesh=mesh, conditional=group.conditional, **options)
     apply_settings(model, recipe)
 
 
+def ways(name: str, recipe: Recipe) -> tuple[int | None, str | None]:
+    """Returns in which groups must agree that have a parameter in common: the sharded dim, and dtypes of reductions."""
+    rounded = ("wire", "sums") if computes_in_fp32(recipe) else ("wire",)
+    return (
+        recipe.pick(f"sharded dim of {name}", None, (1, 2), 0.25),
+        recipe.pick(f"fp32 in reductions of {name}", None, rounded, 0.15),
+    )
+
+
 def options_of(name: str, recipe: Recipe, shards: int) -> dict[str, Any]:
     few = [shards // 2] if shards % 2 == 0 else []
-    dim = recipe.pick(f"sharded dim of {name}", None, (1, 2), 0.25)
-    fp32 = computes_in_fp32(recipe)
-    rounded = recipe.pick(f"fp32 in reductions of {name}", None, ("wire", "sums") if fp32 else ("wire",), 0.15)
+    fp32, (dim, rounded) = computes_in_fp32(recipe), ways(name, recipe)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.float32 if fp32 else None,
         reduce_dtype=torch.float32 if rounded == "sums" else None,

@@ -1733,7 +1733,7 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.stem(x)))
 
 
-@ends(LOUD, "fully_shard([a, b])")
+@ends(EXACT)
 def tied_in_two_groups(side: Side) -> None:
     """Tied weights in two groups"""
     model = Tied()

@@ -231,7 +231,7 @@ class ForwardsNeedAllRanks:
 
 
 def _may_gather(group: FSDPParamGroup) -> bool:
-    is_lent = group.phase is COPIED or group.state.running > 0 or group.hold is Hold.USER
+    is_lent = group.phase is COPIED or group.num_running > 0 or group.hold is Hold.USER
     return bool(group.params) and group.mesh.size > 1 and not is_lent
 
 

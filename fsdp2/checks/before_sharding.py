@@ -23,8 +23,6 @@ class BeforeSharding:
         self.memory: dict[Key, Memory | None] = {}
         # Some of its values (initial_weights.py), until its group is attached.
         self.samples: dict[Key, Any] = {}
-        # The parameter that is cut, and its name (original_parameters.py), until its group is attached.
-        self.originals: dict[Key, tuple[weakref.ref[nn.Parameter], str]] = {}
         # The modules of torch that may read parameters without a call of the module that has them (entry_points.py).
         self.transformer_layers: list[weakref.ref[nn.TransformerEncoderLayer]] = []
 

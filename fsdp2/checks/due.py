@@ -333,7 +333,7 @@ class _Beginnings(AtTimes):
     def forward_began(self, group: FSDPParamGroup) -> None:
         due = self._checks.due
         is_due = group in due
-        if not (is_due or group in self._checks.always) or group.state.running > 1 or is_capturing():
+        if not (is_due or group in self._checks.always) or group.num_running > 1 or is_capturing():
             return
         is_first, is_debug = due.get(group, False), choice_of(group).checked
         checks = [check for check in self._checks.checks() if is_due or is_debug or check.always]
@@ -361,11 +361,12 @@ class _CheckedForwards(AtTimes):
         return checks
 
     def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
-        if group is group.state.groups[0]:
+        state = group.root.running[-1]
+        if group is state.groups[0]:
             for each in reversed(inputs):
                 for check in self.running.get(group, ()):
-                    check.after_cast(group.state, each)
-        if group.state.running == 1:
+                    check.after_cast(state, each)
+        if group.num_running == 1:
             for check in self.end(group):
                 check.after_forward(group)
 

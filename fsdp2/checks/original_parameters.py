@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..engine.owners import SHARDED_AS
+from ..engine.ties import original_of
 from ..engine.torch_names import replace_hooks
-from .before_sharding import facts_of
 from .due import Check
 
 
@@ -22,13 +22,10 @@ class OriginalParameters(Check):
 
     def attached(self, root: Any) -> None:
         for group in root.new_groups:
-            originals = facts_of(group).originals
-            for param in group.params if originals else ():
-                slot = param.slots[0]
-                reference, name = originals.pop((id(slot.module), slot.name), (None, ""))
-                original = None if reference is None else reference()
-                if original is not None and original is not param.sharded:
-                    _mark(original, name)
+            for original in [reference() for reference in group.originals]:
+                mark = None if original is None else original_of(original)
+                if original is not None and mark is not None:
+                    _mark(original, mark.name)
 
 
 def _mark(original: nn.Parameter, name: str) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.build import ParameterPlan, Plan
+from ..engine.build import ParameterPlan, Plan, storage_place
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
-from ..engine.mesh import DataMesh
-from ..engine.owners import SHARDED_AS
+from ..engine.mesh import DataMesh, Distribution
 from ..engine.parameter import Slot, fqn, grad_choice
-from ..engine.policy import MixedPrecisionPolicy, ReduceWhen
+from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import names_below
 from ..engine.subclasses import (
     count_pre_arguments,
@@ -24,6 +23,7 @@ from ..engine.subclasses import (
     refuse_secondary_shards,
     rows_of_subclass,
 )
+from ..engine.ties import has_changed, original_of
 from ..engine.torch_names import Memory, is_replicated_by_ddp, memory_of, size_at_first
 from ..module import public_methods
 from .arguments import Placements
@@ -35,11 +35,13 @@ def check_plan(plan: Plan) -> None:
 
     Each call comes here, so nothing is called for a plain parameter that need not be.
     """
-    for name, planned in plan.parameters.items():
+    everything = {**plan.parameters, **plan.tied}
+    for name, planned in everything.items():
         for slot in planned.slots:
             if isinstance(slot.module, torch.jit.ScriptModule):
                 _refuse_script(name, slot.module)
-    parameters = {name: each.slots[0].get() for name, each in plan.parameters.items()}
+    originals = {name: each.slots[0].get() for name, each in everything.items()}
+    parameters = {name: originals[name] for name in plan.parameters}
     with_options = {
         module
         for module in plan.managed
@@ -47,11 +49,13 @@ def check_plan(plan: Plan) -> None:
     }
     _check_fsdp1(plan)
     _check_replicate(plan)
-    for name, parameter in parameters.items():
-        _check_parameter(name, parameter)
-        for slot in plan.parameters[name].slots if with_options else ():
+    for name, planned in everything.items():
+        _check_parameter(name, originals[name])
+        for slot in planned.slots if with_options else ():
             if slot.module in with_options:
                 _check_options(name, slot.module)
+    for planned in plan.tied.values():
+        _check_tied(planned, plan)
     _check_memory(plan, parameters)
     for root in plan.roots:
         _check_names(root)
@@ -67,10 +71,10 @@ def check_plan(plan: Plan) -> None:
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
         _check_codec(name, given.mp_policy, each.mesh, parameters[name])
-        if with_options:
-            _check_frequencies(each)
         if type(parameters[name]) is not nn.Parameter:
             _check_extension(each, reshard, given.mp_policy)
+    for each in everything.values() if with_options else ():
+        _check_frequencies(each)
     for mesh in meshes.values():
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
@@ -107,17 +111,58 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise NotImplementedError(
             f"{_describe(name, parameter)} complex parameters are not supported yet. Store torch.view_as_real of it."
         )
-    owner = getattr(parameter, SHARDED_AS, None)
-    if owner is not None:
-        raise ValueError(
-            f"{name} is the same parameter as {owner}, which another fully_shard call has sharded. Tied parameters "
-            "must be in one group: pass the modules that hold them as one list, fully_shard([a, b])."
-        )
     if parameter.grad is not None:
         raise ValueError(
             f"{name} has a gradient, of which nobody knows whether each rank has all of it, or a part. Call step() or "
             "zero_grad() before fully_shard."
         )
+
+
+def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
+    """Refuses a parameter that an earlier call has sharded in another way, or that was changed since."""
+    original = planned.slots[0].get()
+    mark, owner = original_of(original), planned.owner
+    assert mark is not None, "it was sharded"
+    which = f"{planned.name} is the same parameter as {mark.name}, which another fully_shard call has sharded"
+    if owner is None:
+        raise ValueError(f"{which}, and which is in no model any more. Build the model again.")
+    if has_changed(original, mark, owner.param):
+        raise ValueError(
+            f"{which}; since then {planned.name} was written to, moved or frozen, and that one was not. Change a "
+            "tied parameter before fully_shard, or after the last call of it."
+        )
+    if owner.group.phase is COPIED or owner.group.num_running:
+        raise RuntimeError(f"{which}, and which is in use. Leave the forward, or the block of full_params, first.")
+    given = plan.given
+    found = _ways(planned.mesh, planned.distribution, planned.keeps_dtype, given.mp_policy, original.dtype) | {
+        "offload_policy": storage_place(given.offload_policy, planned.mesh.device)
+    }
+    group, param = owner
+    there = _ways(param.mesh, param.distribution, param.keeps_dtype, group.settings.policy, original.dtype) | {
+        "offload_policy": (param.storage_device, group.settings.pin_memory)
+    }
+    for argument, value in found.items():
+        if value != there[argument]:
+            raise ValueError(
+                f"{which} with another {argument}: {there[argument]}, here {value}. Pass the same to both calls; or "
+                "pass the modules that hold the parameter as one list, fully_shard([a, b])."
+            )
+
+
+def _ways(
+    mesh: DataMesh, distribution: Distribution, keeps_dtype: bool | None, policy: MixedPrecisionPolicy, dtype: Any
+) -> dict[str, Any]:
+    """Returns what two calls that have a parameter must agree on, by the arguments that say it."""
+    return {
+        "mesh": mesh,
+        "shard_placement_fn": distribution,
+        "mp_policy (param_dtype)": dtype if keeps_dtype else policy.compute_dtype(dtype),
+        "mp_policy (reduce_dtype)": policy.gradient_dtype(dtype),
+        "mp_policy (grad_dtype)": policy.grad_dtype,
+        "mp_policy (wire_dtype, gradient_codec)": (policy.wire_dtype, policy.gradient_codec),
+        "mp_policy (gather_codec)": None if keeps_dtype else policy.gather_codec,
+        "mp_policy (replica_codec)": policy.replica_codec,
+    }
 
 
 def _check_fsdp1(plan: Plan) -> None:
@@ -421,7 +466,8 @@ def _check_placements(plan: Plan) -> None:
     placements: Any = plan.given.shard_placement_fn
     if plan.mesh.shard_axes or not isinstance(placements, Placements):
         return
-    names = {id(each.slots[0].get()): name for name, each in plan.parameters.items()}
+    everything = {**plan.parameters, **plan.tied}
+    names = {id(each.slots[0].get()): name for name, each in everything.items()}
     for parameter, placement in placements.chosen:
         raise ValueError(
             f"{names[id(parameter)]}: expected shard_placement_fn to return None on a mesh that only replicates, got "

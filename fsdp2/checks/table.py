@@ -10,7 +10,6 @@ A check that is never due acts alike at "default" and "debug".
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -283,16 +282,10 @@ def _follow_levels(root: Any) -> None:
 
 def _remember(plan: Plan) -> None:
     """Keeps what checks need of the parameters of a call, before they are cut."""
-    facts, has_samples, has_originals = facts_of_call(plan), is_on("starting weights"), is_on("original parameters")
-    root = type(plan.roots[0]).__name__
+    facts, has_samples = facts_of_call(plan), is_on("starting weights")
     with torch.no_grad():
-        for name, each in plan.parameters.items() if has_samples or has_originals else ():
-            slot = each.slots[0]
-            parameter = slot.get()
-            if has_samples:
-                keep_sample(facts.samples, each, parameter)
-            if has_originals:  # which are freed when they are cut, if nobody else holds them
-                facts.originals[id(slot.module), slot.name] = weakref.ref(parameter), f"{root}'s {name}"
+        for each in plan.parameters.values() if has_samples else ():
+            keep_sample(facts.samples, each, each.slots[0].get())
 
 
 CHECKS: tuple[Callable[[Any], Observer | None], ...] = (

@@ -125,7 +125,7 @@ def _set(self: DTensor, value: Tensor) -> None:
     _PLAIN.__set__(self, value)
     set_local_and_spec(self, local, value)
     owner = sharded_owner(self) if storage_id(local) != before else None
-    if owner is not None and not (owner.group.state.running or owner.group.root.is_in_backward()):
+    if owner is not None and not (owner.group.num_running or owner.group.root.is_in_backward()):
         _note_assigned(owner.group, owner.param)
 
 

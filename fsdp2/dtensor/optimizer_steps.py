@@ -228,7 +228,7 @@ def _follow(optimizer: Optimizer) -> None:
         increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
     groups = facts.alive()
     for group in groups:
-        if group.phase is UNSHARDED and not group.state.running and group.root.backward is None:
+        if group.phase is UNSHARDED and not group.num_running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values
     if groups and groups[0].root.consensus is not None:
         groups[0].root.consensus.after_step(optimizer)

@@ -309,6 +309,7 @@ class ReducePlan:
         is_able = [spec.has_few_slices if self._launches else spec.dim == 0 for spec in packed]
         self._is_one_cat = all(is_able) and all(spec.shard_numel for spec in packed)
         self._has_slices = any(spec.num_slices > 1 for spec in packed)
+        self._is_by_rows = all(spec.dim == 0 for spec in packed)
         self._is_even = all(spec.is_even for spec in packed)
         self._is_little = world_size * layout.packed_numel * layout.wire_dtype.itemsize <= LITTLE_BYTES
         self._has_single_rows = all(spec.has_single_rows for spec in packed)
@@ -358,7 +359,7 @@ class ReducePlan:
             return
         if self._tail_numel and dtype not in self._tails:
             self._tails[dtype] = [out_WP.new_zeros(self._tail_numel, dtype=dtype)]
-        if self._has_slices:
+        if not self._is_by_rows:
             packed = [part for each, spec in zip(packed, self._packed, strict=True) for part in _slices(each, spec)]
         packed += self._tails.get(dtype, [])
         if dtype == out_WP.dtype or self._launches:

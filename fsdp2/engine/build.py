@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,14 @@ from .compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
+from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
 from .root import Root
 from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
 from .tensor_parallel import distribute
+from .ties import MARK, find_owner, mark_originals, original_of
 from .user_code import hides_modes
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -49,6 +52,7 @@ class ParameterPlan(NamedTuple):
     """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement.
 
     `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
+    `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
     """
 
     name: str
@@ -56,6 +60,7 @@ class ParameterPlan(NamedTuple):
     mesh: DataMesh
     distribution: Distribution
     keeps_dtype: bool | None
+    owner: Owned | None = None
 
 
 @dataclass
@@ -63,8 +68,9 @@ class Plan:
     """Says what one call is about to do. Extensions may refuse or change it: no module has been changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `inside`: the states of inner calls; `parameters`: by FQN. `submodules`: those that get a state of their own,
-    with the FQNs of their parameters; extensions fill it.
+    FQNs; `inside`: the states of inner calls; `parameters`: by FQN; `tied`: those that earlier calls have sharded, as
+    parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their
+    parameters; extensions fill it.
     """
 
     roots: list[nn.Module]
@@ -73,6 +79,7 @@ class Plan:
     managed: dict[nn.Module, str]
     inside: list[FSDPState]
     parameters: dict[str, ParameterPlan]
+    tied: dict[str, ParameterPlan]
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
 
 
@@ -91,6 +98,7 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
                 if buffer is not None and buffer.device.type != "meta":
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
+        _join_owners(plan, states[0])
         attach(states[0], [*states, *plan.inside], classes)
         for state in states:
             if state.cast_buffers is not None:
@@ -118,19 +126,23 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
     The modules of the call are lost: their whole parameters were freed one by one as these were cut.
     """
     groups = [group for state in plan.inside for group in state.groups]
+    groups = list(dict.fromkeys([*groups, *(each.owner.group for each in plan.tied.values() if each.owner)]))
     before = [(group, {**vars(group)}, {**vars(group.purpose)}, [[*p.names] for p in group.params]) for group in groups]
-    roots, classes = [state.root for state in plan.inside], [type(root) for root in plan.roots]
+    roots, classes = [(state.root, state.used) for state in plan.inside], [type(root) for root in plan.roots]
     states: list[FSDPState] = []
     try:
         yield states
     except BaseException as error:
-        for state, root in zip(plan.inside, roots, strict=True):
-            state.root = root
+        for state, (root, used) in zip(plan.inside, roots, strict=True):
+            state.root, state.used = root, used
         for group, attributes, purpose, names in before:
             vars(group).update(attributes)
             vars(group.purpose).update(purpose)
             for param, own in zip(group.params, names, strict=True):
                 param.names = own
+                if len(own) < len(param.slots):
+                    del param.slots[len(own) :]
+                    group.parameters.follow_slots()
         for state in states:
             for group in state.groups:
                 group.root = None  # type: ignore[assignment]
@@ -169,19 +181,26 @@ def _plan(module: Any, given: Arguments) -> Plan:
     for i, root in enumerate(roots):
         here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
         managed.update((each, name) for each, name in here.items() if each not in managed)
-    slots = _collect_slots(managed, given.ignored_params or ())
+    found = _collect_slots(managed, given.ignored_params or ())
+    slots = {fqn(managed[own[0].module], own[0].name): own for own in found.values()}
     parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
-    return Plan(roots, given, shared, managed, inside, parameters)
+    marks = {
+        name: original_of(each)
+        for name, each in zip(slots, found, strict=True)
+        if getattr(each, MARK, None) is not None
+    }
+    tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
+    return Plan(roots, given, shared, managed, inside, parameters, tied)
 
 
-def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[str, list[Slot]]:
-    """Returns FQN -> the slots of one distinct parameter. Tied parameters go under the first of their names."""
+def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
+    """Returns each distinct parameter -> its slots. The FQN of the first one is its name."""
     slots: dict[nn.Parameter, list[Slot]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():
             if parameter is not None and not (ignored and parameter in ignored):
                 slots.setdefault(parameter, []).append(Slot(module, name))
-    return {fqn(managed[first.module], first.name): [first, *others] for first, *others in slots.values()}
+    return slots
 
 
 def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
@@ -240,13 +259,28 @@ def _make_groups(
     for mesh, members in (on_mesh or {plan.mesh: []}).items():
         device, pin = storage_place(given.offload_policy, mesh.device)
         with torch.no_grad():
+            slots = [each.slots[0] for each in members]
+            originals = [weakref.ref(slot.module._parameters[slot.name]) for slot in slots]
             params = [
                 FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype, policy.grad_dtype)
                 for each in members
             ]
         settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
+        groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
     return groups
+
+
+def _join_owners(plan: Plan, state: FSDPState) -> None:
+    """Gives tied parameters of the call to the groups that have sharded them before."""
+    for each in plan.tied.values():
+        assert each.owner is not None, "it is tied"
+        group, param = each.owner
+        group.reshard_if_idle()
+        param.add_slots(each.slots, each.name)
+        group.parameters.follow_slots()
+        if group not in state.tied_to:
+            state.tied_to.append(group)
 
 
 def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +57,8 @@ class FSDPParamGroup:
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
     `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
+    `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
+    `begun`: if there are users, the states whose backward has begun, and not ended.
     `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
         have the sharded ones, even if the unsharded ones' data is there.
     `gathered_at`: versions of the shards that were gathered last, or None where that was for a backward, between which
@@ -77,6 +80,10 @@ class FSDPParamGroup:
     ) -> None:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
         self.state: FSDPState
+        self.users: tuple[FSDPState, ...] = ()
+        self.begun: set[FSDPState] = set()
+        # What its parameters were before fully_shard, if something else than their modules still holds that.
+        self.originals: list[weakref.ref[nn.Parameter]] = []
         # Typed as if there always were one: nothing runs without.
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]
@@ -145,6 +152,15 @@ class FSDPParamGroup:
     def is_unsharded(self) -> bool:
         """True if the unsharded parameters' data is there."""
         return self.phase in (GATHERED, UNSHARDED)
+
+    @property
+    def num_running(self) -> int:
+        """How many forwards and blocks of full_params that use the group run now."""
+        return self.state.running + sum(user.running for user in self.users)
+
+    def runs_beside(self, state: FSDPState) -> bool:
+        """Returns True if a forward of another state than `state` uses the group."""
+        return any(each.running for each in (self.state, *self.users) if each is not state)
 
     @property
     def is_resting(self) -> bool:
@@ -544,12 +560,13 @@ class FSDPParamGroup:
         if all(self.parameters.trainable) and backward.task == compat.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self.backward_hooks or self._find_backward_hooks())
-            self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused)
+            # Those of users tell when to reshard in between: the last gradient of a tied parameter comes late.
+            self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
             if not has_hooks:
                 self.finish_backward()
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
-        own = [module._backward_hooks for module in self.state.own_modules()]
+        own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
         self.backward_hooks = [*own, compat.hooks_of_all_modules]
         return self.backward_hooks
 
@@ -574,7 +591,8 @@ class FSDPParamGroup:
                 self.unregister()
             return
         if choice is None:
-            keeps = keeps or self.root.group is self or self in self.root.prefetcher.first_in_backward
+            is_of_root = self.root.group is self or self.root.state in self.users
+            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward
         else:
             keeps = choice is False
         if backward_follows and keeps:
@@ -582,6 +600,7 @@ class FSDPParamGroup:
             self.hold = max(self.hold, stays)
             self.unregister()
             return
+        has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
         is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
@@ -609,7 +628,8 @@ class FSDPParamGroup:
         `drops_secondary=False`: secondary shards that last until a write stay.
         """
         self.reached_by = None
-        if self.state.running:
+        self.begun.clear()
+        if self.state.running or (self.users and self.num_running):
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
             self.hold = Hold.NOTHING
@@ -618,12 +638,14 @@ class FSDPParamGroup:
 
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
-        if self.settings.reshard_after_backward or self.state.running or not self.is_unsharded:
+        is_running = self.state.running or (self.users and self.num_running)
+        if self.settings.reshard_after_backward or is_running or not self.is_unsharded:
             if self.hold is Hold.USER:
                 self.hold = Hold.NEXT_PASS
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
+            self.begun.clear()
             self.hold = max(self.hold, Hold.NEXT_PASS)
             self.unregister()
 
@@ -639,7 +661,17 @@ class FSDPParamGroup:
             self.reshard_if_idle(drops_secondary=False)
             self.hold = hold if hold is Hold.USER else self.hold
 
-    def post_backward(self) -> None:
-        """Reduces what buckets have left, and reshards. It is called only if forward has hooked the inputs."""
-        self.gradients.flush()
+    def post_backward(self, state: FSDPState) -> None:
+        """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only
+        if forward has hooked the inputs.
+
+        Of a group with users, gradients may be still to come: they are left to buckets, or the end. While the backward
+        of another user runs, around this one or beside it, that needs the parameters.
+        """
+        if self.users:
+            self.begun.discard(state)
+            if self.begun:
+                return
+        else:
+            self.gradients.flush()
         self.finish_backward()

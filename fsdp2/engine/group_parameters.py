@@ -222,6 +222,10 @@ class GroupParameters:
             self._gradients.forget_kept()
         self._rebuild(replaced)
 
+    def follow_slots(self) -> None:
+        """Follows parameters to the modules that have them now: tied ones have got slots, or lost some."""
+        self._rebuild()
+
     def _rebuild(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
         self.readability.allow(True)

@@ -119,6 +119,11 @@ class FSDPParam:
     def local(self, value: Tensor) -> None:
         compat.set_local(self.sharded, value)
 
+    @property
+    def keeps_dtype(self) -> bool:
+        """True if it computes in its own dtype, whatever the policy says of the others."""
+        return self._keeps_dtype
+
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Returns what the layout must know of it as it is now."""
         local = self.local
@@ -237,6 +242,12 @@ class FSDPParam:
                 self.put_gradient(found.grad)
         self._attributes = vars(self.sharded)
         self._share_attributes(self.unsharded)
+        self.register(self.sharded)
+
+    def add_slots(self, slots: list[Slot], name: str) -> None:
+        """Registers the sharded parameter in further slots, of which `name` is the first one's FQN."""
+        self.slots += slots
+        self.names += [name] * len(slots)
         self.register(self.sharded)
 
     def register(self, parameter: nn.Parameter) -> None:

@@ -26,7 +26,7 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
 
     def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         # .to(), .cuda(), to_empty(), ... replace local tensors: move them into the shard buffer at once.
-        groups = groups_of(self)
+        groups = _groups_within(self)
         _refuse_unsynchronized(groups_below(self) if recurse else groups)
         for group in groups:
             group.reshard()
@@ -64,6 +64,20 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             _register_again(hidden)
 
     return {"_apply": apply, "to_empty": to_empty, "zero_grad": zero_grad, "share_memory": _refuse_shared_memory}
+
+
+def _groups_within(module: nn.Module) -> list[FSDPParamGroup]:
+    """Returns the groups whose parameters a method of `module` reaches under all their names: all that it uses, but of
+    those that other modules use, too, only those all of whose modules are inside. They are followed once all names have
+    been given something else.
+    """
+    shared = require_state(module).root.shared
+    if not shared:
+        return groups_of(module)
+    inside, own = modules_below(module), [group for group in groups_of(module) if not group.users]
+    return own + [
+        group for group in shared if all(slot.module in inside for param in group.params for slot in param.slots)
+    ]
 
 
 def _refuse_unsynchronized(groups: Iterable[FSDPParamGroup]) -> None:
@@ -135,7 +149,7 @@ def hook_state_dicts(root: Root) -> None:
 @hides_modes
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     """Registers the sharded parameters. It does no more: this rank may be alone in asking."""
-    idle = [group for group in groups_of(module) if not group.state.running]
+    idle = [group for group in groups_of(module) if not group.num_running]
     require_state(module).unregistered[module] = _unregister(idle)
     _swap_buffers(module, exact=True)
 
@@ -194,7 +208,7 @@ def _drop_attributes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 @hides_modes
 def _after_load(module: nn.Module, _: Any) -> None:
     _swap_buffers(module, exact=False)
-    for group in groups_of(module):
+    for group in _groups_within(module):
         if group.adopt_replacements(accept_whole=True, may_be_untied=True):
             for notify in group.events.loaded:
                 notify(group)

@@ -23,6 +23,7 @@ from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_pl
 from .policy import SECONDARY, SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 from .subclasses import take_methods_set_later
+from .ties import connect_ties
 from .user_code import are_in_force, outside, run_hidden
 from .write_notices import notices
 
@@ -71,6 +72,11 @@ class Root:
         self.state, self.states = state, list(dict.fromkeys(states))
         self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
         self.group = state.groups[0]
+        # Those that own parameters which modules of several states have.
+        self.shared = connect_ties(self.states)
+        # One that owns parameters of modules here, and is under another root.
+        foreign = (group for each in self.states for group in each.tied_to if group not in self.groups)
+        self._foreign = next(foreign, None)
         self.new_groups = [group for group in self.groups if group.root is None]
         self.settings = RootSettings()
         self.running: list[FSDPState] = []
@@ -207,6 +213,13 @@ class Root:
             )
         if self._is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
             raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
+        if self._foreign is not None:
+            this, owner = (type(group.modules[0]).__mro__[1].__name__ for group in (self.group, self._foreign))
+            raise RuntimeError(
+                f"{this}: it has parameters that are tied to some of {owner} ({self._foreign.params[0].name}, for "
+                "example), which gathers them, and fully_shard was applied to no module around both. Apply it to such "
+                "a module, and call that one."
+            )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
         if self.is_out_of_step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -24,13 +24,17 @@ class FSDPState:
     `parts`: states whose groups the methods of these modules reach as well (large submodules). `running`: how many
     forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module
     is making has unregistered; where it fails, they stay here. `ignored`: modules in `ignored_params`, whose buffers
-    stay as they are. `cast_buffers`: gives buffers another dtype, if the policy has one for them.
+    stay as they are. `cast_buffers`: gives buffers another dtype, if the policy has one for them. `used`: the groups
+    that a forward of the modules unshards: their own, and those that own parameters tied to some of theirs. `tied_to`:
+    the latter, when the call was made.
     """
 
     root: Root  # another one when an outer module is sharded
 
     def __init__(self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy) -> None:
         self.modules, self.groups, self.policy = modules, groups, policy
+        self.used: Sequence[FSDPParamGroup] = groups
+        self.tied_to: list[FSDPParamGroup] = []
         self.parts: list[FSDPState] = []
         self.running = 0
         self.unregistered: dict[nn.Module, list[FSDPParamGroup]] = {}
@@ -59,10 +63,11 @@ class FSDPState:
         """
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
             return
-        for group in self.groups:
-            group.post_forward(backward_follows, failed, has_run=has_run)
+        for group in self.used:
+            if not (group.users and group.runs_beside(self)):
+                group.post_forward(backward_follows, failed, has_run=has_run)
         if self.root.read_outside:
-            for group in [group for part in self.parts for group in part.groups if group in self.root.read_outside]:
+            for group in [group for part in self.parts for group in part.used if group in self.root.read_outside]:
                 self.root.read_outside.discard(group)
                 group.post_forward(backward_follows, failed, keeps=True)
 
@@ -113,13 +118,13 @@ def states_of(module: Any) -> list[FSDPState]:
 
 
 def groups_of(module: Any) -> list[FSDPParamGroup]:
-    """Returns all groups of a sharded module. It raises what `require_state` does."""
-    return [group for state in states_of(module) for group in state.groups]
+    """Returns all groups that a sharded module uses. It raises what `require_state` does."""
+    return list(dict.fromkeys(group for state in states_of(module) for group in state.used))
 
 
 def groups_below(module: nn.Module) -> list[FSDPParamGroup]:
-    """Returns the groups of every sharded module in `module`, itself included, outermost first."""
-    return [group for state in states_among(modules_below(module)) for group in state.groups]
+    """Returns the groups that sharded modules in `module`, itself included, use, outermost first."""
+    return list(dict.fromkeys(group for state in states_among(modules_below(module)) for group in state.used))
 
 
 def states_among(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:

@@ -81,10 +81,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         for inputs in reversed(handed):
             output = inputs.take_back(module, output)
         if not in_backward:
-            for group in state.groups:
+            for group in state.used:
                 group.parameters.take_requires_grad()
             for notify in root.events.forward_ended:
-                for group in state.groups:
+                for group in state.used:
                     notify(group, handed)
             if root.consensus is not None:
                 output = root.consensus.after_forward(state, (args, kwargs), output)
@@ -106,10 +106,10 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
 def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
     root = state.root
-    for group in state.groups:
+    for group in state.used:
         group.parameters.take_requires_grad()
     for notify in root.events.forward_failed:
-        for group in state.groups:
+        for group in state.used:
             notify(group)
     if root.depth == 1:
         root.read_outside.clear()
@@ -137,7 +137,7 @@ def before_forward(
             handed.append(HandedInputs(cast_to(dtype), args, kwargs))
             args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
-    for group in state.groups:
+    for group in state.used:
         group.pre_forward(in_backward)
         if not in_backward:
             for notify in root.events.forward_began:
@@ -173,7 +173,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
             hook_outputs(state, tensors_in(output))
         return output
     outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
-    for group in state.groups:
+    for group in state.used:
         weights = group.parameters.storage_ids
         if not weights.isdisjoint(
             [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
@@ -188,7 +188,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         differentiable = hook_outputs(state, [value for value in vars(module).values() if isinstance(value, Tensor)])
     # Reentrant checkpointing runs the forward without grad, and once more in backward.
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
-        for group in state.groups:
+        for group in state.used:
             root.prefetcher.ran.append(group)
     state.post_forward(differentiable, module=module, has_run=has_run)
     return output
@@ -208,7 +208,7 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     if not nodes:
         return False
-    groups, are_noticed = state.groups, True
+    groups, are_noticed = state.used, True
     for group in groups:
         if not group.settings.unshard_in_backward:
             # Weights that checkpointing keeps from a recomputation are read without our notice.
@@ -216,6 +216,8 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
 
     def before_node(_: Any) -> None:
         for group in groups:
+            if group.users:
+                group.begun.add(state)
             if group.settings.unshard_in_backward or not are_noticed:
                 group.pre_backward()
 
@@ -246,8 +248,8 @@ def post_backward(state: FSDPState) -> None:
     if (num_dispatch_modes() or num_function_modes()) and are_in_force():
         with hidden():
             return post_backward(state)
-    for group in state.groups:
-        group.post_backward()
+    for group in state.used:
+        group.post_backward(state)
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -61,7 +61,7 @@ def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
         inside = {module for outer in conditional.modules for module in outer.modules()}
         for state in states:
             if inside.issuperset(state.modules):
-                found.update(dict.fromkeys(state.groups, conditional))
+                found.update(dict.fromkeys(state.used, conditional))
     return found
 
 
@@ -96,6 +96,12 @@ class Consensus:
                 f"{self._root.group}: conditional=True needs a module around it that all ranks run, at which they "
                 "agree. Apply fully_shard to that, too."
             )
+        for group in self._root.shared:
+            if group.comms.post_forward is not None and group in self.conditional:
+                raise NotImplementedError(
+                    f"{group} has an int for reshard_after_forward, or shard_at_rest, and a parameter that is tied to "
+                    "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
+                )
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:

@@ -55,6 +55,14 @@ class Description:
                 lists = group.settings.forward_prefetch, group.settings.backward_prefetch
                 self.prefetch[i] = [None if each is None else [index[g] for g in each if g in index] for each in lists]
 
+    def is_complete(self) -> bool:
+        """Returns True if all modules that have its parameters have been copied."""
+        params = (param for group in self.groups for param in group.params)
+        slots = (slot for param in params for slot in param["slots"])
+        return all("_parameters" in vars(slot.module) for slot in slots) and all(
+            part.is_complete() for part in self.parts
+        )
+
     def build(self) -> FSDPState:
         """Builds the state of copied modules, and of their parts."""
         state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy)
@@ -148,12 +156,17 @@ def _finish(module: nn.Module) -> None:
     described: Any = module.__dict__[STATE]
     if not vars(described):
         return  # a list of modules shares the description, which is complete with the first of them
-    state = described.build()
-    for each in described.modules:
-        each.__dict__[STATE] = state
-    names = names_below(state.modules)
-    attach(state, states_among(names), [type(each) for each in state.modules])
-    described.set_root(state.root)
+    found = dict.fromkeys(each.__dict__.get(STATE) for each in names_below(described.modules))
+    waiting = [each for each in found if isinstance(each, Description)]
+    if not all(each.is_complete() for each in waiting):
+        return  # a parameter is tied to one of a module around this one, with which it is built
+    for each in reversed(waiting):
+        state = each.build()
+        for own in each.modules:
+            own.__dict__[STATE] = state
+        names = names_below(state.modules)
+        attach(state, states_among(names), [type(own) for own in state.modules])
+        each.set_root(state.root)
 
 
 def copying_methods(cls: Any, new_sharded: Callable[[type], nn.Module]) -> dict[str, Callable[..., Any]]:

@@ -48,6 +48,13 @@ def plan_large_submodules(plan: Plan) -> None:
         names.setdefault(parameter.slots[0].module, []).append(name)
         if len({slot.module for slot in parameter.slots}) > 1:
             tied.update(slot.module for slot in parameter.slots)
+    # What is tied to a parameter of an earlier call, and has nothing else, uses the group of that call when it runs.
+    for each in plan.tied.values():
+        for module in [slot.module for slot in each.slots]:
+            own_ones = {param for param in module._parameters.values() if param is not None}
+            is_all = own_ones == {each.slots[0].get()} and _nbytes(own_ones) >= min_nbytes
+            if is_all and module not in plan.roots and _may_have_own_group(module):
+                plan.submodules[module] = []
     for module, own in names.items():
         if module in tied or module in plan.roots or not _may_have_own_group(module):
             continue
@@ -94,7 +101,7 @@ def _read_parameters(state: Any) -> None:
     root = state.root
     in_backward = root.backward is not None
     is_used = in_backward or any(state in other.parts for other in root.running)
-    for group in state.groups:
+    for group in state.used:
         if group.phase is not UNSHARDED and is_used:
             group.pre_forward(in_backward)
             if not in_backward:

@@ -253,7 +253,7 @@ class OurGroup:
             return "backward"
         if group.phase is COPIED:
             return "copies"
-        return "forward" if group.state.running or is_read_outside(group) else None
+        return "forward" if group.num_running or is_read_outside(group) else None
 
     def settle(self, *, reshard: bool = True, may_be_meta: bool = True, may_be_untied: bool = False) -> None:
         group = self.engine_group

@@ -34,7 +34,8 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
     used: dict[FSDPState, _Use] = {}
     write_checks: list[_WriteCheck] = []
     failed = True
-    modules = dict.fromkeys(module for group in groups for module in group.modules)
+    states = dict.fromkeys(state for group in groups for state in (group.state, *group.users))
+    modules = dict.fromkeys(module for state in states for module in state.modules)
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
     try:
         with hidden():
@@ -68,6 +69,8 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
                 if not in_backward:
                     used[state].settle(failed or bool(written))
                 state.root.leave()
+            for use in used.values() if not in_backward else ():
+                use.settle_shared(failed or bool(written))
     refuse_written(written)
 
 
@@ -89,12 +92,18 @@ class _Use:
         state, backward_follows = self._state, self._was_kept or torch.is_grad_enabled()
         if state.running > 1 or state in state.root.forward.unfinished:
             return
-        left = [group for group in self._groups if not is_read_outside(group)]
-        if len(left) == len(state.groups):
+        left = [group for group in self._groups if not (is_read_outside(group) or group.users)]
+        if len(left) == len(state.used):
             state.post_forward(backward_follows, failed)
         else:
             for group in left:
                 group.post_forward(backward_follows, failed)
+
+    def settle_shared(self, failed: bool) -> None:
+        """Does the same with groups that several states use (tied weights), when the block has left all states."""
+        for group in self._groups:
+            if group.users and not (group.num_running or is_read_outside(group)):
+                group.post_forward(self._was_kept or torch.is_grad_enabled(), failed)
 
 
 class _WriteCheck:
@@ -109,7 +118,7 @@ class _WriteCheck:
         self._content: UnshardedContent | None = None
         self._versions: tuple[int, ...] = ()
         self._moved: list[str] = []
-        if group.state.running == 1:
+        if group.num_running == 1:
             number = group.num_blocks = group.num_blocks + 1
             if is_check_time(number, always=choice_of(group).checked):
                 self._content, self._versions = UnshardedContent(group), group.shard_versions()

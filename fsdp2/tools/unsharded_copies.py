@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,9 @@ class _Copy:
             return f"expected {stored}, got {value.dtype} of shape {tuple(value.shape)}"
         if _placements_of(value) != _placements_of(copy):
             return f"expected placements {_placements_of(copy)}, got {_placements_of(value)}"
-        for name, other in zip(self.param.names, self._found, strict=True):
+        # Of a parameter that is tied to one of a module outside, not all slots have FQNs here.
+        names = self.param.names if len(self.param.names) == len(self._found) else repeat(self.param.name)
+        for name, other in zip(names, self._found, strict=False):
             if other is not None and (_placements_of(other) != _placements_of(value) or not are_alike(value, other)):
                 return f"{name} is the same parameter, but has other values. Give both names the same values"
         return None

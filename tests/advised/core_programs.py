@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import warnings
 from typing import Any
 
@@ -183,22 +184,79 @@ def complex_parameters() -> None:
     same(model.w.grad.full_tensor(), torch.view_as_real(plain.w.grad), "gradient")
 
 
-@follows("Tied parameters must be in one group: pass the modules that hold them as one list")
-def tied_across_groups() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.mid, self.b = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-            self.b.weight = self.a.weight
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.mid, self.b = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.b.weight = self.a.weight
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.mid(self.a(x)).tanh())
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.mid(self.a(x)).tanh())
 
+
+@follows("Pass the same to both calls; or pass the modules that hold the parameter as one list, fully_shard([a, b])")
+def tied_and_sharded_differently() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     model = build(Tied)
-    fully_shard(model.a)
+    fully_shard(model.a, mp_policy=policy)
     refused(lambda: fully_shard(model.b))
     model = build(Tied)
+    fully_shard(model.a, mp_policy=policy)
+    fully_shard(model.b, mp_policy=policy)
+    train(fully_shard(model), build(Tied))
+    model = build(Tied)
     fully_shard([model.a, model.b])
+    train(fully_shard(model), build(Tied))
+
+
+@follows("Change a tied parameter before fully_shard, or after the last call of it")
+def tied_and_changed_between() -> None:
+    def change(module: Any, factor: float = 2.0) -> None:
+        with torch.no_grad():
+            module.b.weight.mul_(factor)
+
+    model, plain = build(Tied), build(Tied)
+    fully_shard(model.a)
+    change(model)
+    refused(lambda: fully_shard(model.b))
+    change(plain)
+    for is_before in (True, False):
+        model = build(Tied)
+        if is_before:
+            change(model)
+        fully_shard(model.a)
+        fully_shard(model.b)
+        if not is_before:
+            change(model)
+        train(fully_shard(model), copy.deepcopy(plain))
+
+
+@follows("Leave the forward, or the block of full_params, first")
+def tied_and_in_use() -> None:
+    model = build(Tied)
+    fully_shard(model.a)
+    with full_params(model.a):
+        refused(lambda: fully_shard(model.b))
+    fully_shard(model.b)
+    train(fully_shard(model), build(Tied))
+
+
+@follows("{}, and which is in no model any more. Build the model again")
+def tied_to_one_that_is_gone() -> None:
+    model = build(Tied)
+    fully_shard(model.a)
+    model.a = nn.Linear(5, 5)
+    gc.collect()
+    refused(lambda: fully_shard(model.b))
+    train(shard(build(Tied)), build(Tied))
+
+
+@follows("Apply it to such a module, and call that one")
+def tied_without_a_module_around() -> None:
+    model = build(Tied)
+    fully_shard(model.a)
+    fully_shard(model.b)
+    refused(lambda: model.b(torch.ones(2, 5)))
     train(fully_shard(model), build(Tied))
 
 

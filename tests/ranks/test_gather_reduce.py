@@ -88,6 +88,7 @@ CASES = [
     Case("the second dim", along(1, same(F32, (5, 12), (2, 6, 4), (3, 24)))),
     Case("other dims, cast", (*along(1, cast((4, 12, 8))), *along(2, cast((2, 3, 6))), *cast((12, 4), (7,)))),
     Case("other dims, some uneven", (*along(1, cast((4, 7, 8), (4, 12))), *cast((12, 4)))),
+    Case("the second dim of one row, and a vector", (*along(1, same(F32, (1, 12))), *same(F32, (3,)))),
     Case("the second dim, sent in bf16", along(1, cast((2, 12), (3, 6, 2))), wire_dtype=BF16),
     Case("bool and int64", (*same(torch.bool, (5,), (3, 3)), *same(torch.int64, (3,)), *same(F32, (7, 2)))),
 ]

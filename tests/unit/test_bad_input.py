@@ -4,6 +4,7 @@ import abc
 import copy
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -144,11 +145,60 @@ def with_gradient() -> nn.Module:
     return model
 
 
-def tied_across_groups() -> nn.Module:
+def tied_across_groups(**options: Any) -> tuple[nn.Module, nn.Module]:
+    """Returns two modules with a weight in common, of which the first is sharded."""
     first, second = Block(), Block()
     second.inner.weight = first.inner.weight
-    fully_shard(first)
+    fully_shard(first, **options)
+    KEPT[:] = [first]
+    return first, second
+
+
+# The owners of tied parameters, which would be gone otherwise.
+KEPT: list[nn.Module] = []
+
+
+def tied_to_one_in_bfloat16() -> nn.Module:
+    return tied_across_groups(mp_policy=MixedPrecisionPolicy(torch.bfloat16))[1]
+
+
+def tied_and_written_to() -> nn.Module:
+    second = tied_across_groups()[1]
+    with torch.no_grad():
+        second.inner.weight.mul_(2)
     return second
+
+
+def tied_and_moved() -> nn.Module:
+    second = tied_across_groups()[1]
+    second.inner.weight.data = second.inner.weight.data.clone()
+    return second
+
+
+def tied_and_frozen() -> nn.Module:
+    second = tied_across_groups()[1]
+    second.inner.weight.requires_grad_(False)
+    return second
+
+
+def tied_with_gradient() -> nn.Module:
+    second = tied_across_groups()[1]
+    second.inner.weight.grad = torch.ones(4, 4)
+    return second
+
+
+def tied_to_one_that_is_gone() -> nn.Module:
+    second = tied_across_groups()[1]
+    KEPT.clear()
+    gc.collect()
+    return second
+
+
+def sparse_embedding_tied_to_a_sharded_head() -> nn.Module:
+    model = sparse_embedding_tied_to_a_head()
+    fully_shard(model[0])
+    KEPT[:] = [model]
+    return model[1]
 
 
 def mesh_3d() -> Any:
@@ -226,7 +276,34 @@ CASES = {
     "lazy module": Case(ValueError, r"^0\.weight.*uninitialised", lambda: nn.Sequential(nn.LazyLinear(3))),
     "in a list": Case(ValueError, r"^\[1\]\.inner\.weight", lambda: [Block(), Block(nn.UninitializedParameter())]),
     "with a gradient": Case(ValueError, r"inner\.weight has a gradient.*zero_grad", with_gradient),
-    "tied across groups": Case(ValueError, r"inner\.weight is the same .*inner\.weight.*list", tied_across_groups),
+    "tied, other dtypes": Case(
+        ValueError,
+        r"inner\.weight is the same .*Block's inner\.weight.*mp_policy \(param_dtype\): torch.bfloat16, here "
+        r"torch.float32.*fully_shard\(\[a, b\]\)",
+        tied_to_one_in_bfloat16,
+    ),
+    "tied, another dim": Case(
+        ValueError,
+        r"inner\.weight is the same .*shard_placement_fn: .*Shard\(dim=0\).*Shard\(dim=1\)",
+        lambda: tied_across_groups()[1],
+        {"shard_placement_fn": lambda: lambda p: Shard(p.ndim - 1)},
+    ),
+    "tied, another mesh": Case(
+        ValueError,
+        r"inner\.weight is the same .*another mesh",
+        lambda: tied_across_groups()[1],
+        {"mesh": lambda: two_by_two()},
+    ),
+    "tied, written to since": Case(
+        ValueError, r"inner\.weight is the same .*written to, moved or", tied_and_written_to
+    ),
+    "tied, moved since": Case(ValueError, r"inner\.weight is the same .*written to, moved or", tied_and_moved),
+    "tied, frozen since": Case(ValueError, r"inner\.weight is the same .*moved or frozen", tied_and_frozen),
+    "tied, with a gradient": Case(ValueError, r"inner\.weight has a gradient", tied_with_gradient),
+    "tied to one that is gone": Case(ValueError, r"inner\.weight is the same .*in no model", tied_to_one_that_is_gone),
+    "tied to a sharded head, sparse": Case(
+        NotImplementedError, "weight: sparse gradients", sparse_embedding_tied_to_a_sharded_head
+    ),
     "sparse embedding": Case(NotImplementedError, r"^0\.weight.*sparse", embedding),
     "sparse embedding bag": Case(
         NotImplementedError, r"^0\.weight.*sparse", lambda: nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True))
