@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import RLock
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -616,6 +616,32 @@ class FSDPModule:
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
         root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+
+    def set_backward_prefetch(self, when: Literal["pre", "post"]) -> None:
+        """Chooses when backward begins to gather the next group ahead. On the root only.
+
+        It is FSDP1's `BackwardPrefetch`. Modules with a list (`set_modules_to_backward_prefetch`) follow that instead.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it.
+
+        Args:
+            when: "pre", the default: when backward reaches a group, so that two groups are unsharded while it computes.
+                "post": when backward has computed the gradients of a group and freed it, before it reduces them. Then
+                one group is unsharded at a time, beside the root, and an all-gather has only the reduction of a group,
+                and on devices what is left of its compute, to hide behind. One group stays after forward, not two.
+
+        Raises:
+            ValueError: neither.
+            RuntimeError: not the root, or during a backward pass.
+
+        Example:
+            `model.set_backward_prefetch("post")` where the peak of memory is in backward
+        """
+        if when not in ("pre", "post"):
+            raise ValueError(f'when: expected "pre" or "post", got {when!r}')
+        root = root_of(self, "set_backward_prefetch")
+        if root.is_in_backward():
+            raise RuntimeError("set_backward_prefetch: call it between backward passes, not during one")
+        root.set(prefetches_late=when == "post")
 
     def set_saved_tensor_hooks(self, enabled: bool) -> None:
         """Chooses how backward finds out that it needs the unsharded parameters of a group. On the root only.

@@ -529,6 +529,13 @@ class FSDPParamGroup:
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused)
             if not has_hooks:
                 self.finish_backward()
+                if self.root.settings.prefetches_late:
+                    self._gather_ahead_late()
+
+    def _gather_ahead_late(self) -> None:
+        """Begins to gather what backward needs next: this group is done, and its memory is free."""
+        for ahead in self.root.prefetcher.in_backward(self, is_done=True):
+            ahead.start_unshard(for_backward=True)
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for module in self.state.own_modules()]
@@ -625,3 +632,5 @@ class FSDPParamGroup:
         """Reduces what buckets have left, and reshards. It is called only if forward has hooked the inputs."""
         self.gradients.flush()
         self.finish_backward()
+        if self.root.settings.prefetches_late:
+            self._gather_ahead_late()

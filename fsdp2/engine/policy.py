@@ -332,6 +332,7 @@ class RootSettings:
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
             several that together are no larger than a typical one.
+        prefetches_late: backward gathers ahead when it is done with a group, not when it reaches one.
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
@@ -339,6 +340,7 @@ class RootSettings:
     """
 
     prefetch_budget: int | None = None
+    prefetches_late: bool = False
     saved_tensor_hooks: bool = True
     is_last_backward: bool = True
     finalize_backward: bool = True

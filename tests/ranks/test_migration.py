@@ -383,9 +383,28 @@ def always_so() -> None:
 
 
 @row("FSDP1", "`BACKWARD_POST`")
-def nothing_ahead_in_backward() -> None:
-    order = order_in_a_step(lambda model: model.blocks[1].set_modules_to_backward_prefetch([]))
-    assert order[::-1].index("gathers 0") < order[::-1].index("computes 1 backward")
+def ahead_when_a_group_is_done() -> None:
+    """The next group is gathered when block 1 has its gradients, and before these are reduced."""
+
+    def events(when: str) -> list[str]:
+        model, log = shard(build(), reshard_after_forward=True), []
+
+        def note(module: nn.Module, args: Any, output: Tensor) -> None:
+            output.register_hook(lambda _: log.append("computes"))
+
+        model.blocks[1].up.register_forward_hook(note)
+        model.blocks[0].set_custom_all_gather(CountedGather(log, "gathers"))
+        model.blocks[1].set_custom_reduce_scatter(CountedReduceScatter(log, "reduces"))
+        model.set_backward_prefetch(when)
+        trains(model)
+        log.clear()
+        output = model(own(0))
+        assert log.pop() == "gathers"
+        mean_loss(output).backward()
+        return log
+
+    assert events("pre") == ["gathers", "computes", "reduces"]
+    assert events("post") == ["computes", "gathers", "reduces"]
 
 
 @row("FSDP1", "`backward_prefetch=None`; `forward_prefetch=False`")

@@ -306,6 +306,7 @@ TABLE: dict[str, Row] = {
     "set_symm_mem_for_comm": Row((Refused("not supported yet"),) * 9, call("set_symm_mem_for_comm")),
     "set_keep_unsharded_storage": Row((*SHARING, H), call("set_keep_unsharded_storage", True)),
     "set_free_viewed_storage": Row((H,) * 9, call("set_free_viewed_storage", True)),
+    "set_backward_prefetch": Row((*SHARING, W), call("set_backward_prefetch", "post")),
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
     "set_saved_tensor_hooks": Row(ALL, call("set_saved_tensor_hooks", False)),
     "set_running_stats_averaging": Row((*SEVERAL, W), call("set_running_stats_averaging", False), averages=True),
