@@ -35,9 +35,9 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of training. `ahead`: how many groups may be gathered ahead; None: the default, one. `late`: in backward when
-    a group is done. `shards`: ranks that share the parameters, of 4. `itemsizes`: of what is gathered, reduced, and
-    summed between replicas.
+    """A way of training. `ahead`: how many groups may be gathered ahead; None: the default, one. `late`: in backward
+    when a group is done. `shards`: ranks that share the parameters, of 4. `itemsizes`: of what is gathered, reduced,
+    and summed between replicas.
     """
 
     depth: int = 3
