@@ -296,6 +296,16 @@ def dtype_of_gradients() -> None:
     model.scale.data = model.scale.bfloat16()
     mean_loss(model(own(0))).backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    for name in ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"):
+        with pytest.raises(TypeError, match=f'{name} is an argument of FSDP1.* table "Coming from FSDP1"'):
+            MixedPrecisionPolicy(**{name: True})  # type: ignore[arg-type]
+    fields = {*inspect.signature(torchs.MixedPrecision).parameters} - {
+        *inspect.signature(MixedPrecisionPolicy).parameters
+    }
+    assert fields == {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
+    for name in {*inspect.signature(torchs.FullyShardedDataParallel).parameters} - {"module"}:
+        with pytest.raises(TypeError, match=f"fully_shard: {name} is an argument of FullySharded"):
+            fully_shard(build(), **{name: None})
 
 
 @row("FSDP1", "`MixedPrecision(cast_forward_inputs, cast_root_forward_inputs)`")
