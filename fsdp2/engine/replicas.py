@@ -87,6 +87,12 @@ class ReplicaSum(Protocol):
     def discard(self) -> None:
         """Drops what it keeps, after a backward pass that has failed."""
 
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies, on the CPU, of what it keeps."""
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        """Takes what `kept_state` has returned, in place of what it has."""
+
 
 class ReplicaCodec(Protocol):
     """Says how replicas sum gradients by collectives of its own: `PowerSGD`."""
@@ -125,6 +131,12 @@ class EncodedSum:
 
     def discard(self) -> None:
         self._encoder.discard()
+
+    def kept_state(self) -> dict[str, Any]:
+        return self._encoder.kept_state()
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        self._encoder.load_kept(state, device)
 
     def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
         encoder, (flat, own, parts, _) = self._encoder, sums
@@ -233,6 +245,12 @@ class CommHook:
         return True
 
     def discard(self) -> None:
+        pass
+
+    def kept_state(self) -> dict[str, Any]:
+        return {}  # the user has that of the hook
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
         pass
 
     def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:

@@ -9,9 +9,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
-from advised.registry import build, follows, refused, shard, train
+from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast, Int8, PowerSGD
+from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
 
 
 def axes(*sizes: int) -> Any:
@@ -107,3 +107,25 @@ def hooks_where_replicas_share_what_rests() -> None:
     refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
     policy = MixedPrecisionPolicy(replica_codec=Int8())
     train(shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims, mp_policy=policy), build(), tolerance=0.05)
+
+
+@follows(
+    "Load on each rank what it has saved, with the same policies on as many ranks",
+    "Shard the model as it was when this was saved",
+    "call state_dict and load_state_dict between steps, not during a backward",
+)
+def what_codecs_have_kept() -> None:
+    """As it was; and left out, with codecs that begin anew."""
+    kept, other = (MixedPrecisionPolicy(gradient_codec=Int8(block=block, feedback=True)) for block in (128, 64))
+    model = shard(build(), mp_policy=kept)
+    saved, states = state_dict(model), [None] * dist.get_world_size()
+    dist.all_gather_object(states, saved)
+    text = refused(lambda: load_state_dict(model, states[1 - dist.get_rank()]), ValueError)
+    assert "leave it out" in text
+    refused(lambda: load_state_dict(fully_shard(build()), saved), ValueError)
+    model.stem.register_forward_hook(lambda *_: _[2].register_hook(lambda _: state_dict(model) and None) and None)
+    refused(lambda: backward(model))
+    resumed = shard(build(), mp_policy=kept)
+    load_state_dict(resumed, saved)
+    for each in (resumed, shard(build(), mp_policy=other)):
+        train(each, build())
