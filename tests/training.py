@@ -46,6 +46,7 @@ from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.engine.state import groups_below
 from fsdp2.engine.streams import AllWork
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
@@ -223,6 +224,21 @@ def own_collectives(gathers: bool, is_async: bool) -> Callable[[nn.Module], None
     return set_all
 
 
+def scatter_hook(group: Any, gradient: Tensor, shard: Tensor) -> None:
+    """Averages in the order of ranks, as a hook in the shape of FSDP1's."""
+    rows = torch.empty_like(gradient)
+    dist.all_to_all_single(rows, gradient, group=group)
+    total: Any = 0
+    for row in rows.view(group.size(), -1):
+        total = total + (row.float() if row.dtype == F16 else row)
+    assert not torch.isnan(total).any(), "padding is zeros"
+    shard.data = total / group.size()
+
+
+def reduced_by_a_hook(model: Any) -> None:
+    model.register_comm_hook(groups_below(model)[0].comms.reduces.group, scatter_hook)
+
+
 def at_once(*names: str) -> Callable[[nn.Module], None]:
     return lambda model: [SETTINGS[name](model) for name in names] and None
 
@@ -233,6 +249,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "own gathers": own_collectives(gathers=True, is_async=False),
     "own collectives": own_collectives(gathers=False, is_async=False),
     "own collectives, not waited for": own_collectives(gathers=False, is_async=True),
+    "own hook": reduced_by_a_hook,
     # What one has built must not be in another's way.
     "six at once": at_once(
         *("no reshard_after_backward", "prefetch everything", "many reductions", "hook", "separate group"),
@@ -291,6 +308,7 @@ class Draw:
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
+            or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)

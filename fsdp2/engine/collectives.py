@@ -17,6 +17,7 @@ from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
 from .compat import backend_name
 from .events import extensions
 from .gloo import PairwiseComm
+from .scatter_hook import HookedComm
 from .simulation import SimulatedGroup
 from .streams import exist_on
 from .subgroups import subgroup
@@ -166,6 +167,8 @@ def follow(group: FSDPParamGroup) -> None:
         gathers = CustomComm(gathers, choice.all_gather, None)
     if choice.reduce_scatter is not None:
         reduces = CustomComm(reduces, None, choice.reduce_scatter)
+    if group.scatter_hook is not None:
+        reduces = HookedComm(reduces, group.scatter_hook)
     now = group.comms
     others = [None if each is None else _complete(each, choice, device) for each in (now.replicas, now.post_forward)]
     group.use_comms(type(now)(_complete(gathers, choice, device), _complete(reduces, choice, device), *others))

@@ -498,7 +498,7 @@ class GroupGradients:
         what: str,
     ) -> Pending:
         """Begins to reduce one gradient part by part, unless a hook is to see its sum as a whole."""
-        if reduction.shards.size > 1 and reduction.hook is None:
+        if reduction.shards.size > 1 and reduction.hook is None and not reduction.by_hook:
             gradient = gradients[plan.layout.indices[0]]
             if plan.halves and reduction.replicas is None:
                 return self._start_in_halves(gradient, plan, carried, what)

@@ -31,6 +31,7 @@ from .subgroups import subgroup
 from .user_code import are_in_force, outside, run_hidden
 
 if TYPE_CHECKING:
+    from .replicas import CommHook
     from .root import BackwardPass, Root
     from .schedule import ReductionQueue
     from .state import FSDPState
@@ -137,6 +138,11 @@ class FSDPParamGroup:
         )
 
     @property
+    def scatter_hook(self) -> CommHook | None:
+        """The hook by which the ranks that shard reduce, where nothing is replicated; else it is for replicas."""
+        return self.settings.comm_hook if self.mesh.size > 1 and not self.mesh.replicate_axes else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameters, in compute dtypes, padding included."""
         return self.parameters.nbytes
@@ -217,9 +223,9 @@ class FSDPParamGroup:
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
         divisor = now.divide_factor if now.divide_late is None else 1
-        how = divisor, now.all_reduce, now.reduce_hook
-        twice, late = self.mesh.shards_at_rest, now.divide_late
-        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, scatters_twice=twice, divide_late=late)
+        how = divisor, now.all_reduce, now.reduce_hook, self.transfers
+        by_hook = self.scatter_hook is not None
+        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.shards_at_rest, now.divide_late, by_hook)
 
     # ---- sharded -> unsharded -> sharded
 

@@ -297,7 +297,8 @@ class GroupSettings:
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
-        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`.
+        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`; without replicas,
+            how the ranks that shard do.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -662,13 +663,26 @@ class CountedReduceScatter(CountedGather):
         return reduce_scatter_one(output_tensor, input_tensor, op, group=group, async_op=async_op)
 
 
-@row("FSDP1", "`register_comm_hook`")
+@row("FSDP1", "`register_comm_hook(state, hook)`")
 def hooks_of_reductions() -> None:
-    model, log = shard(build()), []
-    for module in (model, *model.blocks):
-        module.set_custom_reduce_scatter(CountedReduceScatter(log, "reduces"))
+    calls: list[int] = []
+
+    def counted(state: Any, gradient: Tensor, sharded: Tensor) -> None:
+        calls.append(gradient.numel())
+        reduce_scatter_hook(state, gradient, sharded)
+
+    for hook in (reduce_scatter_hook, counted):
+        model = shard(build())
+        model.register_comm_hook(DefaultState(dist.group.WORLD), hook)
+        trains(model)
+    assert len(calls) >= 2 * 4, "each group in each step"
+    model = replicate(build())
+    model.register_comm_hook(DefaultState(dist.group.WORLD), allreduce_hook)
     trains(model)
-    assert log
+
+
+@row("FSDP1", "a hook that looks at gradients, or changes them")
+def hooks_behind_reductions() -> None:
     model = shard(build())
     model.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), recurse=True)
     mean_loss(model(own(0))).backward()

@@ -214,10 +214,17 @@ others: list[Any] = []
 contexts = contextlib.ExitStack()
 
 
+BETWEEN = Refused("between replicas")
+
+
 def halved(state: Any, bucket: Any) -> Any:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer() / 2)
     return future
+
+
+def halved_shard(state: Any, gradient: Tensor, shard: Tensor) -> None:
+    shard.copy_(gradient[: shard.numel()] / 2)
 
 
 def share(model: Any, recurse: bool) -> None:
@@ -290,6 +297,10 @@ TABLE: dict[str, Row] = {
     "register_comm_hook": Row(
         (Refused("without replicas"), W, W, H, W, H, H, W, Refused("without replicas")),
         lambda model, recurse: model.register_comm_hook(None, halved),
+    ),
+    "register_comm_hook(FSDP1's)": Row(
+        (W, BETWEEN, BETWEEN, BETWEEN, BETWEEN, H, BETWEEN, BETWEEN, W),
+        lambda model, recurse: model.register_comm_hook(None, halved_shard),
     ),
     "set_custom_all_gather": Row(
         (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, Late("never called")),
@@ -537,7 +548,11 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 @pytest.mark.parametrize("setting", [setting for setting, row in TABLE.items() if H in row.cells[:-1]])
 def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
-    name = {"FSDP2_DEBUG": "set_debug_level", "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy"}.get(setting, setting)
+    name = {
+        "FSDP2_DEBUG": "set_debug_level",
+        "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy",
+        "register_comm_hook(FSDP1's)": "register_comm_hook",
+    }.get(setting, setting)
     name = "MixedPrecisionPolicy" if setting.startswith("mp_policy") else name
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
     text = " ".join((owner or fully_shard).__doc__.split())
