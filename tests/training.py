@@ -38,6 +38,7 @@ from fsdp2 import (
     OffloadPolicy,
     cheapest_placement,
     clip_grad_norm_,
+    join,
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
@@ -321,6 +322,8 @@ class Draw:
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
+            # The same of ranks without batches, which can't take part in collectives of a program's own either.
+            or (self.program == "batches run out" and (self.is_staged or self.model == "Counting"))
             or (self.model == "TiedGPT" and self.wrap not in ("whole", "blocks"))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
@@ -465,6 +468,13 @@ class Side:
     def evaluate(self, seed: int) -> None:
         raise NotImplementedError
 
+    def run_out(self, seeds: Sequence[int]) -> None:
+        """Takes a step for each batch, in a block of `join`: rank r has the first `batches_of(r)` of them."""
+        raise NotImplementedError
+
+    def batches_of(self, rank: int) -> int:
+        return (2, 0, 1, 3)[rank]
+
     def step(self, name: Any = "") -> None:
         """Shows gradients, steps, shows parameters, and clears gradients."""
         if not self.steps_in_backward:
@@ -523,7 +533,8 @@ class Plain(Side):
         policy = self.draw.policy
         mode = "reduce" if mode == "scatter" and not TOPOLOGIES[self.draw.topology].has_replicas else mode
         for rank, (low, of_rank) in enumerate(losses):
-            sum(of_rank).backward()
+            if of_rank:
+                sum(of_rank).backward()
             for (name, param), stored in zip(low.named_parameters(), self.model.parameters(), strict=True):
                 if param.grad is not None and stored.requires_grad:
                     grad = param.grad.to(policy.reduce_dtype or stored.dtype)
@@ -578,6 +589,19 @@ class Plain(Side):
                 low.before_step(seed + rank)
             outputs.append(low(self.rows(seed, rank)))
         self.show("own", f"evaluated {seed}", outputs)
+
+    def run_out(self, seeds: Sequence[int]) -> None:
+        for i, seed in enumerate(seeds):
+            losses: list[Any] = []
+            for rank in range(self.draw.ranks):
+                low, has_batch = self.cast(), i < self.batches_of(rank)
+                if self.ranks_differ:
+                    low.before_step(seed + rank)
+                losses.append((low, [mean_loss(low(self.rows(seed, rank)))] if has_batch else []))
+            if any(of_rank for _, of_rank in losses):
+                self.finish(losses)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
 
 class Sharded(Side):
@@ -657,6 +681,15 @@ class Sharded(Side):
         if self.ranks_differ:
             self.model.before_step(seed + dist.get_rank())
         self.show("own", f"evaluated {seed}", self.model(self.own(seed)))
+
+    def run_out(self, seeds: Sequence[int]) -> None:
+        with join(self.model, optimizer=self.optimizer):
+            for seed in seeds[: self.batches_of(dist.get_rank())]:
+                if self.ranks_differ:
+                    self.model.before_step(seed + dist.get_rank())
+                mean_loss(self.model(self.own(seed))).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -821,6 +854,17 @@ def ranks_that_wait(side: Side) -> None:
         side.model.before_step(0)
         side.backward(10 * step + 2)
         side.step(step)
+
+
+@program
+def batches_run_out(side: Side) -> None:
+    """On some ranks; one has none. The others' gradients, and what codecs have kept, meet zeros."""
+    side.backward(0)
+    side.step(0)
+    side.run_out((10, 11, 12))
+    side.show_params("behind the block")
+    side.backward(20)
+    side.step(20)
 
 
 @program

@@ -285,6 +285,26 @@ def copies_have_it() -> None:
             assert not hook.sizes
 
 
+def means_are_divided_otherwise() -> None:
+    """Sums, and means over weights, of hooks in either shape: these return means."""
+    ranks = dist.get_world_size()
+    hooks = (
+        (sharded, DefaultState(dist.group.WORLD), reduce_scatter_hook),
+        (lambda: replicate(plain()), None, of_ddp.allreduce_hook),
+    )
+    for make, state, hook in hooks:
+        model: Any = make()
+        model.register_comm_hook(state, hook)
+        model.set_gradient_divide_factor(1.0, recurse=True)
+        backward(model)
+        assert_gradients(model, {name: found * ranks for name, found in mean().items()})
+        model.set_gradient_divide_factor(float(ranks), recurse=True)
+        model.zero_grad()
+        with fsdp2.accumulate(model) as acc:
+            acc.backward(model(own()).square().mean(), weight=2.0)
+        assert_gradients(model, {name: found / 2 for name, found in mean().items()})
+
+
 def refused() -> None:
     def silent(state: Any, gradient: Tensor, shard: Tensor) -> Any:
         return torch.futures.Future()
@@ -339,7 +359,7 @@ def not_called() -> None:
 @pytest.mark.parametrize("ranks", world_sizes(2, 3))
 def test_hooks_in_the_shape_of_fsdp1s(ranks: int) -> None:
     programs = [of_torch, steps_with_a_hook, padding_is_zeros, some_ranks_leave_a_module_out, ranks_run_out_of_batches]
-    programs += [copies_have_it, refused, not_called, of_the_guide]
+    programs += [copies_have_it, means_are_divided_otherwise, refused, not_called, of_the_guide]
     run_checks(ranks, [(program.__name__, program) for program in programs])
 
 
