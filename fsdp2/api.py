@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,15 +11,56 @@ from torch.distributed.device_mesh import DeviceMesh
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
+from .engine.arguments_of_others import refuses
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
 from .module import FSDPModule, sharded_class
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Ignored = nn.Module | Iterable[nn.Parameter | nn.Module] | None
+
+# Arguments of FullyShardedDataParallel that have other names here, or other ways.
+_OF_FSDP1 = {
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "cpu_offload",
+    "device_id",
+    "device_mesh",
+    "forward_prefetch",
+    "ignored_modules",
+    "ignored_states",
+    "limit_all_gathers",
+    "mixed_precision",
+    "param_init_fn",
+    "process_group",
+    "sharding_strategy",
+    "sync_module_states",
+    "use_orig_params",
+}
+# Arguments of DistributedDataParallel, which torch's `replicate` takes, too.
+_OF_DDP = {
+    "batched_grad_copy",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "bucket_cap_mb_list",
+    "check_reduction",
+    "delay_all_reduce_named_params",
+    "device_ids",
+    "device_mesh",
+    "dim",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "ignored_modules",
+    "init_sync",
+    "mixed_precision",
+    "output_device",
+    "param_to_hook_all_reduce",
+    "process_group",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+}
 
 
 @overload
@@ -53,6 +93,7 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
+@refuses(_OF_FSDP1, "fully_shard", "FullyShardedDataParallel", "FSDP1")
 def fully_shard(
     module: Any,
     *,
@@ -135,47 +176,7 @@ def fully_shard(
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
 
 
-# Arguments of DistributedDataParallel, which torch's `replicate` takes, too.
-_OF_DDP = {
-    "batched_grad_copy",
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "bucket_cap_mb_list",
-    "check_reduction",
-    "delay_all_reduce_named_params",
-    "device_ids",
-    "device_mesh",
-    "dim",
-    "find_unused_parameters",
-    "forward_sync_buffers",
-    "gradient_as_bucket_view",
-    "ignored_modules",
-    "init_sync",
-    "mixed_precision",
-    "output_device",
-    "param_to_hook_all_reduce",
-    "process_group",
-    "skip_all_reduce_unused_params",
-    "static_graph",
-}
-
-
-def _explains_ddp(function: Callable[P, R]) -> Callable[P, R]:
-    """Has `function` name the table that says what takes the place of an argument of DDP's."""
-
-    @wraps(function)
-    def replicate(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in sorted(kwargs.keys() & _OF_DDP):
-            raise TypeError(
-                f"replicate: {name} is an argument of DistributedDataParallel. The guide examples/guides/from-ddp.md "
-                "says what to write for each."
-            )
-        return function(*args, **kwargs)
-
-    return replicate
-
-
-@_explains_ddp
+@refuses(_OF_DDP, "replicate", "DistributedDataParallel", "DDP")
 def replicate(
     module: Any,
     *,

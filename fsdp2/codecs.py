@@ -13,5 +13,10 @@ from .engine.float8 import Float8 as Float8
 from .engine.int8 import Int8 as Int8
 from .engine.power_sgd import PowerSGD as PowerSGD
 from .engine.replicas import GradientBucket as GradientBucket
+from .features.codec_state import load_state_dict as load_state_dict
+from .features.codec_state import state_dict as state_dict
 
-__all__ = ["AsIs", "Cast", "Codec", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows", "sum_decoded"]
+__all__ = [
+    *("AsIs", "Cast", "Codec", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows"),
+    *("load_state_dict", "state_dict", "sum_decoded"),
+]

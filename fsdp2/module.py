@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
-from .checks.comm_hooks import check_comm_hook
+from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
 from .checks.tools_when_needed import ask_audit
 from .engine import collectives, streams
 from .engine.compat import EXPORT_PLAIN
@@ -376,28 +376,39 @@ class FSDPModule:
         for group in groups:
             group.set(reduce_hook=run)
 
-    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any] | None) -> None:
-        """Has replicas (HSDP, `replicate`) sum gradients by `hook(state, bucket)`, as DDP's method of this name does.
+    def register_comm_hook(self, state: object, hook: Callable[..., Any] | None) -> None:
+        """Has ranks reduce gradients by a hook of yours, as the methods of this name of DDP and FSDP1 do.
 
-        The hook returns a torch.futures.Future of a flat tensor: the mean over replicas of `bucket.buffer()`, which it
-        may write to. torch's own hooks are such functions: `allreduce_hook`, `bf16_compress_hook`, `fp16_compress_hook`
-        and `powerSGD_hook` of `torch.distributed.algorithms.ddp_comm_hooks`. `bucket` is a
-        `fsdp2.codecs.GradientBucket`: it has the methods of `dist.GradBucket`, and `names` and `shapes`. With HSDP it
-        holds the shards of this rank, which the ranks of a replica have reduced. Then the process group in `state` must
-        be that of the replicas: `mesh.get_group("replicate")`, whatever the axis is called.
+        Between replicas (HSDP, `replicate`) it has DDP's shape: `hook(state, bucket)` returns a torch.futures.Future of
+        a flat tensor: the mean over replicas of `bucket.buffer()`, which it may write to. torch's own hooks are such
+        functions: `allreduce_hook`, `bf16_compress_hook`, `fp16_compress_hook` and `powerSGD_hook` of
+        `torch.distributed.algorithms.ddp_comm_hooks`. `bucket` is a `fsdp2.codecs.GradientBucket`: it has the methods
+        of `dist.GradBucket`, and `names` and `shapes`. With HSDP it holds the shards of this rank, which the ranks of a
+        replica have reduced. Then the process group in `state` must be that of the replicas:
+        `mesh.get_group("replicate")`, whatever the axis is called.
+
+        Where ranks shard and there are no replicas it has FSDP1's shape: `hook(state, gradient, shard)` fills `shard`
+        with the mean of this rank's segments of `gradient`, a flat tensor of a segment for each rank, in the reduce
+        dtype, with zeros for padding. It may write to both, and give them other memory (`shard.data = ...`). torch's
+        own are `reduce_scatter_hook`, `bf16_compress_hook` and `fp16_compress_hook` of
+        `torch.distributed.algorithms._comm_hooks.default_hooks`; the last two need a device, as with FSDP1. Between
+        replicas these are taken, too, without `shard`.
 
         All groups below this module use it, in place of the policy's `replica_codec`. Buckets are smaller than DDP's:
-        those of a group. On one rank, and where there is one replica, it is not called. On CPU the host waits for each
-        hook: a codec is faster. Every rank must call this, between steps.
+        those of a group. On one rank it is not called. On CPU the host waits for each hook: a codec is faster. Every
+        rank must call this, between steps.
 
         Args:
-            state: the first argument of the hook; torch's hooks take a process group, None for all ranks.
-            hook: such a function. None: sum as before.
+            state: the first argument of the hook; torch's hooks take a process group, None for all ranks, or a state
+                that has one.
+            hook: such a function. None: reduce as before.
 
         Raises:
             TypeError: `hook` is neither a function nor None.
-            ValueError: a hook of torch is given a process group of other ranks than the replicas.
-            NotImplementedError: ranks shard, and there are no replicas, or these share what rests.
+            ValueError: a hook of torch is given a process group of other ranks; or ranks that shard have a
+                `wire_dtype`, a `gradient_codec`, or a custom reduce-scatter.
+            NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for FSDP1 on
+                the CPU.
 
         Example:
             `model.register_comm_hook(None, bf16_compress_hook)` of a model under `replicate`
@@ -407,9 +418,11 @@ class FSDPModule:
         groups = chosen_groups(self, True)
         for group in groups if hook is not None else ():
             check_comm_hook(group, state, hook)
-        shared = None if hook is None else CommHook(state, hook)
+        shared = None if hook is None else CommHook(state, hook, is_of_fsdp1(hook))
         for group in groups:
             group.set(comm_hook=shared)
+            if group.mesh.size > 1 and not group.mesh.replicate_axes:
+                collectives.follow(group)
             group.parameters.follow_requires_grad()
 
     def set_custom_all_gather(self, comm: Any) -> None:
@@ -453,6 +466,11 @@ class FSDPModule:
                 raise NotImplementedError(
                     f"reduce_scatter: expected None on {group.mesh.topology}, where gradients are scattered in two "
                     f"steps, got {comm!r}"
+                )
+        for group in groups_of(self) if comm is not None else ():
+            if group.scatter_hook is not None:
+                raise ValueError(
+                    f"reduce_scatter: expected None where register_comm_hook has a hook reduce, got {comm!r}"
                 )
         for state in states_of(self):
             chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
@@ -653,6 +671,32 @@ class FSDPModule:
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
         root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+
+    def set_backward_prefetch(self, when: Literal["pre", "post"]) -> None:
+        """Chooses when backward begins to gather the next group ahead. On the root only.
+
+        It is FSDP1's `BackwardPrefetch`. Modules with a list (`set_modules_to_backward_prefetch`) follow that instead.
+        Where ranks hold whole parameters there is nothing to gather. Every rank must call it.
+
+        Args:
+            when: "pre", the default: when backward reaches a group, so that two groups are unsharded while it computes.
+                "post": when backward has computed the gradients of a group and freed it, before it reduces them. Then
+                one group is unsharded at a time, beside the root, and an all-gather has only the reduction of a group,
+                and on devices what is left of its compute, to hide behind. One group stays after forward, not two.
+
+        Raises:
+            ValueError: neither.
+            RuntimeError: not the root, or during a backward pass.
+
+        Example:
+            `model.set_backward_prefetch("post")` where the peak of memory is in backward
+        """
+        if when not in ("pre", "post"):
+            raise ValueError(f'when: expected "pre" or "post", got {when!r}')
+        root = root_of(self, "set_backward_prefetch")
+        if root.is_in_backward():
+            raise RuntimeError("set_backward_prefetch: call it between backward passes, not during one")
+        root.set(prefetches_late=when == "post")
 
     def set_saved_tensor_hooks(self, enabled: bool) -> None:
         """Chooses how backward finds out that it needs the unsharded parameters of a group. On the root only.

@@ -33,6 +33,7 @@ ACCUMULATION = "tests/ranks/test_accumulation.py"
 MEMORY = "tests/trace/test_memory.py"
 TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
+REPLICAS = "tests/ranks/test_replica_codecs.py"
 VIEW = "tests/ranks/test_sharded_view.py"
 
 
@@ -306,6 +307,37 @@ MUTATIONS = (
         r"elif parameters\.trainable != self\.registration\.trainable\(\):",
         "elif parameters.trainable == 0:",
         (TRAINING,),
+    ),
+    # ---- codecs and hooks
+    Mutation(
+        "what rounding changes of a sum between replicas is not fed back as often as it adds to it",
+        r"alpha=share\n",
+        "alpha=1\n",
+        (REPLICAS,),
+    ),
+    Mutation(
+        "PowerSGD begins each step with the first matrix",
+        r"state\.first if state\.q is None else state\.q",
+        "state.first",
+        (REPLICAS,),
+    ),
+    Mutation(
+        "the mean of a hook between replicas is taken for the sum that is divided otherwise",
+        r"flat\.mul_\(comm\.size / divisor\)",
+        "pass",
+        ("tests/ranks/test_scatter_hooks.py",),
+    ),
+    Mutation(
+        "what a hook puts into other memory is not taken",
+        r"if shard\.data_ptr\(\) != output\.data_ptr\(\) or shard\.dtype != output\.dtype:",
+        "if shard is output:",
+        ("tests/ranks/test_scatter_hooks.py",),
+    ),
+    Mutation(
+        "rounding at random begins anew when what codecs have kept is loaded",
+        r'self\._calls = state\["calls"\]',
+        "pass",
+        ("tests/ranks/test_codec_state.py",),
     ),
     # ---- streams
     Mutation(

@@ -38,6 +38,7 @@ from fsdp2 import (
     OffloadPolicy,
     cheapest_placement,
     clip_grad_norm_,
+    join,
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
@@ -46,6 +47,7 @@ from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.engine.state import groups_below
 from fsdp2.engine.streams import AllWork
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
@@ -223,6 +225,21 @@ def own_collectives(gathers: bool, is_async: bool) -> Callable[[nn.Module], None
     return set_all
 
 
+def scatter_hook(group: Any, gradient: Tensor, shard: Tensor) -> None:
+    """Averages in the order of ranks, as a hook in the shape of FSDP1's."""
+    rows = torch.empty_like(gradient)
+    dist.all_to_all_single(rows, gradient, group=group)
+    total: Any = 0
+    for row in rows.view(group.size(), -1):
+        total = total + (row.float() if row.dtype == F16 else row)
+    assert not torch.isnan(total).any(), "padding is zeros"
+    shard.data = total / group.size()
+
+
+def reduced_by_a_hook(model: Any) -> None:
+    model.register_comm_hook(groups_below(model)[0].comms.reduces.group, scatter_hook)
+
+
 def at_once(*names: str) -> Callable[[nn.Module], None]:
     return lambda model: [SETTINGS[name](model) for name in names] and None
 
@@ -233,6 +250,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "own gathers": own_collectives(gathers=True, is_async=False),
     "own collectives": own_collectives(gathers=False, is_async=False),
     "own collectives, not waited for": own_collectives(gathers=False, is_async=True),
+    "own hook": reduced_by_a_hook,
     # What one has built must not be in another's way.
     "six at once": at_once(
         *("no reshard_after_backward", "prefetch everything", "many reductions", "hook", "separate group"),
@@ -291,6 +309,7 @@ class Draw:
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
+            or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
@@ -303,6 +322,8 @@ class Draw:
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
+            # The same of ranks without batches, which can't take part in collectives of a program's own either.
+            or (self.program == "batches run out" and (self.is_staged or self.model == "Counting"))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
@@ -446,6 +467,13 @@ class Side:
     def evaluate(self, seed: int) -> None:
         raise NotImplementedError
 
+    def run_out(self, seeds: Sequence[int]) -> None:
+        """Takes a step for each batch, in a block of `join`: rank r has the first `batches_of(r)` of them."""
+        raise NotImplementedError
+
+    def batches_of(self, rank: int) -> int:
+        return (2, 0, 1, 3)[rank]
+
     def step(self, name: Any = "") -> None:
         """Shows gradients, steps, shows parameters, and clears gradients."""
         if not self.steps_in_backward:
@@ -504,7 +532,8 @@ class Plain(Side):
         policy = self.draw.policy
         mode = "reduce" if mode == "scatter" and not TOPOLOGIES[self.draw.topology].has_replicas else mode
         for rank, (low, of_rank) in enumerate(losses):
-            sum(of_rank).backward()
+            if of_rank:
+                sum(of_rank).backward()
             for (name, param), stored in zip(low.named_parameters(), self.model.parameters(), strict=True):
                 if param.grad is not None and stored.requires_grad:
                     grad = param.grad.to(policy.reduce_dtype or stored.dtype)
@@ -559,6 +588,19 @@ class Plain(Side):
                 low.before_step(seed + rank)
             outputs.append(low(self.rows(seed, rank)))
         self.show("own", f"evaluated {seed}", outputs)
+
+    def run_out(self, seeds: Sequence[int]) -> None:
+        for i, seed in enumerate(seeds):
+            losses: list[Any] = []
+            for rank in range(self.draw.ranks):
+                low, has_batch = self.cast(), i < self.batches_of(rank)
+                if self.ranks_differ:
+                    low.before_step(seed + rank)
+                losses.append((low, [mean_loss(low(self.rows(seed, rank)))] if has_batch else []))
+            if any(of_rank for _, of_rank in losses):
+                self.finish(losses)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
 
 class Sharded(Side):
@@ -638,6 +680,15 @@ class Sharded(Side):
         if self.ranks_differ:
             self.model.before_step(seed + dist.get_rank())
         self.show("own", f"evaluated {seed}", self.model(self.own(seed)))
+
+    def run_out(self, seeds: Sequence[int]) -> None:
+        with join(self.model, optimizer=self.optimizer):
+            for seed in seeds[: self.batches_of(dist.get_rank())]:
+                if self.ranks_differ:
+                    self.model.before_step(seed + dist.get_rank())
+                mean_loss(self.model(self.own(seed))).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -802,6 +853,17 @@ def ranks_that_wait(side: Side) -> None:
         side.model.before_step(0)
         side.backward(10 * step + 2)
         side.step(step)
+
+
+@program
+def batches_run_out(side: Side) -> None:
+    """On some ranks; one has none. The others' gradients, and what codecs have kept, meet zeros."""
+    side.backward(0)
+    side.step(0)
+    side.run_out((10, 11, 12))
+    side.show_params("behind the block")
+    side.backward(20)
+    side.step(20)
 
 
 @program

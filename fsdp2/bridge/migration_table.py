@@ -123,8 +123,8 @@ ROWS = (
         "FSDP1",
         "`BACKWARD_POST`",
         (
-            "no equivalent: an all-gather that backward starts ahead begins before a group computes. "
-            "`set_modules_to_backward_prefetch([])` on a module starts none"
+            '`model.set_backward_prefetch("post")`: backward gathers the next group when one is freed, so '
+            "that one is unsharded at a time"
         ),
         ("BackwardPrefetch.BACKWARD_POST",),
     ),
@@ -274,11 +274,14 @@ ROWS = (
     ),
     Row(
         "FSDP1",
-        "`register_comm_hook`",
-        (
-            "`set_all_reduce_hook(hook, recurse=True)`: without `recurse` it reaches one group; "
-            "`set_custom_reduce_scatter`, on each sharded module; between replicas `register_comm_hook`"
-        ),
+        "`register_comm_hook(state, hook)`",
+        "the same, with the same hooks; `NO_SHARD`'s `hook(state, gradient)` is torch's own, or one in DDP's shape",
+        ("~register_comm_hook",),
+    ),
+    Row(
+        "FSDP1",
+        "a hook that looks at gradients, or changes them",
+        "`set_all_reduce_hook(hook, recurse=True)`: without `recurse` it reaches one group",
         ("~register_comm_hook",),
     ),
     Row(
@@ -474,8 +477,20 @@ ROWS = (
     Row(
         "DeepSpeed",
         "`zero_quantized_weights`",
-        "a parameter subclass with `fsdp_pre_all_gather`",
+        "`MixedPrecisionPolicy(gather_codec=Int8())`, or `Float8()`",
         ("'zero_quantized_weights'",),
+    ),
+    Row(
+        "DeepSpeed",
+        "`zero_quantized_gradients`",
+        "`MixedPrecisionPolicy(gradient_codec=Int8())`; between replicas `replica_codec=Int8()`",
+        ("'zero_quantized_gradients'",),
+    ),
+    Row(
+        "DeepSpeed",
+        "`communication_data_type`",
+        "`MixedPrecisionPolicy(reduce_dtype=dtype)`: sums, too, are in it; or `wire_dtype=dtype`: only what travels",
+        ("'communication_data_type'",),
     ),
     Row(
         "DeepSpeed",

@@ -1,22 +1,28 @@
-"""Refuses hooks in the shape of DDP's where there is no mean over replicas, or where the hook sums over other ranks."""
+"""Refuses hooks for `register_comm_hook` that have another shape than is called, or that sum over other ranks."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from ..engine.collectives import choice_of
+from ..engine.compat import HOOKS_OF_FSDP1
 from ..engine.group import FSDPParamGroup
 
-_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks"
+_OF_DDP = "torch.distributed.algorithms.ddp_comm_hooks"
+# Of FSDP1's: they note on which stream memory is used, which tensors on the CPU can't.
+_OF_DEVICES = ("bf16_compress_hook", "fp16_compress_hook")
 
 
 def check_comm_hook(group: FSDPParamGroup, state: Any, hook: Any) -> None:
-    """Checks that a group can have its replicas sum by a user's hook.
+    """Checks that a group can reduce by a user's hook.
 
     Raises:
-        ValueError: a hook of torch is given a process group of other ranks than the replicas.
-        NotImplementedError: ranks shard, and there are no replicas, or these share what rests.
+        ValueError: a hook of torch is given a process group of other ranks; or the group is to reduce otherwise, too.
+        NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for devices.
     """
     mesh, replicas = group.mesh, group.comms.replicas
     if mesh.shards_at_rest:
@@ -25,26 +31,96 @@ def check_comm_hook(group: FSDPParamGroup, state: Any, hook: Any) -> None:
             "and a hook in the shape of DDP's returns all of a sum. Use MixedPrecisionPolicy(replica_codec=...)."
         )
     if replicas is None and mesh.size > 1 and not mesh.replicate_axes:
+        _check_scatter(group, hook)
+    elif mesh.replicate_axes and not _takes(hook, 2):
         raise NotImplementedError(
-            f"{group.name}: register_comm_hook on a mesh without replicas: its {mesh.size} ranks scatter sums, of "
-            "which each keeps its shard, and a hook in the shape of DDP's returns all of a sum (bf16_compress_hook, "
-            "powerSGD_hook and others alike). Use MixedPrecisionPolicy(gradient_codec=...), for example "
-            "fsdp2.codecs.Cast(torch.bfloat16) or Int8(); set_custom_reduce_scatter for a function of yours; or a mesh "
-            "of replicas (HSDP, replicate)."
+            f"{group.name}: register_comm_hook between replicas: expected a hook in the shape of DDP's, hook(state, "
+            f"bucket), which returns a future of the mean, got {_described(hook)}. Hooks in the shape of "
+            "FSDP1's, hook(state, gradient, shard), are for ranks that shard, and have no replicas."
         )
-    if replicas is None or replicas.size == 1:
+    _check_device(group, hook)
+    comm = replicas if replicas is not None else group.comms.reduces
+    if comm.size > 1:
+        _check_ranks(group, state, hook, comm.group)
+
+
+def is_of_fsdp1(hook: Any) -> bool:
+    """Returns True if it is one of torch's hooks for FSDP1."""
+    return getattr(hook, "__module__", None) is not None and hook.__module__.startswith(HOOKS_OF_FSDP1)
+
+
+def _check_scatter(group: FSDPParamGroup, hook: Any) -> None:
+    """Checks a hook of ranks that shard."""
+    if not _takes(hook, 3):
+        raise NotImplementedError(
+            f"{group.name}: register_comm_hook on a mesh without replicas: its {group.mesh.size} ranks scatter sums, "
+            f"of which each keeps its shard, and a hook in the shape of DDP's, as {_described(hook)}, returns all of a "
+            "sum. Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
+            "MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); or a "
+            "mesh of replicas (HSDP, replicate)."
+        )
+    policy = group.settings.policy
+    chosen = {
+        "wire_dtype": policy.wire_dtype,
+        "gradient_codec": policy.gradient_codec,
+        "custom reduce-scatter": choice_of(group).reduce_scatter,
+    }
+    for what, value in chosen.items():
+        if value is not None:
+            raise ValueError(
+                f"{group.name}: register_comm_hook: expected no {what} where a hook reduces gradients, got "
+                f"{value!r}. Both say how they are reduced: leave one out."
+            )
+
+
+def _check_device(group: FSDPParamGroup, hook: Any) -> None:
+    if not is_of_fsdp1(hook) or _name(hook) not in _OF_DEVICES or group.mesh.device.type != "cpu":
         return
-    is_of_torch = getattr(hook, "__module__", "").startswith(_OF_TORCH)
+    try:
+        torch.empty(0).record_stream(torch.cpu.current_stream())  # type: ignore[arg-type]
+    except RuntimeError:
+        raise NotImplementedError(
+            f"{group.name}: register_comm_hook: torch's {_name(hook)} for FSDP1 calls Tensor.record_stream, which "
+            "fails on the CPU. Use MixedPrecisionPolicy(wire_dtype=torch.bfloat16), or reduce_dtype."
+        ) from None
+
+
+def _check_ranks(group: FSDPParamGroup, state: Any, hook: Any, expected: dist.ProcessGroup | None) -> None:
+    is_of_torch = getattr(hook, "__module__", "").startswith((_OF_DDP, HOOKS_OF_FSDP1))
     has_group = isinstance(state, dist.ProcessGroup) or hasattr(state, "process_group")
     if not (has_group or (state is None and is_of_torch)):
         return
     given = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
-    given, expected = given or dist.group.WORLD, replicas.group
+    given = given or dist.group.WORLD
     assert given is not None, "there is one where parameters are sharded"
-    assert expected is not None, "several ranks are replicas"
+    assert expected is not None, "several ranks reduce"
     ranks = [dist.get_process_group_ranks(each) for each in (given, expected)]
     if ranks[0] != ranks[1]:
+        whose = "the replicas" if group.comms.replicas is not None else "the shards"
         raise ValueError(
-            f"{group.name}: register_comm_hook: expected a state with the process group of the replicas, ranks "
-            f"{ranks[1]}, got one of ranks {ranks[0]}. Pass mesh.get_group(NAME) of the axis that replicates."
+            f"{group.name}: register_comm_hook: expected a state with the process group of {whose}, ranks {ranks[1]}, "
+            f"got one of ranks {ranks[0]}. Pass mesh.get_group(NAME) of the axis that "
+            f"{'replicates' if group.comms.replicas is not None else 'shards'}."
         )
+
+
+def _takes(hook: Any, number: int) -> bool:
+    """Returns True if the hook can be called with so many arguments, as far as Python knows."""
+    try:
+        inspect.signature(hook).bind(*[None] * number)
+    except TypeError:
+        return False
+    except ValueError:  # it is not written in Python
+        return True
+    return True
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+def _described(hook: Any) -> str:
+    try:
+        return f"{_name(hook)}{inspect.signature(hook)}"
+    except (TypeError, ValueError):
+        return _name(hook)

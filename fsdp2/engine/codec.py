@@ -23,7 +23,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Codec(Protocol):
     then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
     to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
     large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
-    until another object takes the parameter's place or a backward pass fails. It is not part of a checkpoint.
+    until another object takes the parameter's place or a backward pass fails. `fsdp2.codecs.state_dict` saves it.
 
     Of weights, `summed` is the dtype in which the parameter rests. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: what rests is exact.
@@ -270,6 +270,18 @@ class Encoder:
     def discard(self) -> None:
         """Drops what has not been sent."""
         self._residuals.clear()
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies, on the CPU, of what it keeps between steps."""
+        return {
+            "calls": self._calls,
+            "residuals": {i: each.to("cpu", copy=True) for i, each in self._residuals.items()},
+        }
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        """Takes what `kept_state` has returned, in place of what it has."""
+        self._calls = state["calls"]
+        self._residuals = {i: each.to(device, copy=True) for i, each in state["residuals"].items()}
 
     def encode(self, numbers: Tensor, members: Sequence[Member], slices: int = 1) -> Tensor:
         """Returns what travels, [W, n], of packed segments, [W, P]. With feedback it writes to these.

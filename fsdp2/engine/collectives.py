@@ -19,6 +19,7 @@ from .compat import backend_name
 from .events import extensions
 from .gloo import PairwiseComm
 from .owners import all_groups
+from .scatter_hook import HookedComm
 from .simulation import SimulatedGroup
 from .streams import exist_on
 from .subgroups import subgroup
@@ -175,6 +176,8 @@ def follow(group: FSDPParamGroup) -> None:
         gathers = CustomComm(gathers, choice.all_gather, None)
     if choice.reduce_scatter is not None:
         reduces = CustomComm(reduces, None, choice.reduce_scatter)
+    if group.scatter_hook is not None:
+        reduces = HookedComm(reduces, group.scatter_hook)
     now = group.comms
     others = [
         None if each is None else _complete(_over(watcher.unchecked(each), memory), choice, device)

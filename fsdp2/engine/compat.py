@@ -419,6 +419,9 @@ spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # (class, local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be
 # skipped by dynamo, which costs as much as itself again, on every gradient.
+HOOKS_OF_FSDP1 = "torch.distributed.algorithms._comm_hooks"
+"""The module of torch's communication hooks for FSDP1."""
+
 new_dtensor: Callable[[type[DTensor], Tensor, DTensorSpec], DTensor] = partial(
     inspect.unwrap(DTensor.__new__), requires_grad=False
 )

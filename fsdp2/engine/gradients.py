@@ -134,6 +134,7 @@ class GroupGradients:
         # How replicas sum, if not by one collective, and for which choices that was made.
         self._summing: ReplicaSum | None = None
         self._summing_for: object = None
+        self._summing_name = ""
         self.buckets: list[Bucket] = []
         # Bytes of all gradients when they are sent.
         self.sent_nbytes = 0
@@ -157,6 +158,48 @@ class GroupGradients:
             encoder.discard()
         if self._summing is not None:
             self._summing.discard()
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies, on the CPU, of what they keep, and for which parameters, ranks and codecs that holds."""
+        summing = {} if self._summing is None else self._summing.kept_state()
+        return {
+            **self._kept_for(),
+            "encoders": [encoder.kept_state() for encoder in self._encoders.values()],
+            "summing": summing,
+        }
+
+    def check_kept(self, state: dict[str, Any]) -> None:
+        """Checks that what `kept_state` has returned holds here.
+
+        Raises:
+            ValueError: it holds for other parameters, ranks or codecs.
+        """
+        for what, here in self._kept_for().items():
+            if here != state[what]:
+                raise ValueError(
+                    f"{self.group}: expected what codecs have kept of the {what} {here}, got that of {state[what]}. "
+                    "Load on each rank what it has saved, with the same policies on as many ranks; or leave it out: "
+                    "codecs then begin anew."
+                )
+
+    def load_kept(self, state: dict[str, Any]) -> None:
+        """Takes what `kept_state` has returned, and `check_kept` has checked."""
+        device = self._params[0].unsharded.device if self._params else torch.device("cpu")
+        for encoder, saved in zip(self._encoders.values(), state["encoders"], strict=True):
+            encoder.load_kept(saved, device)
+        if self._summing is not None:
+            self._summing.load_kept(state["summing"], device)
+
+    def _kept_for(self) -> dict[str, Any]:
+        comms = self.reduction.shards, self.reduction.replicas
+        return {
+            "parameters": [
+                (param.name, spec.shard_numel) for param, spec in zip(self._params, self._specs, strict=True)
+            ],
+            "ranks": [(comm.rank, comm.size) for comm in comms if comm is not None],
+            "codecs": [repr(codec) for codec in self._encoders],
+            "sums between replicas": self._summing_name,
+        }
 
     # ---- plans
 
@@ -230,6 +273,7 @@ class GroupGradients:
         self._summing_for, self._summing = wanted, None
         if replicas is not None:
             self._summing = replica_sum_of(policy, hook, name)
+        self._summing_name = hook.name if hook is not None else repr(policy.replica_codec)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor, is_late = self.reduction.divisor, self.reduction.divide_late is not None  # which checks compare
@@ -470,7 +514,7 @@ class GroupGradients:
         what: str,
     ) -> Pending:
         """Begins to reduce one gradient part by part, unless a hook is to see its sum as a whole."""
-        if reduction.shards.size > 1 and reduction.hook is None:
+        if reduction.shards.size > 1 and reduction.hook is None and not reduction.by_hook:
             gradient = gradients[plan.layout.indices[0]]
             if plan.halves and reduction.replicas is None:
                 return self._start_in_halves(gradient, plan, carried, what)

@@ -32,6 +32,7 @@ from .subgroups import subgroup
 from .user_code import are_in_force, outside, run_hidden
 
 if TYPE_CHECKING:
+    from .replicas import CommHook
     from .root import BackwardPass, Root
     from .schedule import ReductionQueue
     from .state import FSDPState
@@ -144,6 +145,11 @@ class FSDPParamGroup:
         )
 
     @property
+    def scatter_hook(self) -> CommHook | None:
+        """The hook by which the ranks that shard reduce, where nothing is replicated; else it is for replicas."""
+        return self.settings.comm_hook if self.mesh.size > 1 and not self.mesh.replicate_axes else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the unsharded parameters, in compute dtypes, padding included."""
         return self.parameters.nbytes
@@ -251,9 +257,9 @@ class FSDPParamGroup:
     def _reduction(self) -> Reduction:
         comms, now = self.comms, self.settings
         divisor = now.divide_factor if now.divide_late is None else 1
-        how = divisor, now.all_reduce, now.reduce_hook
-        twice, late = self.mesh.shards_at_rest, now.divide_late
-        return Reduction(comms.reduces, comms.replicas, *how, self.transfers, scatters_twice=twice, divide_late=late)
+        how = divisor, now.all_reduce, now.reduce_hook, self.transfers
+        by_hook = self.scatter_hook is not None
+        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.shards_at_rest, now.divide_late, by_hook)
 
     # ---- sharded -> unsharded -> sharded
 
@@ -564,6 +570,13 @@ class FSDPParamGroup:
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
             if not has_hooks:
                 self.finish_backward()
+                if self.root.settings.prefetches_late:
+                    self._gather_ahead_late()
+
+    def _gather_ahead_late(self) -> None:
+        """Begins to gather what backward needs next: this group is done, and its memory is free."""
+        for ahead in self.root.prefetcher.in_backward(self, is_done=True):
+            ahead.start_unshard(for_backward=True)
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
@@ -675,3 +688,5 @@ class FSDPParamGroup:
         else:
             self.gradients.flush()
         self.finish_backward()
+        if self.root.settings.prefetches_late:
+            self._gather_ahead_late()

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .arguments_of_others import refuses
 from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .replicas import CommHook, ReplicaCodec
+
+
+# Fields of FSDP1's MixedPrecision that have other names here, or other ways.
+_OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,11 @@ class MixedPrecisionPolicy:
         return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
 
 
+MixedPrecisionPolicy.__init__ = refuses(  # type: ignore[method-assign]
+    _OF_FSDP1, "MixedPrecisionPolicy", "FSDP1's MixedPrecision", "FSDP1"
+)(MixedPrecisionPolicy.__init__)
+
+
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Keeps sharded parameters, gradients and optimizer states on the mesh's device. See `CPUOffloadPolicy`."""
@@ -295,7 +305,8 @@ class GroupSettings:
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
-        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`.
+        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`; without replicas,
+            how the ranks that shard do.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
@@ -340,6 +351,7 @@ class RootSettings:
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
             several that together are no larger than a typical one.
+        prefetches_late: backward gathers ahead when it is done with a group, not when it reaches one.
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
@@ -347,6 +359,7 @@ class RootSettings:
     """
 
     prefetch_budget: int | None = None
+    prefetches_late: bool = False
     saved_tensor_hooks: bool = True
     is_last_backward: bool = True
     finalize_backward: bool = True

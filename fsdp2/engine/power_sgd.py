@@ -16,7 +16,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -129,6 +129,18 @@ class LowRankSum:
     def discard(self) -> None:
         for state in self._states.values():
             state.forget()
+
+    def kept_state(self) -> dict[str, Any]:
+        copied = {i: {**vars(state)} for i, state in self._states.items()}
+        for each in copied.values():
+            each.update((name, value.to("cpu", copy=True)) for name, value in each.items() if isinstance(value, Tensor))
+        return {"matrices": copied}
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        self._states = {}
+        for i, saved in state["matrices"].items():
+            tensors = {name: value.to(device, copy=True) for name, value in saved.items() if isinstance(value, Tensor)}
+            self._states[i] = _State(**{**saved, **tensors})
 
     def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
         flat, _, parts, _ = sums

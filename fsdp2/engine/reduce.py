@@ -37,6 +37,7 @@ class Reduction:
         scatters_twice: replicas share what rests: each of them gets its slice of their sum, by a second reduce-scatter.
             False: each gets all of it, by an all-reduce.
         divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
+        by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
 
     `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
     step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
@@ -50,6 +51,7 @@ class Reduction:
     transfers: Transfers | None = None
     scatters_twice: bool = False
     divide_late: Callable[[Tensor], None] | None = None
+    by_hook: bool = False
     num_blocks: int = field(init=False, repr=False)
     num_shards: int = field(init=False, repr=False)
 
@@ -296,7 +298,7 @@ def start(
         return _start_alone(gradients, plan, reduction, carried, what)
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook, and other sums than all-reduces.
-    reads_padding = reduction.hook is not None or plan.summing is not None
+    reads_padding = reduction.hook is not None or plan.summing is not None or reduction.by_hook
     allocate = comm.memory.zeros if reads_padding else comm.memory.empty
     num_blocks = reduction.num_blocks
     output = allocate(layout.shard_numel * num_blocks, dtype=layout.reduce_dtype, device=device)

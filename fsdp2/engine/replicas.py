@@ -18,10 +18,13 @@ replicas decode the same bytes, and add in the order of ranks: so they have the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import copy
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .codec import Encoder, Member, is_encoded
@@ -87,6 +90,12 @@ class ReplicaSum(Protocol):
     def discard(self) -> None:
         """Drops what it keeps, after a backward pass that has failed."""
 
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies, on the CPU, of what it keeps."""
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        """Takes what `kept_state` has returned, in place of what it has."""
+
 
 class ReplicaCodec(Protocol):
     """Says how replicas sum gradients by collectives of its own: `PowerSGD`."""
@@ -125,6 +134,12 @@ class EncodedSum:
 
     def discard(self) -> None:
         self._encoder.discard()
+
+    def kept_state(self) -> dict[str, Any]:
+        return self._encoder.kept_state()
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        self._encoder.load_kept(state, device)
 
     def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
         encoder, (flat, own, parts, _) = self._encoder, sums
@@ -208,20 +223,22 @@ class GradientBucket:
 
 @final
 class CommHook:
-    """Has replicas sum by `hook(state, bucket)`, which returns a future of the mean. Groups of a model share it.
+    """Has replicas sum by `hook(state, bucket)`, which returns a future of the mean; where there are none, the ranks
+    that shard by `hook(state, gradient, shard)` (`HookedComm`). Groups of a model share it.
 
-    A hook runs when the next bucket is there, or none will come: so `is_last` is true. The host waits for its future
-    before it goes on, where there are no streams: hooks may begin collectives from threads, and in the same order as
-    other ranks only if nothing else does.
+    Between replicas it runs when the next bucket is there, or none will come: so `is_last` is true. The host waits for
+    its future before it goes on, where there are no streams: hooks may begin collectives from threads, and in the same
+    order as other ranks only if nothing else does.
 
+    `in_place`: between replicas it is `hook(state, gradient)`, which puts the mean into the flat tensor.
     `is_running`: the collectives that begin now are the hook's, for a reduction that all ranks have agreed on.
     """
 
     nbytes = 0
     is_running = False
 
-    def __init__(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        self.state, self.hook = state, hook
+    def __init__(self, state: object, hook: Callable[..., Any], in_place: bool = False) -> None:
+        self.state, self.hook, self.in_place = state, hook, in_place
         # Which parameters, by name -> index of the bucket.
         self._indices: dict[tuple[str, ...], int] = {}
 
@@ -229,10 +246,35 @@ class CommHook:
     def name(self) -> str:
         return getattr(self.hook, "__qualname__", repr(self.hook))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> CommHook:
+        """Returns a copy for a copied model, which communicates over the same process group."""
+        for group in (self.state, getattr(self.state, "process_group", None)):
+            if isinstance(group, dist.ProcessGroup):
+                memo[id(group)] = group
+        copied = CommHook(copy.deepcopy(self.state, memo), copy.deepcopy(self.hook, memo), self.in_place)
+        copied._indices.update(self._indices)
+        memo[id(self)] = copied
+        return copied
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """Context: the collectives that begin inside are the hook's."""
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
     def holds_for(self, spec: ParamSpec) -> bool:
         return True
 
     def discard(self) -> None:
+        pass
+
+    def kept_state(self) -> dict[str, Any]:
+        return {}  # the user has that of the hook
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
         pass
 
     def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
@@ -245,12 +287,13 @@ class CommHook:
         ):  # the hook's own messages have no names, and gloo ends the process if they differ
             checked.compare(SUMMING, flat, what)
         with torch.no_grad():
-            self.is_running = True
-            try:
-                future = self.hook(self.state, GradientBucket(index, flat, parts, is_last()))
-                mean = _value_of(future, flat, self.name)
-            finally:
-                self.is_running = False
+            mean = flat.detach()
+            with self.runs():
+                if self.in_place:
+                    self.hook(self.state, mean)
+                else:
+                    future = self.hook(self.state, GradientBucket(index, flat, parts, is_last()))
+                    mean = _value_of(future, flat, self.name)
             if mean.data_ptr() != flat.data_ptr() or mean.dtype != flat.dtype:
                 flat.copy_(mean)
             if divisor != comm.size:

@@ -114,8 +114,9 @@ class Prefetcher:
         self.ran: deque[FSDPParamGroup] = deque(maxlen=_MAX_HISTORY)
         self.prefetched: set[FSDPParamGroup] = set()
         self.first_in_backward: set[FSDPParamGroup] = set()
-        # Those that the backward pass has reached so far.
+        # Those that the backward pass has reached so far, and which of them last.
         self._reached: set[FSDPParamGroup] = set()
+        self._reached_last: FSDPParamGroup | None = None
 
     def begin_pass(self) -> None:
         """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
@@ -156,18 +157,26 @@ class Prefetcher:
         """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
         self._reached.clear()
+        self._reached_last = None
 
-    def in_backward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
+    def in_backward(self, group: FSDPParamGroup, is_done: bool = False) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
         that ran before it, or that the user chose, unless backward is done with them. Start each of them at once.
+
+        `is_done`: backward has reached it before, and is done with it now, which is when a root with `prefetches_late`
+        gathers those that ran before, unless backward has reached another group meanwhile.
         """
-        self._backward.visit(group)
-        self._reached.add(group)
+        if not is_done:
+            self._backward.visit(group)
+            self._reached.add(group)
+            self._reached_last = group
         chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
-        if chosen is None:
+        if chosen is not None:
+            chosen = () if is_done else [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
+        elif is_done == self.settings.prefetches_late and group is self._reached_last:
             chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
         else:
-            chosen = [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
+            chosen = ()
         return self._sharded(chosen)
 
     def _is_done(self, group: FSDPParamGroup) -> bool:
@@ -193,7 +202,7 @@ class Prefetcher:
         """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
         backward would gather ahead together with it, if they are not too large.
         """
-        if not recorded or recorded[-1].settings.backward_prefetch is not None:
+        if not recorded or recorded[-1].settings.backward_prefetch is not None or self.settings.prefetches_late:
             return min(1, len(recorded))
         expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
         kept = within_budget(expected, _bytes_of, *self._budget)

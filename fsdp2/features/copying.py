@@ -76,7 +76,7 @@ class Description:
         """Gives `root`, the copy of a root, the original's settings."""
         if self.root_settings is None:
             return
-        names = ("finalize_backward", "prefetch_budget", "extras")
+        names = ("finalize_backward", "prefetch_budget", "prefetches_late", "extras")
         changes = {name: getattr(self.root_settings, name) for name in names}
         root.set(**changes)
         if not self.root_settings.saved_tensor_hooks:

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
-from advised.registry import build, follows, refused, shard, train
+from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast, Int8, PowerSGD
+from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
 
 
 def axes(*sizes: int) -> Any:
@@ -73,19 +74,50 @@ def gathers_of_its_own() -> None:
     train_the_rest(shard(model, mp_policy=policy), plain)
 
 
+def averaged(group: Any, gradient: Any, shard: Any) -> None:
+    """A hook in the shape of FSDP1's."""
+    rows = torch.empty_like(gradient)
+    dist.all_to_all_single(rows, gradient, group=group)
+    shard.copy_(rows.view(group.size(), -1).mean(0))
+
+
 @follows(
-    "Use MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); "
-    "set_custom_reduce_scatter for a function of yours; or a mesh of replicas (HSDP, replicate)",
-    "Pass mesh.get_group(NAME) of the axis that replicates",
+    "Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
+    "MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); or a mesh of "
+    "replicas (HSDP, replicate)",
+    "Both say how they are reduced: leave one out",
+    "Use MixedPrecisionPolicy(wire_dtype=torch.bfloat16), or reduce_dtype",
+)
+def hooks_of_ranks_that_shard() -> None:
+    sharded: Any = shard(build())
+    refused(lambda: sharded.register_comm_hook(None, allreduce_hook), NotImplementedError)
+    sharded.register_comm_hook(dist.group.WORLD, averaged)
+    train(sharded, build())
+    for codec in (Cast(torch.bfloat16), Int8()):
+        train(shard(build(), mp_policy=MixedPrecisionPolicy(gradient_codec=codec)), build(), tolerance=0.05)
+    replicas: Any = shard(build(), mesh=axes(2, 1))
+    replicas.register_comm_hook(None, allreduce_hook)
+    train(replicas, build())
+
+    narrow = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
+    exchanging: Any = shard(build(), mp_policy=narrow)
+    refused(lambda: exchanging.register_comm_hook(dist.group.WORLD, averaged), ValueError)
+    train(exchanging, build(), tolerance=0.05)
+
+    of_fsdp1: Any = shard(build())
+    state = LowPrecisionState(dist.group.WORLD)
+    refused(lambda: of_fsdp1.register_comm_hook(state, bf16_compress_hook), NotImplementedError)
+    for policy in (narrow, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)):
+        train(shard(build(), mp_policy=policy), build(), tolerance=0.05)
+
+
+@follows(
+    "Pass mesh.get_group(NAME) of the axis that {}",
     "{}: expected a codec, got {}, which sums between replicas: pass replica_codec",
 )
 def hooks_and_sums_of_replicas() -> None:
     mesh = axes(2, 1)
     replicas: Any = shard(build(), mesh=mesh)
-    sharded: Any = shard(build())
-    refused(lambda: sharded.register_comm_hook(None, allreduce_hook), NotImplementedError)
-    for codec in (Cast(torch.bfloat16), Int8()):
-        train(shard(build(), mp_policy=MixedPrecisionPolicy(gradient_codec=codec)), build(), tolerance=0.05)
 
     others = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     refused(lambda: replicas.register_comm_hook(others, allreduce_hook), ValueError)
@@ -107,3 +139,25 @@ def hooks_where_replicas_share_what_rests() -> None:
     refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
     policy = MixedPrecisionPolicy(replica_codec=Int8())
     train(shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims, mp_policy=policy), build(), tolerance=0.05)
+
+
+@follows(
+    "Load on each rank what it has saved, with the same policies on as many ranks",
+    "Shard the model as it was when this was saved",
+    "call state_dict and load_state_dict between steps, not during a backward",
+)
+def what_codecs_have_kept() -> None:
+    """As it was; and left out, with codecs that begin anew."""
+    kept, other = (MixedPrecisionPolicy(gradient_codec=Int8(block=block, feedback=True)) for block in (128, 64))
+    model = shard(build(), mp_policy=kept)
+    saved, states = state_dict(model), [None] * dist.get_world_size()
+    dist.all_gather_object(states, saved)
+    text = refused(lambda: load_state_dict(model, states[1 - dist.get_rank()]), ValueError)
+    assert "leave it out" in text
+    refused(lambda: load_state_dict(fully_shard(build()), saved), ValueError)
+    model.stem.register_forward_hook(lambda *_: _[2].register_hook(lambda _: state_dict(model) and None) and None)
+    refused(lambda: backward(model))
+    resumed = shard(build(), mp_policy=kept)
+    load_state_dict(resumed, saved)
+    for each in (resumed, shard(build(), mp_policy=other)):
+        train(each, build())

@@ -572,6 +572,7 @@ VALID: dict[str, Any] = {
     "max_input_buffers": 2,
     "factor": 2.0,
     "nbytes": 1,
+    "when": "pre",
     "hook": None,
     "stream": None,
     "all_gather": None,
@@ -600,6 +601,7 @@ def test_values_other_than_bools_are_refused_by_name() -> None:
 
 OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
     "set_prefetch_budget": (0,),
+    "set_backward_prefetch": ("post",),
     "set_saved_tensor_hooks": (False,),
     "set_running_stats_averaging": (False,),
     "set_debug_level": (1,),
@@ -638,6 +640,10 @@ def test_values_that_are_refused() -> None:
         *(
             (error, "nbytes", lambda wrong=wrong: model.set_prefetch_budget(wrong))
             for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError))
+        ),
+        *(
+            (ValueError, "when", lambda wrong=wrong: model.set_backward_prefetch(wrong))
+            for wrong in ("Post", None, True)
         ),
         *((ValueError, "level", lambda wrong=wrong: model.set_debug_level(wrong)) for wrong in (2, -1, True, "1")),
         *(

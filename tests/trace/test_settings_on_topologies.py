@@ -214,10 +214,17 @@ others: list[Any] = []
 contexts = contextlib.ExitStack()
 
 
+BETWEEN = Refused("between replicas")
+
+
 def halved(state: Any, bucket: Any) -> Any:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer() / 2)
     return future
+
+
+def halved_shard(state: Any, gradient: Tensor, shard: Tensor) -> None:
+    shard.copy_(gradient[: shard.numel()] / 2)
 
 
 def share(model: Any, recurse: bool) -> None:
@@ -292,6 +299,10 @@ TABLE: dict[str, Row] = {
         (Refused("without replicas"), W, W, H, W, H, H, W, Refused("without replicas")),
         lambda model, recurse: model.register_comm_hook(None, halved),
     ),
+    "register_comm_hook(FSDP1's)": Row(
+        (W, BETWEEN, BETWEEN, BETWEEN, BETWEEN, H, BETWEEN, BETWEEN, W),
+        lambda model, recurse: model.register_comm_hook(None, halved_shard),
+    ),
     "set_custom_all_gather": Row(
         (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, Late("never called")),
         each("set_custom_all_gather", Calls()),
@@ -307,6 +318,7 @@ TABLE: dict[str, Row] = {
     "set_symm_mem_for_comm": Row((*(NO_NCCL,) * 5, H, H, NO_NCCL, NO_NCCL), call("set_symm_mem_for_comm")),
     "set_keep_unsharded_storage": Row((*SHARING, H), call("set_keep_unsharded_storage", True)),
     "set_free_viewed_storage": Row((H,) * 9, call("set_free_viewed_storage", True)),
+    "set_backward_prefetch": Row((*SHARING, W), call("set_backward_prefetch", "post")),
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
     "set_saved_tensor_hooks": Row(ALL, call("set_saved_tensor_hooks", False)),
     "set_running_stats_averaging": Row((*SEVERAL, W), call("set_running_stats_averaging", False), averages=True),
@@ -538,7 +550,11 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 @pytest.mark.parametrize("setting", [setting for setting, row in TABLE.items() if H in row.cells[:-1]])
 def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
-    name = {"FSDP2_DEBUG": "set_debug_level", "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy"}.get(setting, setting)
+    name = {
+        "FSDP2_DEBUG": "set_debug_level",
+        "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy",
+        "register_comm_hook(FSDP1's)": "register_comm_hook",
+    }.get(setting, setting)
     name = "MixedPrecisionPolicy" if setting.startswith("mp_policy") else name
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
     text = " ".join((owner or fully_shard).__doc__.split())

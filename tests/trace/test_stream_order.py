@@ -29,6 +29,7 @@ from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.home_streams import GroupStreams
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
+from fsdp2.engine.state import groups_of
 from fsdp2.engine.streams import Transfers
 from helpers import NIGHTLY
 
@@ -119,6 +120,18 @@ def own_collectives(model: Any, kind: type[Allocating] = Allocating) -> Any:
     return model
 
 
+def hooked(model: Any) -> Any:
+    """Reduces by a hook in the shape of FSDP1's, which computes before and behind its collective."""
+
+    def hook(group: Any, gradient: Tensor, shard: Tensor) -> None:
+        gradient.div_(2)
+        group._reduce_scatter_base(shard, gradient).wait()
+        shard.div_(2)
+
+    model.register_comm_hook(groups_of(model)[0].mesh.shard_group, hook)
+    return model
+
+
 class InBF16(Tensor):
     """A weight that is stored in fp32 and gathered in bf16, by its own methods."""
 
@@ -191,8 +204,11 @@ MODELS = {
     "hsdp sums": lambda: change(hsdp(), "set_force_sum_reduction_for_comms", True, recurse=True),
     "hsdp own": lambda: own_collectives(hsdp()),
     "own": lambda: own_collectives(build()),
+    "hook": lambda: hooked(build(mp_policy=BF16)),
+    "offload hook": lambda: hooked(offloaded(build)),
     "sums": lambda: change(build(), "set_force_sum_reduction_for_comms", True, recurse=True),
     "prefetch all": lambda: change(build(mp_policy=BF16), "set_prefetch_budget", 1 << 30),
+    "gathers late": lambda: change(build(mp_policy=BF16), "set_backward_prefetch", "post"),
     "more in flight": lambda: change(hsdp(mp_policy=BF16), "set_reduce_scatter_max_input_buffers", 3),
     "kept storage": lambda: change(build(), "set_keep_unsharded_storage", True),
     "unused": lambda: change(build(), "set_reduce_scatter_unused_params", True),

@@ -1,0 +1,77 @@
+"""Reduces gradients by a user's hook in the shape of FSDP1's: `hook(state, gradient, shard)` fills the shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import streams
+from .comm import AllWork, Comm, Rows, Work, compare_first
+from .comm_memory import TORCH_MEMORY, CommMemory
+from .gloo import REDUCING
+
+if TYPE_CHECKING:
+    from .replicas import CommHook
+
+
+@final
+class HookedComm:
+    """Is a Comm that reduces by a hook, and does all else as another Comm.
+
+    The hook gets a flat tensor of one bucket's gradients, a segment for each rank, with zeros for padding, to which it
+    may write, and a flat tensor that it fills with the mean of this rank's segments. It may give either other memory
+    and another dtype (`shard.data = ...`), as torch's own hooks do. Where there are streams, it runs on one beside that
+    which computes.
+    """
+
+    direct_min_bytes = 1 << 62  # a bucket is one tensor
+    sums_on_arrival = follows_stream = False
+    memory: CommMemory = TORCH_MEMORY
+
+    def __init__(self, inner: Comm, hook: CommHook) -> None:
+        self._comm, self._hook = inner, hook
+        self.rank, self.size, self.force_sum, self.purpose = inner.rank, inner.size, inner.force_sum, inner.purpose
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._comm.group
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
+        device = outputs[0].device
+        with streams.beside(device), torch.no_grad():
+            for output, whole in zip(outputs, inputs, strict=True):
+                compare_first(self._comm, REDUCING, whole, what)
+                self._fill(output, whole)
+                if divisor != self.size:
+                    output.mul_(self.size / divisor)
+            done: list[Work] = [streams.StreamWork(device)] if streams.exist_on(device) else []
+        return AllWork(done, [*outputs, *inputs])
+
+    def _fill(self, output: Tensor, whole: Tensor) -> None:
+        gradient, shard, hook = whole.detach(), output.detach(), self._hook
+        with hook.runs():
+            returned = hook.hook(hook.state, gradient, shard)
+        if returned is not None:
+            raise TypeError(
+                f"{hook.name}: expected hook(state, gradient, shard) to fill shard and to return None, as a hook of "
+                f"FSDP1 does, got {type(returned).__name__}"
+            )
+        if shard.numel() != output.numel():
+            raise TypeError(f"{hook.name}: expected a shard of {output.numel()} elements, got {shard.numel()}")
+        if shard.data_ptr() != output.data_ptr() or shard.dtype != output.dtype:
+            output.copy_(shard.view(-1))
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        return self._comm.all_gather(outputs, inputs)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        return self._comm.exchange(sent, what)
+
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        return self._comm.all_reduce(tensor, divisor, what)
