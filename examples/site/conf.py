@@ -26,7 +26,7 @@ include_patterns = [
     "benchmarks/**.md",
     "tests/**.md",
 ]
-exclude_patterns = [".*", "docs", "build", "dist"]
+exclude_patterns = [".*", "**/.*", "docs", "build", "dist"]
 highlight_language = "text"
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
