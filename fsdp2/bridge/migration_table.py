@@ -69,7 +69,7 @@ ROWS = (
     Row(
         "FSDP1",
         "`MixedPrecision(keep_low_precision_grads=True)`",
-        "no equivalent: `.grad` has the dtype of the sharded parameter",
+        "`MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, grad_dtype=torch.bfloat16)`: `.grad` is not cast back",
         ("MixedPrecision(keep_low_precision_grads)",),
     ),
     Row(

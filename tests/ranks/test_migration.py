@@ -295,7 +295,15 @@ def dtype_of_gradients() -> None:
     model = shard(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     model.scale.data = model.scale.bfloat16()
     mean_loss(model(own(0))).backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    cast_back = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    assert {each.dtype for each in cast_back.values()} == {torch.float32}
+    model = shard(build(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, grad_dtype=torch.bfloat16))
+    model.scale.data = model.scale.bfloat16()
+    mean_loss(model(own(0))).backward()
+    kept = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    assert {each.dtype for each in kept.values()} == {torch.bfloat16}
+    assert kept.keys() == cast_back.keys()
+    assert all(torch.equal(kept[name].float(), each) for name, each in cast_back.items())
     for name in ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"):
         with pytest.raises(TypeError, match=f"{name} is an argument of FSDP1.*guides/from-fsdp1.md"):
             MixedPrecisionPolicy(**{name: True})  # type: ignore[arg-type]
