@@ -324,6 +324,11 @@ class Draw:
             or (self.model in CONDITIONAL and self.is_staged)
             # The same of ranks without batches, which can't take part in collectives of a program's own either.
             or (self.program == "batches run out" and (self.is_staged or self.model == "Counting"))
+            or (
+                self.program == "batches run out"
+                and topology.dims is not None
+                and self.setting in ("no reshard_after_backward", "six at once")
+            )
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)

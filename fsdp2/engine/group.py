@@ -574,7 +574,11 @@ class FSDPParamGroup:
                     self._gather_ahead_late()
 
     def _gather_ahead_late(self) -> None:
-        """Begins to gather what backward needs next: this group is done, and its memory is free."""
+        """Begins to gather what backward needs next: this group is done, and its memory is free. Not where some ranks
+        may leave modules out: others, which have reached these since, would gather nothing.
+        """
+        if self.root.consensus is not None:
+            return
         for ahead in self.root.prefetcher.in_backward(self, is_done=True):
             ahead.start_unshard(for_backward=True)
 

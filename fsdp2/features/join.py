@@ -291,6 +291,11 @@ def make_join_hook(
                 f"join: expected all groups on the same ranks, got {group} on {sorted(ranks_of(group.mesh))} and "
                 f"{state} on {sorted(ranks_of(mesh))}, which would not know who has run out of batches"
             )
+        if group.mesh.shards_at_rest and not group.settings.reshard_after_backward:
+            raise NotImplementedError(
+                f"join: expected set_reshard_after_backward(True) for {group}, whose replicas share what rests: ranks "
+                "that have run out of batches don't know which others have kept it."
+            )
     before = root.consensus
     if isinstance(before, JoinConsensus):
         if before.is_alive():
