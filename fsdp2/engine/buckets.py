@@ -337,7 +337,10 @@ class ReducePlan:
         segments, self._spare = self._spare, None
         if segments is None:
             return Segments(self.layout, self.specs, self.world_size, device, source)
-        source.resize(segments.storage, segments.nbytes)
+        if source.resize is None:
+            segments.storage.resize_(segments.nbytes)
+        else:
+            source.resize(segments.storage, segments.nbytes)
         return segments
 
     def return_segments(self, segments: Segments) -> None:

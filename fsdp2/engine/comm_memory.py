@@ -42,8 +42,8 @@ class CommMemory(Protocol):
         """As `torch.zeros`."""
 
     @property
-    def resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """Gives a storage so many bytes; with 0 it frees them."""
+    def resize(self) -> Callable[[torch.UntypedStorage, int], None] | None:
+        """Gives a storage so many bytes. None: its own `resize_` does."""
 
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         """Has ranks know where all of them have these tensors. Every rank of `group` must call it, in order."""
@@ -53,9 +53,8 @@ class TorchMemory:
     """Gives memory of torch's allocator."""
 
     is_registered = is_symmetric = False
-    # Torch's own functions: nothing of ours runs.
+    resize: Callable[[torch.UntypedStorage, int], None] | None = None  # no function of ours runs
     empty, zeros = staticmethod(torch.empty), staticmethod(torch.zeros)
-    resize = staticmethod(torch.UntypedStorage.resize_)
 
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         pass

@@ -180,7 +180,11 @@ class GatherPlan:
     def allocate(self) -> None:
         """Allocates the plan's own memory, unless it is there."""
         for storage, nbytes in self._own:
-            if not storage.nbytes():
+            if storage.nbytes():
+                continue
+            if self._source.resize is None:
+                storage.resize_(nbytes)
+            else:
                 self._source.resize(storage, nbytes)
 
     def free(self) -> None:

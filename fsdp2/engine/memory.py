@@ -164,7 +164,10 @@ class Memory:
         if self.secondary is not None:
             self.secondary.drop()
         if not self.is_allocated and plan.arrives_in_place:
-            self._source.resize(self.storage, self._nbytes)
+            if self._source.resize is None:
+                self.storage.resize_(self._nbytes)
+            else:
+                self._source.resize(self.storage, self._nbytes)
             self.is_allocated = True
         if self._stage is not None:
             if plan.has_memory:
@@ -192,7 +195,10 @@ class Memory:
     def allocate(self) -> None:
         """Allocates the storage of the unsharded parameters, unless it is there."""
         if not self.is_allocated:
-            self._source.resize(self.storage, self._nbytes)
+            if self._source.resize is None:
+                self.storage.resize_(self._nbytes)
+            else:
+                self._source.resize(self.storage, self._nbytes)
             self.is_allocated = True
 
     def note_uses(self) -> None:
