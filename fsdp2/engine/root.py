@@ -150,7 +150,7 @@ class Root:
             group.events = self.events
             group.parameters.references = None  # observers may have some
         for each in now:
-            if each not in before:
+            if each not in before and type(each).attached is not Observer.attached:  # few do anything then
                 each.attached(self)
         for each in before:
             if each not in now:

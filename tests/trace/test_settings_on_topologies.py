@@ -570,7 +570,7 @@ def test_every_setting_is_in_the_table() -> None:
     fields |= {f"CPUOffloadPolicy({field.name})" for field in dataclasses.fields(CPUOffloadPolicy)}
     functions = {"register_fsdp_forward_method", "share_comm_ctx", "FSDP2_DEBUG"}
     topologies = {"mesh", "dp_mesh_dims"}  # each makes columns
-    variants = {"set_all_reduce_hook(stream)", "reshard_after_forward=2"}
+    variants = {"set_all_reduce_hook(stream)", "reshard_after_forward=2", "register_comm_hook(FSDP1's)"}
     assert {*TABLE} - variants == (public_methods() | arguments | fields | functions) - topologies
     assert {*inspect.signature(replicate).parameters} < {*inspect.signature(fully_shard).parameters}
 

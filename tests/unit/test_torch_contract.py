@@ -29,11 +29,6 @@ METHODS = [
 ]
 # torch's handles are made by its own functions, not by programs.
 MADE_BY_TORCH = ("FSDPModule", "UnshardHandle", "GradientReductionHandle")
-# Accepted, and refused by a sentence that says what to do, when it is called with a value that asks for something.
-REFUSED = {
-    "set_symm_mem_for_comm": ("NCCL",),
-    "set_allocate_memory_from_process_group_for_comm": (True,),
-}
 
 
 def arguments(function: Any) -> dict[str, inspect.Parameter]:
@@ -69,17 +64,10 @@ def test_methods(name: str, method: str) -> None:
     takes_the_same(getattr(getattr(package, name), method), getattr(getattr(fsdp2, name), method))
 
 
-@pytest.mark.parametrize("method", REFUSED)
-def test_what_is_not_supported_says_so(method: str) -> None:
-    assert ("FSDPModule", method) in METHODS
-    with fake_world(2):
-        model: Any = fully_shard(nn.Linear(4, 4))
-        with pytest.raises(NotImplementedError, match=rf"{method}.* is not supported yet\. Leave it out"):
-            getattr(model, method)(*REFUSED[method])
-
-
-def test_all_other_methods_can_be_called() -> None:
-    """With what they take in torch: none is a name without a function behind it."""
+def test_all_methods_can_be_called() -> None:
+    """With what they take in torch: none is a name without a function behind it. Symmetric memory needs NCCL, as in
+    torch.
+    """
 
     class Collective:
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -100,6 +88,7 @@ def test_all_other_methods_can_be_called() -> None:
             "set_reduce_scatter_divide_factor": (2.0,),
             "set_gradient_divide_factor": (2.0,),
             "set_reduce_scatter_max_input_buffers": (2,),
+            "set_allocate_memory_from_process_group_for_comm": (False,),
             "set_custom_all_gather": (Collective(),),
             "set_custom_reduce_scatter": (Collective(),),
             "set_all_reduce_hook": (lambda gradient: None,),
@@ -107,12 +96,15 @@ def test_all_other_methods_can_be_called() -> None:
             "set_manual_backward_finalization": (False,),
         }
         for name, method in METHODS:
-            if name == "FSDPModule" and method not in REFUSED:
+            if name == "FSDPModule" and method != "set_symm_mem_for_comm":
                 if method == "set_all_reduce_hook":
                     mesh = init_device_mesh("cpu", (2, 1))
                     fully_shard(nn.Linear(4, 4), mesh=mesh).set_all_reduce_hook(*given[method])
                 else:
                     getattr(model, method)(*given.get(method, (True,)))
+        fully_shard(nn.Linear(4, 4)).set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(RuntimeError, match="symmetric memory is for collectives that run on NCCL"):
+            fully_shard(nn.Linear(4, 4)).set_symm_mem_for_comm("NCCL")
 
 
 def test_parameters_with_annotations_of_spmd_types() -> None:
