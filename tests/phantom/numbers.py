@@ -29,8 +29,9 @@ from one_of_many import WAYS, Way
 from . import record
 from .over_nccl import IMPOSSIBLE, MORE, RANKS
 
-# What sums the gradients that arrive in another dtype than they are summed in is not computed.
-NOT_COMPUTED = {"sent in bf16"}
+# The stubs do not compute what sums gradients that arrive in another dtype than they are summed in, nor the largest
+# numbers of rows, by which fp8 weights are scaled.
+NOT_COMPUTED = {"sent in bf16", "weights in fp8"}
 
 
 # Equal gradients of all ranks are divided by other numbers than eight, those of the root's own parameters only.
