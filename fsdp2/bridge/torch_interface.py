@@ -108,7 +108,7 @@ class TorchParamGroup:
 
     @property
     def post_forward_mesh_info(self) -> Any:
-        """Where forward leaves parameters: `mesh_info` after `reshard_after_forward=True`, None after False.
+        """Says where forward leaves parameters: `mesh_info` after `reshard_after_forward=True`, None after False.
 
         Programs assign to it what torch's `_get_post_forward_mesh_info` returns, to change `reshard_after_forward`.
         """

@@ -35,11 +35,11 @@ class CommMemory(Protocol):
 
     @property
     def empty(self) -> Callable[..., Tensor]:
-        """As `torch.empty`."""
+        """The function to call in place of `torch.empty`."""
 
     @property
     def zeros(self) -> Callable[..., Tensor]:
-        """As `torch.zeros`."""
+        """The function to call in place of `torch.zeros`."""
 
     @property
     def resize(self) -> Callable[[torch.UntypedStorage, int], None] | None:

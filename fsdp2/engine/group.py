@@ -579,9 +579,6 @@ class FSDPParamGroup:
         """
         if self.root.consensus is not None:
             return
-        if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
-            with outside():
-                return self._gather_ahead_late()
         for ahead in self.root.prefetcher.in_backward(self, is_done=True):
             ahead.start_unshard(for_backward=True)
 

@@ -153,7 +153,7 @@ class Memory:
 
     @property
     def sent(self) -> Sequence[Tensor]:
-        """What this rank sends in each gather from the shards: always the same list."""
+        """The tensors that this rank sends in each gather from the shards, always in the same list."""
         return self._plan.inputs
 
     def start_gather(

@@ -50,11 +50,11 @@ from torch import Tensor, nn
 
 from . import compat
 from .autograd import after_leaf, after_tensors, cast
-from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, storage_address
+from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, runs_transform, storage_address
 from .inputs import HandedInputs, cast_to, move_to
 from .nested import map_tensors, tensors_in
 from .state import FSDPState
-from .user_code import are_in_force, hidden, run_shown
+from .user_code import are_in_force, hidden, outside, run_shown
 
 _ONLY_TENSORS = {Tensor}
 
@@ -245,8 +245,8 @@ def post_backward(state: FSDPState) -> None:
     """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
-    if (num_dispatch_modes() or num_function_modes()) and are_in_force():
-        with hidden():
+    if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):
+        with outside():
             return post_backward(state)
     for group in state.used:
         group.post_backward(state)
