@@ -446,3 +446,10 @@ def leaves(model: nn.Module, **options: Any) -> None:
     for module in reversed(list(model.modules())):
         if module is model or module._parameters:
             fully_shard(module, **options)
+
+
+def shard_blocks(model: Any, apply: Any = fully_shard, **options: Any) -> Any:
+    """Applies `apply` to the blocks of a model of models.py, or to its first two children, and to the model."""
+    for block in getattr(model, "blocks", [*model.children()][:2]):
+        apply(block, **options)
+    return apply(model, **options)

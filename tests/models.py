@@ -5,6 +5,7 @@ depends on another row: so any equal split of a batch over ranks computes the sa
 batch.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -412,3 +413,9 @@ class Wrapper(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
         return tree_map_only(Tensor, cls, func(*args, **kwargs))
+
+
+def build(make: Callable[[], TinyModel] = OddMLP) -> Any:
+    """Returns a model in fp64, the same on each rank."""
+    torch.manual_seed(1)
+    return make().double()

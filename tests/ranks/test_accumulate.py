@@ -27,7 +27,8 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, full, run_checks
-from models import FrozenMix, OddMLP, SkippedModule, TanhBlock, TinyGPT, TinyModel
+from helpers import shard_blocks as shard
+from models import FrozenMix, OddMLP, SkippedModule, TanhBlock, TinyGPT, TinyModel, build
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 SETTINGS = ("reduce_gradients", "all_reduce", "divide_factor", "divide_late", "reshard_after_backward")
@@ -62,17 +63,6 @@ def plain_backward(model: TinyModel, parts: list[list[Part]]) -> tuple[float, fl
     loss = sum(loss_sum(model, part) for part in every) / total
     loss.backward()
     return loss.item(), total.item()
-
-
-def build(make: Callable[[], TinyModel] = OddMLP) -> Any:
-    torch.manual_seed(1)
-    return make().double()
-
-
-def shard(model: Any, apply: Any = fully_shard, **options: Any) -> Any:
-    for block in getattr(model, "blocks", [*model.children()][:2]):
-        apply(block, **options)
-    return apply(model, **options)
 
 
 def hsdp() -> dict[str, Any]:

@@ -30,7 +30,8 @@ from fsdp2.engine.state import require_state
 from fsdp2.features import conditional, user_collectives
 from fsdp2.features import join as join_module
 from helpers import RankError, assert_same, full, run_checks, run_ranks
-from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
+from helpers import shard_blocks as shard
+from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, build, mean_loss
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 Counts = Sequence[int]
@@ -42,15 +43,8 @@ def batch_of(model: TinyModel, rank: int, i: int) -> Tensor:
     return batch.double() if batch.is_floating_point() else batch
 
 
-def build(make: Callable[[], TinyModel] = OddMLP) -> Any:
-    torch.manual_seed(1)
-    return make().double()
-
-
-def shard(model: Any, apply: Any = fully_shard, **options: Any) -> Any:
-    for block in getattr(model, "blocks", [*model.children()][:2]):
-        apply(block, **options)
-    return apply(model, **options)
+def fail(*_: Any) -> None:
+    raise ValueError("a bad sample")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -578,9 +572,6 @@ def caught_at_the_end() -> None:
     model = shard(copy.deepcopy(plain))
     optimizer, expected = adamw(model), adamw(plain)
 
-    def fail(*_: Any) -> None:
-        raise ValueError("a bad sample")
-
     with fsdp2.join(model, optimizer=optimizer):
         for i in range(3 - 2 * rank):
             mean_loss(model(batch_of(plain, rank, i))).backward()
@@ -906,9 +897,6 @@ def caught(counts: Counts) -> None:
     plain, rank = build(), dist.get_rank()
     model = shard(copy.deepcopy(plain))
     optimizer, expected = adamw(model), adamw(plain)
-
-    def fail(*_: Any) -> None:
-        raise ValueError("a bad sample")
 
     with fsdp2.join(model, optimizer=optimizer):
         for i in range(counts[rank]):
