@@ -22,6 +22,7 @@ from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.engine.reduce import Reduction
 from helpers import own_rows, run_checks, world_sizes
+from known_memory import KnownMemory
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 ALL_PACKED, ALL_DIRECT = 1 << 40, 0
@@ -106,34 +107,6 @@ def random_cases() -> Iterator[Case]:
         )
         dtypes = rng.choice(((F32, None), (BF16, None), (F64, None), (F32, BF16), (F64, BF16), (F64, F32)))
         yield Case(f"random {number}", params, rng.choice((0, 64, 256)), *dtypes)
-
-
-class KnownMemory:
-    """Stands for memory that a communicator has registered: it knows what it has given."""
-
-    is_registered, is_symmetric = True, False
-
-    def __init__(self) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-
-    def empty(self, *size: Any, **options: Any) -> Tensor:
-        tensor = torch.empty(*size, **options)
-        self.storages.append(tensor.untyped_storage())
-        return tensor
-
-    def zeros(self, *size: Any, **options: Any) -> Tensor:
-        return self.empty(*size, **options).zero_()
-
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        storage.resize_(nbytes)
-        self.storages.append(storage)
-
-    def meet(self, *_: Any) -> None:
-        raise AssertionError("only symmetric memory needs it")
-
-    def has(self, tensor: Tensor) -> bool:
-        places = [(each.data_ptr(), each.nbytes()) for each in self.storages]
-        return any(0 <= tensor.data_ptr() - start <= nbytes - tensor.nbytes for start, nbytes in places)
 
 
 class Comm(NamedPairwiseComm):
