@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..engine import streams
 from ..engine.gradients import GroupGradients
-from ..engine.group import FSDPParamGroup
+from ..engine.group import GATHERING, FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize
 from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
@@ -78,7 +78,9 @@ class StepsInBackward:
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params
-            # The gather that has read them has ended: their gradients came later.
+            # No copy to the device reads them, see `deliver`. A gather on the device may, where a gradient came before its
+            # module's backward needed a weight: nothing computes with these values any more, and the next pass gathers
+            # again, since the versions differ.
             with notices.quiet():
                 self.optimizer.step()
         finally:
@@ -151,6 +153,8 @@ class OptimizerInBackward:
         steps = steps_of(group)
         if steps is None:
             return None
+        if group.phase is GATHERING:  # else the gradients have been computed behind the copy of the shards
+            self._root.settle_transfers()
         step = steps.run_beside(gradients.receive, pending, of_pass)
         self._running.setdefault(group, []).append(step)
         return step

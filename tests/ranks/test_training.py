@@ -55,6 +55,13 @@ def test_shards_that_are_stepped_on_are_not_gathered_ahead() -> None:
         assert not differing([draw])[draw]
 
 
+def test_shards_are_not_stepped_on_while_a_copy_reads_them() -> None:
+    """The gradient of a bias comes before backward needs a weight of its group, which is being gathered ahead."""
+    names = ("Odd", "pairs", "bf16 wire, fp32 vectors", "rows", "kept", "staged", "direct", "adamw")
+    draw = Draw("2x2 across", *names, "backward gathers late", "optimizer in backward")
+    assert not differing([draw])[draw]
+
+
 def test_conditional_modules_that_ranks_reach_in_other_orders() -> None:
     """A step comes when all ranks have reduced; a list inside such a module may name what only others wait for."""
     common = ("whole", "fp64", "rows", "by default", "on the device", "packed", "sgd")
