@@ -225,10 +225,16 @@ def _problems(mesh: DataMesh, problem: RuntimeError | None) -> ComparedNumbers:
 
 
 class ReplicaComparisons(RankComparisons):
-    """Counts reductions of the group as times, too: where nothing is gathered, ranks communicate there only."""
+    """Counts reductions of the group as times, too, and in backward nothing else: where each rank has the parameters
+    whole, ranks meet at reductions only. Before its gather, others may be at the reduction of a conditional module.
+    """
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        if self._root.backward is None:
+            super().before_gather(group)
 
     def before_reduce(self, group: FSDPParamGroup) -> None:
-        self.before_gather(group)
+        super().before_gather(group)
 
 
 def make_rank_comparisons(root: Any) -> RankComparisons:
