@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/adapters/weight_deltas.py
 
-`DeltaSender` stands on the training ranks, `DeltaReceiver` beside the engine, and any pipe or socket between them
-carries bytes. The first version has all weights. Each later one has the elements whose bits have changed in the dtype
-of the engine, so that the engine's weights equal the trained ones to the bit. Versions are numbered: a receiver that
-has missed one refuses what follows, until the sender's `resync` has sent all weights again.
+`DeltaSender` stands on the training ranks, `DeltaReceiver` beside the engine. What carries the bytes between them must
+keep messages apart. The first version has all weights. Each later one has the elements whose bits have changed in the
+dtype of the engine, so that the engine's weights equal the trained ones to the bit. Versions are numbered: a receiver
+that has missed one refuses what follows, until the sender's `resync` has sent all weights again.
 
 Engines have other names than training. A `Rename` maps names by a regular expression, also into a part of a fused
 parameter: queries, keys and values are row ranges of vLLM's `qkv_proj`. The receiver writes into the tensors of an
