@@ -191,11 +191,12 @@ def _axes_of(parameter: DTensor, known: dict[Any, tuple[Axis, ...]]) -> tuple[Ax
 class _Prepared:
     """Holds what does not change between calls for the same sharded parameters: no step in Python for each of them.
 
-    It keeps none of them alive. `absent`: which of the parameters have no gradient.
+    It keeps none of them alive, and has no weak reference to a parameter either: `Module.to` refuses to swap such ones.
+    `absent`: which of the parameters have no gradient.
     """
 
     def __init__(self, parameters: list[DTensor], absent: Sequence[bool]) -> None:
-        self._references = [weakref.ref(parameter) for parameter in parameters]
+        self._specs = [*map(spec_of, parameters)]
         self._locals = [weakref.ref(local_of(parameter)) for parameter in parameters]
         self.is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
         kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
@@ -231,10 +232,12 @@ class _Prepared:
         self._is_foreign = DTensor in self._classes
 
     def is_of(self, parameters: list[Any]) -> bool:
-        """Returns True if it was made of these, and their memory is the same."""
-        if not all(map(is_, map(_referent, self._references), parameters)):
+        """Returns True if it was made of parameters with the same local tensors, distributed alike."""
+        try:
+            are_alike = all(map(is_, self._specs, map(spec_of, parameters)))
+            return are_alike and all(map(is_, map(_referent, self._locals), map(local_of, parameters)))
+        except AttributeError:  # a plain tensor at the address of a parameter that is gone
             return False
-        return all(map(is_, map(_referent, self._locals), map(local_of, parameters)))
 
     def find(self, parameters: list[Any], gradients: list[Any]) -> _Found | None:
         """Returns the gradients, or None if some are not those that reductions make."""

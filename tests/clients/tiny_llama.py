@@ -48,6 +48,12 @@ def batch(step: int) -> Tensor:
     return torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
+def texts(step: int) -> list[Tensor]:
+    """Returns texts of different lengths."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(VOCAB, (length,), generator=generator) for length in (5, 7, 4, 6)]
+
+
 def train(
     model: nn.Module,
     own: Callable[[Tensor], Tensor] = lambda batch: batch,

@@ -354,6 +354,17 @@ def ranks_outside_a_mesh() -> None:
     assert_same(full(parameters[stage].grad), clipped, rtol=1e-5, atol=0, name="clipped")
 
 
+def models_move_after_clipping() -> None:
+    """`Module.to` swaps tensors, and refuses those that something refers to weakly. Other memory is found again."""
+    model = sharded(one_axis)
+    for dtype in (torch.float64, torch.float64, torch.float32):
+        model.to("cpu").to(dtype)
+        give_gradients(model)
+        norm = clip_grad_norm_(model.parameters(), 0.5)
+        expected = nn.utils.clip_grad_norm_(give_gradients(plain(dtype)).parameters(), 0.5)
+        assert_same(norm, expected, 1e-6, 0, f"{dtype}")
+
+
 def what_may_be_given() -> None:
     """One tensor, a generator, the same one twice; a limit of 0, of infinity, or as a tensor."""
     model = give_gradients(sharded(one_axis))
@@ -383,6 +394,7 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
     *((what_is_not_finite_on_one_rank, (bad, order)) for bad in (INF, float("nan")) for order in (2.0, INF)),
     (ranks_outside_a_mesh, ()),
     (what_may_be_given, ()),
+    (models_move_after_clipping, ()),
 ]
 
 

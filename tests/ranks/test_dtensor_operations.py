@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp2.dtensor.fixes import correct_torch
-from helpers import assert_same, run_ranks, sharded, world_sizes
+from helpers import assert_same, full, run_ranks, sharded, world_sizes
 
 SHAPES = [(5, 3), (1,), (4, 2, 2), (2, 6)]
 PLAIN = torch.arange(15, dtype=torch.float64).reshape(5, 3) / 15
@@ -95,7 +95,7 @@ def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: i
         for order in (1, 2, float("inf")):
             norms = zip(torch._foreach_norm(mixed(1), order), torch._foreach_norm(values(1), order), strict=True)
             for each, expected in norms:
-                assert_same(each, expected, 0, 1e-12, f"norm {order}")
+                assert_same(full(each), expected, 0, 1e-12, f"norm {order}")
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             torch._foreach_add_(mixed(1)[::3], values(2)[::3])
 

@@ -70,7 +70,8 @@ class Watch:
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and is_ours(frame.f_code):
             self.functions.add(frame.f_code)
-        elif event == "c_call" and argument.__name__ in COLLECTIVES:
+        # Python 3.12.1 tells of a method of C++ only when it returns.
+        elif event == "c_return" and argument.__name__ in COLLECTIVES:
             self.ways.append((argument.__name__, stack_of(frame)))
 
     def files(self) -> set[str]:

@@ -126,7 +126,8 @@ def test_env_has_what_a_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: py
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("COLUMNS", raising=False)
     assert call(monkeypatch, "env") == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    rows = {name: value.strip() for name, _, value in (line.partition(" ") for line in lines)}  # one may be empty
     assert rows["fsdp2"] == fsdp2.__version__
     assert rows["torch"].startswith(torch.__version__)
     assert "gloo" in rows["backends"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -284,6 +285,8 @@ def test_patterns_are_names_of_the_libraries() -> None:
         found = known[first]
         for part in others:
             found = getattr(found, part)
+        if torch.__version__ < "2.13" and key in ("forward_sync_buffers)", "batched_grad_copy)"):
+            continue  # they are younger
         if opened and (row.library != "DDP" or key[:-1] not in of_replicate):
             assert key.rstrip(")").partition("=")[0] in inspect.signature(found).parameters, pattern
         checked += 1
