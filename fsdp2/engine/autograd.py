@@ -6,7 +6,6 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from . import compat
 from .compat import (
     PLAIN,
     graph_task,
-    has_storage,
     local_of,
     new_dtensor,
     num_dispatch_modes,
@@ -89,10 +87,13 @@ class SavedTensors:
 
     @compat.no_user_hook
     def _pack(self, tensor: Tensor) -> _Saved:
-        if num_function_modes() and are_in_force():  # which see attributes, too
+        if (num_function_modes() or num_dispatch_modes()) and are_in_force():  # the former see attributes, too
             return run_hidden(self._pack, tensor)
         kind = type(tensor)
-        storage = storage_address(tensor) if kind in PLAIN and has_storage(tensor) else storage_id(tensor)
+        try:
+            storage = storage_address(tensor) if kind in PLAIN else storage_id(tensor)
+        except RuntimeError:  # it has none
+            storage = -1
         owner = self.owners.get(storage)
         if owner is not None:
             index = owner.parameters.indices.get(id(tensor))
@@ -110,7 +111,7 @@ class SavedTensors:
             pack, unpack = self._others
             return (run_shown(pack, tensor), unpack, _OTHERS)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
-        kept = tensor if tensor.is_leaf else run_hidden(tensor.detach) if num_dispatch_modes() else tensor.detach()
+        kept = tensor if tensor.is_leaf else tensor.detach()
         return (kept, kept._version, None) if owner is None else (kept, owner.versions, owner)
 
     def _unpack(self, saved: _Saved) -> Tensor:
@@ -124,7 +125,8 @@ class SavedTensors:
         elif owner is _OTHERS:
             return run_shown(before, kept)  # type: ignore[no-any-return]
         else:
-            owner.before_unpack()
+            if owner.reached_by is None or owner.streams is not None:
+                owner.before_unpack()
             now = owner.versions
             if now is not before and now != before:
                 names = owner.parameters.changed_names(kept, before, now)
@@ -135,16 +137,14 @@ class SavedTensors:
             if type(kept) is int:
                 return owner.parameters.unsharded[kept]  # type: ignore[no-any-return]
             if type(kept) is tuple:
-                dtype, shape, stride, offset, *wrapper = kept
-                parameters = owner.parameters
                 if num_dispatch_modes() and are_in_force():
                     return run_hidden(self._unpack, saved)
-                base = parameters.bases[bisect_right(parameters.offsets, offset * dtype.itemsize) - 1]
-                if base.dtype is not dtype:
-                    base = base.view(dtype)
-                view = base.as_strided(shape, stride, offset)
+                place, wrapper, parameters = kept[:4], kept[4:], owner.parameters
+                view: Tensor | None = parameters.views.get(place)
+                if view is None:
+                    view = parameters.make_view(place)
                 if not wrapper:
-                    return view  # type: ignore[no-any-return]
+                    return view
                 kind, spec = wrapper
                 return view.as_subclass(kind) if spec is None else new_dtensor(kind, view, spec)
         return kept  # type: ignore[no-any-return]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import compress, count
-from operator import add, gt, is_, sub
+from operator import add, gt, is_, setitem, sub
 from sys import getrefcount
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _SHARDED, _UNSHARDED = 0, 1
 _NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
 _uncounted = count()
+# So many views of each parameter, on average, are kept for the next step.
+_VIEWS_OF_PARAMETER = 4
 
 
 class Registration:
@@ -46,14 +49,14 @@ class Registration:
 
     def __init__(self) -> None:
         # What to write where, to register the sharded parameters and the unsharded ones.
-        self._dict_slots: tuple[list[Any], list[Any]] = ([], [])
+        self._dict_slots: list[tuple[tuple[Any, ...], ...]] = [((),) * 4] * 2
         self._setattr_slots: tuple[list[Any], list[Any]] = ([], [])
         # In which dicts of modules, under which names, the sharded ones were registered, with which local tensors.
         self.watched: tuple[tuple[Any, ...], ...] = ((),) * 4
         # Entries (dict, key, value) that are there only while the sharded parameters are registered; for extensions.
         self.while_sharded: list[tuple[dict[Any, Any], Any, Any]] = []
-        # Version counters are read from both: an operation on a DTensor need not count for its local tensor. The last
-        # ones count replacements.
+        # A parameter's two share one version counter, unless inference mode made one of them: see `note_shards`. The
+        # last ones count replacements.
         self._sharded: list[Tensor] = []
         self._locals: list[Tensor] = []
         self._replacements = torch.empty(0, device="cpu")
@@ -72,9 +75,13 @@ class Registration:
                 entries.pop(key, None)
             else:
                 entries[key] = value
-        for slots, name, parameter, other in self._dict_slots[unsharded]:
-            if slots.get(name) is other:
-                slots[name] = parameter
+        slots, names, parameters, others = self._dict_slots[unsharded]
+        if all(map(is_, map(dict.get, slots, names), others)):  # no loop: it takes twice as long
+            deque(map(setitem, slots, names, parameters), maxlen=0)
+        else:
+            for entries, name, parameter, other in zip(slots, names, parameters, others, strict=True):
+                if entries.get(name) is other:
+                    entries[name] = parameter
         for module, name, parameter in self._setattr_slots[unsharded]:
             setattr(module, name, parameter)
         if unsharded and self.buffers is not None:
@@ -82,17 +89,18 @@ class Registration:
 
     def prepare(self, params: Sequence[FSDPParam]) -> None:
         """Prepares to swap the parameters that `params` have now. None of them: there is nothing to swap."""
-        self._dict_slots, self._setattr_slots = ([], []), ([], [])
+        self._setattr_slots, rows = ([], []), []
         for param in params:
             sharded, unsharded = param.sharded, param.unsharded
             for slot in param.slots:
                 module, name = slot.module, slot.name
                 if slot.is_plain:
-                    self._dict_slots[_SHARDED].append((module._parameters, name, sharded, unsharded))
-                    self._dict_slots[_UNSHARDED].append((module._parameters, name, unsharded, sharded))
+                    rows.append((module._parameters, name, sharded, unsharded))
                 else:
                     self._setattr_slots[_SHARDED].append((module, name, sharded))
                     self._setattr_slots[_UNSHARDED].append((module, name, unsharded))
+        slots, names, of_shards, of_whole = tuple(zip(*rows, strict=True)) or ((),) * 4
+        self._dict_slots = [(slots, names, of_shards, of_whole), (slots, names, of_whole, of_shards)]
 
     # ---- noticing
 
@@ -130,7 +138,7 @@ class Registration:
         """
         with compat.no_torch_function():  # or reading them takes twice as long
             try:
-                return tuple(map(add, map(version_of, self._sharded), map(version_of, self._locals)))
+                return tuple(map(version_of, self._sharded))
             except RuntimeError:  # some were made in inference mode
                 return tuple(map(add, map(version_if_counted, self._sharded), map(version_if_counted, self._locals)))
 
@@ -179,9 +187,10 @@ class GroupParameters:
         # Of those that lie in the buffers; refuses reads while their memory is freed.
         self.readability = NOTHING_TO_REFUSE
         # Tensors over the memory of those that lie in the buffers, which share their version counters; and where they
-        # begin, in bytes. Views that autograd has saved are made again of them.
+        # begin, in bytes. Views that autograd has saved are made again of them, and kept: the next step saves the same.
         self.bases: list[Tensor] = []
         self.offsets: tuple[int, ...] = ()
+        self.views: dict[tuple[Any, ...], Tensor] = {}
         # Identity of the storage whose views autograd saves as descriptions.
         self.described_storage: int | None = None
         self.nbytes = 0
@@ -292,7 +301,7 @@ class GroupParameters:
         if self.buffers is not None and self.buffers.layout.aliased:
             for param in self.plain:
                 param.move_unsharded(None)
-        self.buffers, self.nbytes, self.bases = None, 0, []
+        self.buffers, self.nbytes, self.bases, self.views = None, 0, [], {}
         self._watch(replaced)
 
     def follow(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
@@ -313,7 +322,7 @@ class GroupParameters:
             each.detach() if type(each) is nn.Parameter else _plain_base(each)
             for each in [param.unsharded for param in self.plain if not self.buffers.layout.aliased]
         ]
-        self.offsets = self.buffers.layout.unsharded_offsets
+        self.offsets, self.views = self.buffers.layout.unsharded_offsets, {}
         self._follow_settings()
         self.buffers.note_uses()
         if not self.buffers.is_allocated:
@@ -329,6 +338,18 @@ class GroupParameters:
         self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else (), self)
         is_complex = any(spec.compute_dtype.is_complex for spec in buffers.layout.specs)  # views may be conjugated
         self.described_storage = buffers.storage_id if self.frees_memory and not is_complex else None
+
+    def make_view(self, place: tuple[torch.dtype, torch.Size, tuple[int, ...], int]) -> Tensor:
+        """Makes the view of unsharded parameters that `place` describes: its dtype, shape, stride and offset in
+        elements. It shares the version counter of the parameter in which it begins, and is kept in `views`.
+        """
+        dtype, shape, stride, offset = place
+        base = self.bases[bisect_right(self.offsets, offset * dtype.itemsize) - 1]
+        view = (base if base.dtype is dtype else base.view(dtype)).as_strided(shape, stride, offset)
+        if len(self.views) < _VIEWS_OF_PARAMETER * len(self.bases) and self.buffers is not None:
+            self.views[place] = view
+            self.buffers.num_uses += 1
+        return view
 
     def are_kept(self) -> bool:
         """Returns True if the forward that has just run has left an unsharded parameter where something else than the

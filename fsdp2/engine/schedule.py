@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -56,9 +56,8 @@ class Cursor(Generic[Item]):
         return None
 
     def ahead(self) -> Iterator[Item]:
-        """Yields what the record says will run after the item visited last, in order."""
-        for position in range(self._position, len(self.recorded)):
-            yield self.recorded[position]
+        """Returns an iterator of what the record says will run after the item visited last, in order."""
+        return islice(self.recorded, self._position, None)
 
 
 def within_budget(
