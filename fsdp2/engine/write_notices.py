@@ -23,6 +23,7 @@ class WriteNotices:
     def __init__(self) -> None:
         self.are_seen = self.are_awaited = False
         self._actions: set[WeakMethod[Callable[[], object]]] = set()
+        self._watching: list[WeakMethod[Callable[[], object]]] = []
         self._thread = threading.local()
 
     def before_next_write(self, action: Callable[[], object]) -> None:
@@ -34,6 +35,10 @@ class WriteNotices:
             self._actions.add(WeakMethod(action))
         else:
             action()
+
+    def before_each_seen_write(self, action: Callable[[], object]) -> None:
+        """Calls `action`, a bound method, before each write that is seen, while its object is alive."""
+        self._watching = [each for each in self._watching if each() is not None] + [WeakMethod(action)]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -50,12 +55,16 @@ class WriteNotices:
             action = self._actions.pop()()
             if action is not None:
                 action()
+        for each in self._watching:
+            action = each()
+            if action is not None:
+                action()
 
     def note_returned(self) -> None:
         """Notes that a user gets the local tensor of a sharded parameter, and may write to it at any time."""
         if self.are_awaited:
             self.are_seen = False
-            self.notify()
+        self.notify()
 
 
 notices = WriteNotices()

@@ -18,6 +18,7 @@ from ..engine.compat import (
     local_if_any,
     local_of,
     no_torch_function,
+    peek_local,
     on_backward_end,
     untraced,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "map_tensors",
     "mark",
     "no_torch_function",
+    "peek_local",
     "on_backward_end",
     "once",
     "own_storage_view",
