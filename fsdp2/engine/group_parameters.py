@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from . import compat
 from .cast_buffers import CastBuffers
 from .comm import Comm, SoloComm
-from .compat import local_of, peek_local, requires_grad_of, version_of
+from .compat import peek_local, requires_grad_of, version_of
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory

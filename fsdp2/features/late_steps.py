@@ -81,7 +81,7 @@ class LateStep:
         parameters, self._parameters = self._parameters, ()
         for parameter in parameters:
             if vars(parameter).pop(_STEP, None) is not None:
-                parameter.__class__ = type(parameter).__base__
+                parameter.__class__ = type(parameter).__base__  # type: ignore[assignment]
         self._kept = ()
 
     def __del__(self) -> None:

@@ -70,7 +70,7 @@ def flatten_optimizer(optimizer: AnyOptimizer, *, beside_forward: bool = False) 
     own = cls.__mro__[2] if is_flat else cls  # see _flat_class
     if beside_forward and not own.__module__.startswith("torch.optim."):
         raise TypeError(
-            f"beside_forward: expected an optimizer of torch.optim, whose step may be called once for each group, got a "
+            "beside_forward: expected an optimizer of torch.optim, whose step may be called once for each group, got a "
             f"{own.__module__}.{own.__qualname__}. Call flatten_optimizer without it."
         )
     if not is_flat:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from ..shards.find import before_write, is_unsynchronized
 from ..shards.tensors import local_of, no_torch_function, peek_local, spec_of
-from . import kernels, late, states
+from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
+from .late import LateParts
 from .probe import Verdict, probe, signature
 from .spans import Packed, Place, Places, Run, Span, make_span, picker, runs
 from .states import State
@@ -130,7 +131,7 @@ class FlatSteps:
         self._plans: dict[Any, Plan] = {}
         self._last: Plan | None = None
         # Parts of steps that run beside the next forward; None: steps are in the usual order.
-        self.late: late.LateParts | None = None
+        self.late: LateParts | None = None
         # The state as a user has seen it last, and what it was made of, to notice changes.
         self._shown: Any = None
         self._shown_of: list[tuple[Any, Any, dict[str, Any], list[int]]] = []
@@ -432,7 +433,9 @@ class FlatSteps:
             flat = plan.flat_gradients(gradients) if plan.flats else []
         own = vars(optimizer)
         own["state"] = self._live
-        is_late = self.late is not None and self.late.takes(plan, optimizer, gradients, flat, self._live)
+        late = self.late
+        if late is not None and not late.takes(plan, optimizer, gradients, flat, self._live):
+            late = None
         try:
             for group, chosen in zip(optimizer.param_groups, plan.stepped, strict=True):
                 group["params"] = chosen
@@ -441,8 +444,8 @@ class FlatSteps:
                 span.flat.grad = gradient
             if plan.listed:
                 self._run_kernels(plan, gradients[plan.num_flat :])
-            if is_late:
-                return self.late.step(plan, optimizer, partial(self._own_step, optimizer), args, options)
+            if late is not None:
+                return late.step(plan, optimizer, partial(self._own_step, optimizer), args, options)
             return self._own_step(optimizer, *args, **options)
         finally:
             plan.has_stepped = True

@@ -18,8 +18,8 @@ from ..engine.compat import (
     local_if_any,
     local_of,
     no_torch_function,
-    peek_local,
     on_backward_end,
+    peek_local,
     untraced,
 )
 from ..engine.empty_memory import is_marked, mark
@@ -58,10 +58,10 @@ __all__ = [
     "map_tensors",
     "mark",
     "no_torch_function",
-    "peek_local",
     "on_backward_end",
     "once",
     "own_storage_view",
+    "peek_local",
     "read",
     "some_of",
     "spec_of",

@@ -42,9 +42,11 @@ def build(**options: Any) -> Any:
 
 
 class Program:
-    def __init__(self, simulation: Simulation, beside: bool, optimizer: Any = torch.optim.AdamW, **options: Any) -> None:
+    """Trains a model in the simulation. `make`: (parameters) -> an optimizer."""
+
+    def __init__(self, simulation: Simulation, beside: bool, make: Any = torch.optim.AdamW, **options: Any) -> None:
         self.simulation, self.model = simulation, build(**options)
-        made = optimizer(self.model.parameters(), lr=0.1, foreach=True)
+        made = make(self.model.parameters(), lr=0.1, foreach=True)
         self.optimizer: Any = flatten_optimizer(made, beside_forward=beside)
         self.side = simulation.stream("side")
         # What a program has read.
@@ -150,7 +152,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"mp_policy": BF16},
     "kept": {"reshard_after_forward": False},
-    "SGD": {"optimizer": partial(torch.optim.SGD, momentum=0.5)},
+    "SGD": {"make": partial(torch.optim.SGD, momentum=0.5)},
 }
 
 
@@ -280,7 +282,7 @@ def test_a_reader_on_a_stream_that_was_ordered_before_forward_waits() -> None:
         this.simulation.current.wait_stream(this.side)
         this.optimizer.zero_grad()
 
-    assert compare(program).late().taken == 1
+    assert compare(program).late().taken == 2
 
 
 HELD: dict[str, Callable[[Program], list[Tensor]]] = {
