@@ -17,11 +17,12 @@ class WriteNotices:
 
     `are_seen`: True if all writes are seen before they happen: the class of sharded parameters sees operations, and no
         local tensor has been returned to a user since `are_awaited` was set.
+    `sees_operations`: True if operations that write are seen, whoever holds local tensors.
     `are_awaited`: True once `before_next_write` has been called.
     """
 
     def __init__(self) -> None:
-        self.are_seen = self.are_awaited = False
+        self.are_seen = self.are_awaited = self.sees_operations = False
         self._actions: set[WeakMethod[Callable[[], object]]] = set()
         self._watching: list[WeakMethod[Callable[[], object]]] = []
         self._thread = threading.local()

@@ -172,7 +172,11 @@ def may_be_late(groups: Sequence[FSDPParamGroup]) -> bool:
     if len(roots) != 1 or len({group.mesh.device for group in groups}) != 1:
         return False
     (root,), device = roots, groups[0].mesh.device
-    if not streams.exist_on(device) or any(group.transfers is not None for group in groups):
+    if (
+        not notices.sees_operations
+        or not streams.exist_on(device)
+        or any(group.transfers is not None for group in groups)
+    ):
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False

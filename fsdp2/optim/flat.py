@@ -52,10 +52,11 @@ def flatten_optimizer(optimizer: AnyOptimizer, *, beside_forward: bool = False) 
             that is known by then.
         beside_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather waits for
             the step on that group only, and forward computes while the other groups are stepped on. The bits are the
-            same. It is for optimizers of torch.optim on devices, and one of them for a model; elsewhere, and on CPUs,
-            steps are in the usual order. Whatever reads parameters, gradients or states between the step and the next
-            forward makes the host wait, and gets the new values; the next steps then are in the usual order, since the
-            program may read after each. So are steps with a loss scaler, and with options that are tensors.
+            same. It is for optimizers of torch.optim on devices, and one of them for a model; elsewhere, on CPUs, and
+            with torch before 2.13, steps are in the usual order. Whatever reads parameters, gradients or states between
+            the step and the next forward makes the host wait, and gets the new values; the next steps then are in the
+            usual order, since the program may read after each. So are steps with a loss scaler, and with options that
+            are tensors.
 
     Raises:
         TypeError: it is no optimizer; its step works on whole tensors, which a trial on some numbers has shown; it
