@@ -161,9 +161,9 @@ def group_of(parameter: Tensor) -> FSDPParamGroup | None:
 
 def in_forwards_order(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
     """Returns groups in the order of the last forward pass; those that did not run come last."""
-    found = [*dict.fromkeys(groups)]
+    found = dict.fromkeys(groups)
     ran = [each for root in dict.fromkeys(group.root for group in found) for each in root.prefetcher.last_order]
-    return [*dict.fromkeys(each for each in ran if each in set(found)), *(each for each in found if each not in ran)]
+    return [*dict.fromkeys([*(each for each in ran if each in found), *found])]
 
 
 def may_be_late(groups: Sequence[FSDPParamGroup]) -> bool:
