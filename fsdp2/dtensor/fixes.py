@@ -62,7 +62,8 @@ def _use_class(cls: type[DTensor]) -> None:
     """
     extend(tensor_class=cls)
     allow_in_foreach(cls)
-    notices.are_seen = cls is not DTensor and DISPATCHES_TO_SUBCLASSES and not notices.are_awaited
+    notices.sees_operations = cls is not DTensor and DISPATCHES_TO_SUBCLASSES
+    notices.are_seen = notices.sees_operations and not notices.are_awaited
 
 
 @once

@@ -46,6 +46,7 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
         return None
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return None
+    notices.notify()  # of the writes that follow
     with no_torch_function(), torch.no_grad():
         params: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
         gradients, cls = [param.grad for param in params], extensions().tensor_class
@@ -53,7 +54,6 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
         if not _are_laid_out_alike(params, are_plain, gradients):
             return None
         step = LocalStep(optimizer, params, are_plain, gradients)
-    notices.notify()  # of the writes that follow
     vars(optimizer)[_ATTRIBUTE] = step
     return step.optimizer
 

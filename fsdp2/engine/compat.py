@@ -413,6 +413,9 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
 
 # The local tensor itself: `to_local()` returns a new view on each call, which has no identity.
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+# The same, to ask which object it is: nothing is done before its memory may be read (features/late_steps.py).
+peek_local: Callable[[Tensor], Tensor] = vars(DTensor)["_local_tensor"].__get__
+set_local_unseen: Callable[[Tensor, Tensor], None] = vars(DTensor)["_local_tensor"].__set__
 # How a DTensor is distributed, with its shape and strides.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from . import compat
 from .cast_buffers import CastBuffers
 from .comm import Comm, SoloComm
-from .compat import local_of, requires_grad_of, version_of
+from .compat import peek_local, requires_grad_of, version_of
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
@@ -118,14 +118,14 @@ class Registration:
         # No loop: it takes twice as long, in every gather.
         slots, names, sharded, locals_ = self.watched
         are_registered = all(map(is_, map(dict.get, slots, names), sharded))
-        return not (are_registered and all(map(is_, map(local_of, sharded), locals_)))
+        return not (are_registered and all(map(is_, map(peek_local, sharded), locals_)))
 
     def find_replaced(self) -> set[int]:
         """Returns the identities of the sharded parameters for which `is_replaced` is True."""
         return {
             id(sharded)
             for slots, name, sharded, local in zip(*self.watched, strict=True)
-            if slots.get(name) is not sharded or local_of(sharded) is not local
+            if slots.get(name) is not sharded or peek_local(sharded) is not local
         }
 
     def note_replacement(self) -> None:

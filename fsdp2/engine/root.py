@@ -128,6 +128,8 @@ class Root:
         for each in self.states:
             each.root = self
         for group in self.groups:
+            for wait in group.writers:  # which the root before knew
+                wait(group)
             group.root, group.queue, group.backward_hooks = self, self.queue, []
             group.writers = self.writers
             group.rename(names)

@@ -134,6 +134,11 @@ class Prefetcher:
         """True if some group has run in the forward pass that runs, or ran last."""
         return bool(self._order_now)
 
+    @property
+    def last_order(self) -> Sequence[FSDPParamGroup]:
+        """The groups in the order of the forward pass that ran last."""
+        return self._order_now or self._order
+
     def in_forward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it
         in the pass before, or that the user chose. Call it once in each forward, and start each of them at once.

@@ -17,12 +17,14 @@ class WriteNotices:
 
     `are_seen`: True if all writes are seen before they happen: the class of sharded parameters sees operations, and no
         local tensor has been returned to a user since `are_awaited` was set.
+    `sees_operations`: True if operations that write are seen, whoever holds local tensors.
     `are_awaited`: True once `before_next_write` has been called.
     """
 
     def __init__(self) -> None:
-        self.are_seen = self.are_awaited = False
+        self.are_seen = self.are_awaited = self.sees_operations = False
         self._actions: set[WeakMethod[Callable[[], object]]] = set()
+        self._watching: list[WeakMethod[Callable[[], object]]] = []
         self._thread = threading.local()
 
     def before_next_write(self, action: Callable[[], object]) -> None:
@@ -34,6 +36,10 @@ class WriteNotices:
             self._actions.add(WeakMethod(action))
         else:
             action()
+
+    def before_each_seen_write(self, action: Callable[[], object]) -> None:
+        """Calls `action`, a bound method, before each write that is seen, while its object is alive."""
+        self._watching = [each for each in self._watching if each() is not None] + [WeakMethod(action)]
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -50,12 +56,16 @@ class WriteNotices:
             action = self._actions.pop()()
             if action is not None:
                 action()
+        for each in self._watching:
+            action = each()
+            if action is not None:
+                action()
 
     def note_returned(self) -> None:
         """Notes that a user gets the local tensor of a sharded parameter, and may write to it at any time."""
         if self.are_awaited:
             self.are_seen = False
-            self.notify()
+        self.notify()
 
 
 notices = WriteNotices()

@@ -48,6 +48,11 @@ class StepsInBackward:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"optimizer: expected one whose step needs no closure, got {name}: step after backward.")
+        if getattr(optimizer, "steps_beside_forward", False):
+            raise ValueError(
+                f"optimizer: {name} steps beside the next forward (flatten_optimizer(..., beside_forward=True)), which "
+                "one that steps in backward can't. Call flatten_optimizer without it."
+            )
         for i, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
             if parameter not in own:
                 raise ValueError(

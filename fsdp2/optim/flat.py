@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..shards.tensors import no_torch_function, once
 from . import compat
+from .late import LateParts
 from .probe import NotElementwiseError
 from .steps import FlatSteps
 
@@ -21,7 +22,7 @@ _STEPS = "_fsdp2_flat_steps"
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def flatten_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
+def flatten_optimizer(optimizer: AnyOptimizer, *, beside_forward: bool = False) -> AnyOptimizer:
     """Has an optimizer of sharded parameters step on one flat tensor in place of many; returns it.
 
     Parameters of one fully_shard call lie side by side in memory, with their gradients. Where several have the same
@@ -49,21 +50,41 @@ def flatten_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         optimizer: of torch.optim, or any other that computes element by element. What its class does in `step` is
             called with flat tensors in `param_groups` and `state`, without a closure or with one that returns the loss
             that is known by then.
+        beside_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather waits for
+            the step on that group only, and forward computes while the other groups are stepped on. The bits are the
+            same. It is for optimizers of torch.optim on devices, and one of them for a model; elsewhere, on CPUs, and
+            with torch before 2.13, steps are in the usual order. Whatever reads parameters, gradients or states between
+            the step and the next forward makes the host wait, and gets the new values; the next steps then are in the
+            usual order, since the program may read after each. So are steps with a loss scaler, and with options that
+            are tensors.
 
     Raises:
-        TypeError: it is no optimizer; its step works on whole tensors, which a trial on some numbers has shown; or it
-            needs a closure.
+        TypeError: it is no optimizer; its step works on whole tensors, which a trial on some numbers has shown; it
+            needs a closure; or `beside_forward` is asked for of a class that is not torch's.
         ValueError: it keeps parameters elsewhere than in `param_groups`, is differentiable, or has got another `step`
             than its class has.
     """
     cls: type[Optimizer] = type(optimizer)
     if not issubclass(cls, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {cls.__name__}")
-    if issubclass(cls, FlatOptimizer):
-        return optimizer
-    _refuse_what_cannot_be(optimizer)
-    _make_flat(optimizer, cls)
+    is_flat = issubclass(cls, FlatOptimizer)
+    own = cls.__mro__[2] if is_flat else cls  # see _flat_class
+    if beside_forward and not own.__module__.startswith("torch.optim."):
+        raise TypeError(
+            "beside_forward: expected an optimizer of torch.optim, whose step may be called once for each group, got a "
+            f"{own.__module__}.{own.__qualname__}. Call flatten_optimizer without it."
+        )
+    if not is_flat:
+        _refuse_what_cannot_be(optimizer)
+        _make_flat(optimizer, cls)
+    if beside_forward:
+        _step_beside(optimizer)
     return optimizer
+
+
+def _step_beside(optimizer: Any) -> None:
+    vars(optimizer)[_STEPS].late = LateParts()
+    optimizer.steps_beside_forward = True
 
 
 def _make_flat(optimizer: Optimizer, cls: type[Optimizer]) -> None:
@@ -120,9 +141,11 @@ class FlatOptimizer:
     """Is what the classes of flat optimizers inherit from, before the optimizer's own class.
 
     `counts_own_steps`: a step counts itself in the versions of the parameters.
+    `steps_beside_forward`: a step may still run when it returns.
     """
 
     counts_own_steps = True
+    steps_beside_forward = False
 
 
 @once
@@ -234,6 +257,8 @@ def _deepcopy(cls: type[Optimizer]) -> Callable[..., Any]:
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(state, memo))
         _make_flat(copied, cls)
+        if self.steps_beside_forward:
+            _step_beside(copied)
         return copied
 
     return deepcopy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain, compress, repeat
 from operator import is_
 from typing import Any
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards.find import before_write, is_unsynchronized
-from ..shards.tensors import local_of, no_torch_function, spec_of
+from ..shards.tensors import local_of, no_torch_function, peek_local, spec_of
 from . import kernels, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
+from .late import LateParts
 from .probe import Verdict, probe, signature
 from .spans import Packed, Place, Places, Run, Span, make_span, picker, runs
 from .states import State
@@ -67,6 +69,8 @@ class Plan:
             self._slices.append(slice(begin, end))
         self.num_flat = len(self._filled)
         self.padding = [each for span in flats for each in span.padding]
+        # True once it was stepped by: states exist.
+        self.has_stepped = False
         # What fused kernels step on, but for the gradients, once they have a state.
         self.prepared: list[tuple[int, kernels.Listed, Callable[[Sequence[Any]], Sequence[Any]]]] | None = None
 
@@ -74,7 +78,7 @@ class Plan:
         """Returns True if these are its parameters, and they lie where they lay."""
         if absent != self.absent or sizes != self.sizes or not all(map(is_, params, self.params)):
             return False
-        return all(map(is_, map(local_of, self.members), self._locals))
+        return all(map(is_, map(peek_local, self.members), self._locals))
 
     def pick(self, gradients: Sequence[Any]) -> Sequence[Any] | None:
         """Returns the gradients of the members, of those of all parameters; None if some are not those that reductions
@@ -126,6 +130,8 @@ class FlatSteps:
         self._span_of: dict[int, Span] = {}
         self._plans: dict[Any, Plan] = {}
         self._last: Plan | None = None
+        # Parts of steps that run beside the next forward; None: steps are in the usual order.
+        self.late: LateParts | None = None
         # The state as a user has seen it last, and what it was made of, to notice changes.
         self._shown: Any = None
         self._shown_of: list[tuple[Any, Any, dict[str, Any], list[int]]] = []
@@ -169,6 +175,8 @@ class FlatSteps:
 
     def show(self) -> defaultdict[Any, Any]:
         """Returns the state of each parameter, over the memory of the spans' states."""
+        if self.late is not None:
+            self.late.read()
         shown: defaultdict[Any, Any] = defaultdict(dict)
         self._shown_of = []
         for key, state in self._live.items():
@@ -391,6 +399,8 @@ class FlatSteps:
 
     def step(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Takes one step. `args`, `options`: what the optimizer's own step is given besides."""
+        if self.late is not None:
+            self.late.begin()
         whole = [group["params"] for group in self._optimizer.param_groups]
         params, sizes = whole[0] if len(whole) == 1 else [*chain.from_iterable(whole)], [*map(len, whole)]
         with no_torch_function():
@@ -423,6 +433,9 @@ class FlatSteps:
             flat = plan.flat_gradients(gradients) if plan.flats else []
         own = vars(optimizer)
         own["state"] = self._live
+        late = self.late
+        if late is not None and not late.takes(plan, optimizer, gradients, flat, self._live):
+            late = None
         try:
             for group, chosen in zip(optimizer.param_groups, plan.stepped, strict=True):
                 group["params"] = chosen
@@ -431,8 +444,11 @@ class FlatSteps:
                 span.flat.grad = gradient
             if plan.listed:
                 self._run_kernels(plan, gradients[plan.num_flat :])
+            if late is not None:
+                return late.step(plan, optimizer, partial(self._own_step, optimizer), args, options)
             return self._own_step(optimizer, *args, **options)
         finally:
+            plan.has_stepped = True
             for group, params in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = params
             del own["state"]

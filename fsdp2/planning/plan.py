@@ -268,7 +268,9 @@ def plan(
     optimizer's step reads and writes (AdamW in fp32: 28 for each parameter of a shard). The collectives of one
     communicator run one after the other, beside computation, which waits for what it needs; those of several
     communicators share the links. With CPU offload the optimizer's step reads and writes the CPU's memory, which the
-    ranks of a machine share (`host_memory_link`). All of it is a model. Other operations count as nothing.
+    ranks of a machine share (`host_memory_link`). A step that runs beside the next forward (`flatten_optimizer(...,
+    beside_forward=True)`) is not planned: its time is that of a step behind backward, which it undercuts. All of it is
+    a model. Other operations count as nothing.
 
     The best row is the fastest that fits, with the headroom. Without `link` and `flops` it is the one that moves the
     fewest bytes, then the one that computes least, then the one with the smallest peak. Rows with CPU offload come

@@ -19,6 +19,7 @@ from ..engine.compat import (
     local_of,
     no_torch_function,
     on_backward_end,
+    peek_local,
     untraced,
 )
 from ..engine.empty_memory import is_marked, mark
@@ -60,6 +61,7 @@ __all__ = [
     "on_backward_end",
     "once",
     "own_storage_view",
+    "peek_local",
     "read",
     "some_of",
     "spec_of",

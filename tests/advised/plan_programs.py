@@ -88,6 +88,33 @@ def optimizers_that_are_not_elementwise() -> None:
 
 
 @follows(
+    "whose step may be called once for each group, got a {}.{}. Call flatten_optimizer without it",
+    "which one that steps in backward can't. Call flatten_optimizer without it",
+)
+def steps_that_cannot_run_beside_forward() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model, plain = pair()
+    refused(lambda: fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1), beside_forward=True))
+    flat = fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1))
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
+    backward(model)
+    backward(plain, x=batch())
+    for each in (flat, stepper):
+        each.step()
+        each.zero_grad()
+    same_parameters(model, plain)
+    beside = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), beside_forward=True)
+    refused(lambda: model.set_optimizer_in_backward(beside))
+    model.set_optimizer_in_backward(fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+    backward(model)
+    backward(plain, x=batch())
+    stepper.step()
+    same_parameters(model, plain)
+
+
+@follows(
     "flat tensors have no graph. Use it as it is",
     "{} is an optimizer of its own: flatten that one",
     "keeps parameters in {}, too: it can't be flat. Use {} as it is",

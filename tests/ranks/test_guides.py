@@ -216,6 +216,11 @@ def means_over_tokens(names: Names) -> None:
     assert_equal(names["model"], model)
 
 
+@guide("Steps beside the next forward")
+def steps_beside_forward(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=3))
+
+
 @guide("Flat optimizer steps and averages")
 def flat_steps(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))

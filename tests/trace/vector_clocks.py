@@ -17,6 +17,8 @@ to 0; then that stream's next operation may write to it.
 `host_waits` counts what makes the host wait for the device: see `count_host_waits` in simulated_world.py, which has the
 process groups, too.
 
+Memory that is a slice of another storage, as the shard of a parameter is of its group's, is judged with that.
+
 The simulation has limits. Autograd runs a node on the stream of its forward, but the simulation on the current stream;
 a test states by `Simulation.on_stream` where backward changes streams. It does not distinguish copies between the CPU
 and the device from others.
@@ -141,6 +143,8 @@ class Block:
     accesses: list[Access] = field(default_factory=list)
     # Streams for which `Tensor.record_stream` was called.
     recorded: set[Stream] = field(default_factory=set)
+    # The block of a storage that this one is a slice of, and the byte where it begins there.
+    inside: tuple[Block, int] | None = None
     freed_at: str = ""
     is_on_host: bool = False
 
@@ -253,14 +257,18 @@ class Simulation(TorchDispatchMode):
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        block = self._block(storage, what)
+        block, shift = self._block(storage, what), 0
+        if not storage.resizable() and block.inside is None:
+            block.inside = self._around(storage)
+        if block.inside is not None:
+            block, shift = block.inside
         if not tensor.numel():
             return
         if not storage.nbytes():
             self.problems[f"use of freed memory: {what} on {stream}"] += 1
             return
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        first = tensor.storage_offset() * tensor.element_size()
+        first = shift + tensor.storage_offset() * tensor.element_size()
         end = first + (last + 1) * tensor.element_size()
         new = Access(stream, stream.clock[stream], first, end, writes, what)
         for old in block.accesses:
@@ -277,6 +285,17 @@ class Simulation(TorchDispatchMode):
             reference = weakref.ref(storage, lambda _: self._take_back(key))
             block = self._blocks[key] = Block(reference, self.current, made_by)
         return block
+
+    def _around(self, storage: torch.UntypedStorage) -> tuple[Block, int] | None:
+        """Returns the block of another storage, of which this one is a slice, and at which byte it begins there."""
+        address = storage.data_ptr()
+        for block in self._blocks.values():
+            outer = block.storage()
+            if outer is not None and outer.resizable():
+                begin = outer.data_ptr()
+                if begin <= address < begin + outer.nbytes():
+                    return block, address - begin
+        return None
 
     # ---- memory
 
