@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
@@ -115,6 +116,14 @@ def run_ranks(
             os.close(release_write)  # the ranks wait for this before they leave: nobody hangs up on a slower one
             os.close(release_read)
             _reap(ranks)
+
+
+@functools.cache
+def one_mesh(sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Returns a mesh of this launch, always the same: each process group has a thread, which wakes a hundred times a
+    second until the launch ends, and takes a connection between each two ranks.
+    """
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def end_of_part() -> None:
@@ -207,6 +216,7 @@ def _report(body: Callable[[], Any]) -> bytes:
 
 def _run_in_group(rank: int, world_size: int, fn: Callable[..., Any], args: tuple, folder: Path, device: str) -> Any:
     torch.set_num_threads(1)
+    one_mesh.cache_clear()
     gc.set_threshold(10_000)  # a rank is short-lived: collections at the usual rate take a tenth of its time
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.FileStore(str(folder / "store"), world_size)

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import clip_grad_norm_, fully_shard, replicate
-from helpers import assert_same, full, run_checks, run_ranks, shard_batch
+from helpers import assert_same, full, one_mesh, run_checks, run_ranks, shard_batch
 from models import OddMLP, TinyModel, mean_loss
 from scenarios import TOLERANCE
 
@@ -55,11 +55,11 @@ class Mixed(nn.Module):
 
 
 def all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (RANKS,))
+    return one_mesh((RANKS,))
 
 
 def square(*names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    return one_mesh((2, 2), names)
 
 
 def shard_all(model: Mixed, mesh: DeviceMesh, **options: Any) -> None:
@@ -91,7 +91,7 @@ def tensor_parallel(model: Mixed) -> None:
 
 
 def replicas_of_tensor_parallel(model: Mixed) -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = one_mesh((2, 1, 2), ("replicate", "shard", "tp"))
     parallelize_module(model.block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     shard_all(model, mesh["replicate", "shard"])
 

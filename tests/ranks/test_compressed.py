@@ -146,7 +146,7 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3, nightly=[4]))
+@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2, 4]))
 def test_errors_are_bounded(world_size: int) -> None:
     run_checks(world_size, [*WAYS.items()])
 

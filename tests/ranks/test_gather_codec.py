@@ -140,10 +140,8 @@ def weights_are_rounded_when_they_are_gathered() -> None:
     plain = model_of(OddMLP)
     x = plain.example(rows=2, seed=0)
     assert not torch.equal(Oracle(OddMLP, policy_of()).forward(x), plain(x)), "rounding shows"
-    for build in (OddMLP, deep):
-        assert_trains_as_rounded(build, policy_of())
-        for reshard in (True, False):
-            assert_trains_as_rounded(build, policy_of(), reshard_after_forward=reshard)
+    for reshard in (None, True, False):
+        assert_trains_as_rounded(OddMLP, policy_of(), reshard_after_forward=reshard)
     assert_trains_as_rounded(OddMLP, policy_of(Float8(torch.float8_e5m2)))
     assert_trains_as_rounded(OddMLP, policy_of(), offload_policy=CPUOffloadPolicy())
     assert_trains_as_rounded(OddMLP, policy_of(), dim=1)

@@ -444,9 +444,15 @@ def assert_tells_where(text: str, rank: int, level: int) -> None:
     assert re.search(r"\(while gathering layers\.[45], \d+ bytes; forward, step 1\)", text), text
 
 
-def test_ranks_that_sleep_or_have_raised_are_named() -> None:
+def test_ranks_that_sleep_or_have_raised_are_named(tmp_path: Path) -> None:
     def body(rank: int, size: int) -> str:
-        return fate(rank, (0, 1, 0, 1), (lambda: time.sleep(3 * TIMEOUT_S)) if rank < 6 else raise_on_purpose)
+        def sleep() -> None:
+            while not all((tmp_path / str(other)).exists() for other in (rank - 2, rank - 1)):
+                time.sleep(0.05)
+
+        text = fate(rank, (0, 1, 0, 1), sleep if rank < 6 else raise_on_purpose)
+        (tmp_path / str(rank)).touch()
+        return text
 
     for rank, text in enumerate(run_ranks(12, body, timeout=60)):
         if rank % 3 < 2:

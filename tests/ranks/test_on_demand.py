@@ -29,7 +29,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.engine.state import groups_below
 from fsdp2.features import on_demand
 from fsdp2.features.accumulate import find_active
-from helpers import assert_same, full, run_checks, run_ranks
+from helpers import NIGHTLY, assert_same, full, run_checks, run_ranks
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -96,20 +96,22 @@ def test_gradients_have_the_same_bits(ranks: int) -> None:
     import fsdp2.codecs  # noqa: F401, before the fork
 
     cases = [(make.__name__, partial(has_bits_of, shard, make)) for make in (OddMLP, TinyGPT, FrozenMix, SkippedModule)]
-    cases += [
+    if ranks == 2 or NIGHTLY:
+        cases += settings_of_cases()
+    run_checks(ranks, cases)
+
+
+def settings_of_cases() -> list[tuple[str, Callable[[], None]]]:
+    return [
         ("counted", partial(has_bits_of, shard, counts=True)),
         ("kept", partial(has_bits_of, keeping)),
         ("replicate", partial(has_bits_of, partial(shard, apply=replicate))),
         ("bf16", partial(has_bits_of, partial(shard, mp_policy=BF16), double=False)),
         ("never resharded in forward", partial(has_bits_of, partial(shard, reshard_after_forward=False))),
+        ("debug level", partial(has_bits_of, checked)),
+        ("recomputed", partial(has_bits_of, recomputing)),
+        ("encoded", partial(has_bits_of, encoded, double=False)),
     ]
-    if ranks == 2:
-        cases += [
-            ("debug level", partial(has_bits_of, checked)),
-            ("recomputed", partial(has_bits_of, recomputing)),
-            ("encoded", partial(has_bits_of, encoded, double=False)),
-        ]
-    run_checks(ranks, cases)
 
 
 def test_replicas() -> None:

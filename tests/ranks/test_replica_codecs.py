@@ -21,14 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
 from fsdp2.codecs import Cast, GradientBucket, Int8, PowerSGD
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, full, own_rows, run_checks, world_sizes
+from helpers import NIGHTLY, assert_same, full, one_mesh, own_rows, run_checks, world_sizes
 
 KEPT, BF16 = Int8(feedback=True), torch.bfloat16
 SMALL = ("scale", "few.weight")
@@ -75,8 +74,7 @@ def shard(codec: Any = None, replicas: int | None = None, dtype: torch.dtype = t
     if replicas is None:
         replicate(model.one, mp_policy=policy)
         return replicate(model, mp_policy=policy)
-    sizes = replicas, dist.get_world_size() // replicas
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards"))
+    mesh = one_mesh((replicas, dist.get_world_size() // replicas), ("replicas", "shards"))
     fully_shard(model.one, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
@@ -462,9 +460,14 @@ CHECKS = (
 )
 
 
+def ways_on(ranks: int) -> list[int | None]:
+    """Returns how many replicas: None for `replicate`, which two and three ranks have by day."""
+    return [2] * (ranks == 4) + [None] * (ranks < 4 or NIGHTLY)
+
+
 @pytest.mark.parametrize("ranks", world_sizes(2, 3, 4))
 def test_replicas_sum_by_codecs(ranks: int) -> None:
-    ways = [None, 2] if ranks == 4 else [None]
+    ways = ways_on(ranks)
     run_checks(ranks, [(f"{each.__name__} {way}", functools.partial(each, way)) for way in ways for each in CHECKS])
 
 
@@ -576,7 +579,7 @@ def hooks_with_conditional_modules(replicas: int | None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     plain, model = plain_model(torch.float64), plain_model(torch.float64)
     apply: Any = replicate if replicas is None else fully_shard
-    mesh = None if replicas is None else init_device_mesh("cpu", (replicas, size // replicas))
+    mesh = None if replicas is None else one_mesh((replicas, size // replicas), ("replicas", "shards"))
     apply(model.two, mesh=mesh, conditional=True)
     sharded: Any = apply(model, mesh=mesh)
     sharded.register_comm_hook(None if replicas is None else mesh.get_group(0), allreduce_hook)  # type: ignore[union-attr]
@@ -647,8 +650,8 @@ def where_they_cannot_work_they_are_refused(replicas: int | None) -> None:
     with pytest.raises(ValueError, match="expected no replica_codec in mp_policy on a mesh without replicas"):
         fully_shard(plain_model(), mp_policy=MixedPrecisionPolicy(replica_codec=KEPT))
     if dist.get_world_size() == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-        dims = DataParallelMeshDims(shard="s", shard_at_rest="r")
+        mesh = one_mesh((2, 2), ("replicas", "shards"))
+        dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
         at_rest: Any = fully_shard(plain_model(), mesh=mesh, dp_mesh_dims=dims)
         with pytest.raises(NotImplementedError, match="replicas that share what rests"):
             at_rest.register_comm_hook(None, allreduce_hook)
@@ -669,7 +672,7 @@ HOOKS = (
 
 @pytest.mark.parametrize("ranks", world_sizes(2, 4, nightly=[3]))
 def test_replicas_sum_by_hooks(ranks: int) -> None:
-    ways = [None, 2] if ranks == 4 else [None]
+    ways = ways_on(ranks)
     run_checks(ranks, [(f"{each.__name__} {way}", functools.partial(each, way)) for way in ways for each in HOOKS])
 
 

@@ -21,11 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     clip_grad_norm_,
@@ -128,13 +126,9 @@ def trains_as_the_plain_model() -> None:
 
 
 def trains_as_hsdp_bit_for_bit() -> None:
+    """Other settings are drawn over this topology in test_training.py."""
     assert_trains_as_hsdp(OddMLP)
-    assert_trains_as_hsdp(functools.partial(TinyGPT, depth=2))
     assert_trains_as_hsdp(functools.partial(TinyGPT, depth=2), mp_policy=BF16)
-    for reshard in (True, False):
-        assert_trains_as_hsdp(functools.partial(TinyGPT, depth=2), reshard_after_forward=reshard)
-    assert_trains_as_hsdp(OddMLP, offload_policy=CPUOffloadPolicy())
-    assert_trains_as_hsdp(OddMLP, shard_placement_fn=lambda p: Shard(p.dim() - 1))
 
 
 def gradients_travel_by_a_codec_as_in_hsdp() -> None:
@@ -184,7 +178,7 @@ def gradients_in_pieces_and_in_many_buckets() -> None:
         for dtype in (None, torch.bfloat16):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, wire_dtype=dtype)
             assert_trains_as_hsdp(Lone, mp_policy=policy)
-        assert_trains_as_hsdp(functools.partial(TinyGPT, depth=2))
+        assert_trains_as_hsdp(OddMLP)
 
 
 def gradients_accumulate() -> None:
@@ -411,22 +405,6 @@ def passes_that_fail_leave_nothing_behind() -> None:
         assert_equal(model, plain, 1e-5, 1e-6)
 
 
-def checkpointed_blocks() -> None:
-    pairs = []
-    for shard in (at_rest, hsdp):
-        model = model_of(functools.partial(TinyGPT, depth=2), shard)
-        for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        pairs.append((model, adamw(model)))
-    for seed in range(2):
-        for model, optimizer in pairs:
-            for micro in range(2):
-                mean_loss(model(batch(model, 2 * seed + micro))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(pairs[0][0], pairs[1][0])
-
-
 def unsharded_by_the_user() -> None:
     model, plain = model_of(OddMLP, at_rest), model_of(OddMLP)
     x = batch(model, 0)
@@ -552,7 +530,6 @@ CHECKS = (
     every_write_is_noticed,
     writeback_and_state_dicts_are_noticed,
     passes_that_fail_leave_nothing_behind,
-    checkpointed_blocks,
     unsharded_by_the_user,
     copies_and_descriptions,
     the_value_says_it,

@@ -29,7 +29,7 @@ import fake_gpu
 import fsdp2
 from fsdp2 import DataParallelMeshDims, fully_shard
 from fsdp2.engine.compat import local_of
-from helpers import assert_same, full, own_part, run_checks, run_ranks
+from helpers import assert_same, full, own_part, run_checks, run_ranks, world_sizes
 
 SHAPES = {
     "tall": (13, 5),
@@ -163,7 +163,7 @@ def check_parity(way: str, settings: dict[str, Any], steps: int) -> None:
     compare(bag, optimizer, oracle)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", world_sizes(1, 3, 4, nightly=[2]))
 def test_bits_of_one_process(ranks: int) -> None:
     """In every way to shard, on the way that most use over 20 steps."""
     ways = [way for way in WAYS if way != "replicas of shards" or ranks == 4]

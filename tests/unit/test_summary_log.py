@@ -1,47 +1,32 @@
 """Tests the line about a sharded model that the first rank logs, and the variable FSDP2_LOG."""
 
+import io
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
+from fsdp2.checks import tools_when_needed
 from fsdp2.checks.tools_when_needed import Summary
 from fsdp2.engine.state import require_state
 from fsdp2.tools.describe import describe
 from fsdp2.tools.summary_log import summary
-from helpers import fake_world
+from helpers import RankError, fake_world, run_ranks
 from models import TinyGPT
 
-ROOT = Path(__file__).resolve().parents[2]
 LINE = (
     "sharded TinyGPT: 3 groups, 1,010 parameters among 4 ranks, 1.2 KiB on this rank; the largest group is blocks.0, "
     "1.7 KiB unsharded; settings: reshard_after_forward=False (2 groups)"
 )
 TOKENS = torch.zeros(2, 4, dtype=torch.long)
-PROGRAM = """
-import logging, sys
-import torch, fsdp2
-sys.path.insert(0, "tests")
-from helpers import fake_world
-from models import TinyGPT
-if "configured" in sys.argv:
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-with fake_world(4):
-    model = TinyGPT()
-    for block in model.blocks:
-        fsdp2.fully_shard(block, reshard_after_forward=False)
-    fsdp2.fully_shard(model)
-    for _ in range(2):
-        model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
-"""
 
 
 @pytest.fixture
@@ -116,30 +101,38 @@ def test_nothing_is_imported_where_nobody_logs() -> None:
             sys.modules["fsdp2.tools.summary_log"] = before
 
 
+def in_a_program(level: str, is_configured: bool = False) -> tuple[str, str]:
+    """Returns what a process of its own writes to stdout and stderr if FSDP2_LOG names this level."""
+
+    def body(rank: int, world_size: int) -> tuple[str, str]:
+        dist.destroy_process_group()
+        logging.getLogger().handlers.clear()  # those of pytest
+        tools_when_needed._follow_log_level.cache_clear()
+        os.environ["FSDP2_LOG"] = level
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors, fake_world(4):
+            if is_configured:
+                logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+            model = sharded()
+            with torch.no_grad():
+                for _ in range(2):
+                    model(TOKENS)
+        return out.getvalue(), errors.getvalue()
+
+    return run_ranks(1, body)[0]
+
+
 @pytest.mark.parametrize(
     ("level", "configured", "shown", "elsewhere"),
     [("", False, 0, 0), ("info", False, 1, 0), ("INFO", True, 0, 1), ("WARNING", False, 0, 0), ("DEBUG", False, 1, 0)],
 )
 def test_a_program_that_configures_nothing(level: str, configured: bool, shown: int, elsewhere: int) -> None:
     """FSDP2_LOG prints to stderr, unless the program has handlers of its own, which print it once."""
-    command = [sys.executable, "-c", PROGRAM, *(["configured"] if configured else [])]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "FSDP2_LOG": level}, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"fsdp2: {LINE}") == shown
-    assert done.stdout.count(f"INFO:fsdp2:{LINE}") == elsewhere
-    assert ("groups of TinyGPT" in done.stderr) == (level == "DEBUG")
+    out, errors = in_a_program(level, configured)
+    assert errors.count(f"fsdp2: {LINE}") == shown
+    assert out.count(f"INFO:fsdp2:{LINE}") == elsewhere
+    assert ("groups of TinyGPT" in errors) == (level == "DEBUG")
 
 
 def test_a_level_that_there_is_not() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "FSDP2_LOG": "loud"},
-        timeout=120,
-    )
-    assert done.returncode
-    assert "FSDP2_LOG: expected a level such as INFO or DEBUG, got 'loud'" in done.stderr
+    with pytest.raises(RankError, match="FSDP2_LOG: expected a level such as INFO or DEBUG, got 'loud'"):
+        in_a_program("loud")
