@@ -83,9 +83,9 @@ class StepsInBackward:
         try:
             for group, params in zip(groups, chosen, strict=True):
                 group["params"] = params
-            # No copy to the device reads them, see `deliver`. A gather on the device may, where a gradient came before its
-            # module's backward needed a weight: nothing computes with these values any more, and the next pass gathers
-            # again, since the versions differ.
+            # No copy to the device reads them, see `deliver`. A gather on the device may, where a gradient came before
+            # backward needed a weight of the group: nothing computes with these values any more, and the next pass
+            # gathers again, since the versions differ.
             with notices.quiet():
                 self.optimizer.step()
         finally:
