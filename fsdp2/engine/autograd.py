@@ -190,10 +190,12 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
     if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
         return tensor.to(dtype)
-    return _Cast.apply(tensor, dtype)  # type: ignore[no-any-return]
+    return Cast.apply(tensor, dtype)  # type: ignore[no-any-return]
 
 
-class _Cast(torch.autograd.Function):
+class Cast(torch.autograd.Function):
+    """Casts a tensor, and its gradient back."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.before, ctx.after = tensor.dtype, dtype
