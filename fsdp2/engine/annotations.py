@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .autograd import Cast
 from .mesh import DataMesh
 from .torch_names import SPMD_TYPE
 
@@ -44,7 +43,6 @@ def read(parameter: Tensor, mesh: DataMesh) -> Annotation:
             is not R along data-parallel axes; or it says that ranks hold parts without an order, or terms of a sum.
     """
     spmd: Any = sys.modules["spmd_types"]
-    spmd.register_local_autograd_function(Cast)  # else its type checker would refuse casts of inputs
     axes = [spmd.MeshAxis.of(mesh.mesh.get_group(axis)) for axis in range(mesh.mesh.ndim)]
     spec = spmd.get_partition_spec(parameter)
     types, dims = {**spmd.get_local_type(parameter)}, _dims_of(spec, axes)
@@ -52,7 +50,7 @@ def read(parameter: Tensor, mesh: DataMesh) -> Annotation:
     data = {*mesh.shard_axes, *mesh.replicate_axes}
     placements: list[Placement] = [Replicate()] * len(axes)
     summed = []
-    for axis in set(range(len(axes))) - data:
+    for axis in sorted(set(range(len(axes))) - data):
         of_rank = axes[axis]
         if of_rank.size() == 1:
             continue
@@ -71,7 +69,12 @@ def read(parameter: Tensor, mesh: DataMesh) -> Annotation:
             placements[axis] = Shard(dims[of_rank])
         elif kind is spmd.R:
             summed.append(axis)
-    _check_data_axes(spmd, types, [axes[axis] for axis in data], mesh)
+    for of_rank, kind in types.items():  # within the data-parallel axes: all have the ranks of the mesh, each once
+        if kind is not spmd.R:
+            raise ValueError(
+                f"expected R on {of_rank}, which is data-parallel, got {kind!r}: fully_shard cuts the parameter there, "
+                "and sums its gradient. Annotate it by R, or leave the axis out of dp_mesh_dims."
+            )
     known = spmd.get_local_type(parameter)
     like = torch.empty((0,) * parameter.dim(), device="cpu")
     spmd.assert_type(like, {axis: known.get(axis, spmd.R) for axis in computes_on}, partition_spec=spec)
@@ -119,19 +122,3 @@ def _ranks_of(spmd: Any, axes: Any) -> Any:
 
     several = spmd.normalize_mesh(frozenset(axes))
     return flatten_axes(tuple(several)) if several else None
-
-
-def _check_data_axes(spmd: Any, types: dict[Any, Any], data: list[Any], mesh: DataMesh) -> None:
-    """Checks that what is annotated on other axes than the model's are data-parallel ones, or parts of them, and R."""
-    together = _ranks_of(spmd, data)
-    for axis, kind in types.items():
-        if together is None or not axis <= together:
-            raise ValueError(
-                f"expected annotations on axes of {mesh.mesh}, got one on {axis}, which is neither one of the model's "
-                "nor within the data-parallel ones. Pass a mesh that has it."
-            )
-        if kind is not spmd.R:
-            raise ValueError(
-                f"expected R on {axis}, which is data-parallel, got {kind!r}: fully_shard cuts the parameter there, and "
-                "sums its gradient. Annotate it by R, or leave the axis out of dp_mesh_dims."
-            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .compat import (
     storage_address,
     storage_id,
 )
+from .torch_names import SPMD_PARTS, SPMD_TYPE
 from .user_code import are_in_force, run_hidden, run_shown
 
 # What stands for a saved tensor: (the tensor, its version, None). Of a weight: (the index of the parameter, its group's
@@ -187,15 +189,20 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
+    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back.
+
+    An annotation of spmd_types, whose type checker is one of the user's modes, stays.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
-        return tensor.to(dtype)
-    return Cast.apply(tensor, dtype)  # type: ignore[no-any-return]
+        made = tensor.to(dtype)
+    else:
+        made = _Cast.apply(tensor, dtype)
+    if SPMD_TYPE in vars(tensor):
+        vars(made).update({name: copy(vars(tensor)[name]) for name in (SPMD_TYPE, SPMD_PARTS) if name in vars(tensor)})
+    return made
 
 
-class Cast(torch.autograd.Function):
-    """Casts a tensor, and its gradient back."""
-
+class _Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.before, ctx.after = tensor.dtype, dtype

@@ -1,7 +1,7 @@
 """Tests plain parameters that the package spmd_types has annotated, as torchtitan's default backend makes them.
 
-Modules compute with this rank's part of each parameter, and call collectives themselves. The oracles are a plain model on
-the whole batch, and from torch 2.15 on torch's FSDP2, which takes such parameters, too. Models are in fp64.
+Modules compute with this rank's part of each parameter, and call collectives themselves. The oracles are a plain model
+on the whole batch, and from torch 2.15 on torch's FSDP2, which takes such parameters, too. Models are in fp64.
 """
 
 import contextlib
@@ -58,9 +58,12 @@ class Block(nn.Module):
         return (out + self.bias) * self.temperature
 
 
-def plain() -> nn.Sequential:
+def plain(has_scalars: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(3))).double()
+    model = nn.Sequential(*(Block() for _ in range(3))).double()
+    for block in model if not has_scalars else ():  # torch refuses them
+        block.temperature = nn.Parameter(torch.rand(1).double())
+    return model
 
 
 def annotate(model: nn.Module, mesh: DeviceMesh, compute: DeviceMesh | None = None, data: bool = True) -> nn.Module:
@@ -138,7 +141,8 @@ def compare(
     **options: Any,
 ) -> nn.Module:
     """Trains a model with annotations, and a plain one on the whole batch, and compares every value."""
-    reference, model = plain(), annotate(plain(), mesh, compute)
+    has_scalars = shard is fully_shard
+    reference, model = plain(has_scalars), annotate(plain(has_scalars), mesh, compute)
     for block in model:
         shard(block, mesh=mesh, dp_mesh_dims=dims, **options)
     shard(model, mesh=mesh, dp_mesh_dims=dims, **options)
@@ -240,7 +244,8 @@ def what_modules_see() -> None:
     assert not spmd.get_local_type(model.up)
     assert model.up.note == "up"
     assert seen["up"][1] is not None
-    for each in (copy.deepcopy(model, {id(model.tp): model.tp}), fully_shard(annotate(plain(), mesh)[0], mesh=mesh, dp_mesh_dims=SHARD)):
+    copied, other = copy.deepcopy(model, {id(model.tp): model.tp}), annotate(plain(), mesh)[0]
+    for each in (copied, fully_shard(other, mesh=mesh, dp_mesh_dims=SHARD)):
         each.load_state_dict(model.state_dict())
         assert_same(each(batches(mesh, 1)[1]), model(batches(mesh, 1)[1]), 0, 0, "copied or loaded")
     with fsdp2.full_params(model):
@@ -259,8 +264,11 @@ def clipped() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[DeviceMesh], dict[Any, Any]], str]] = {
-    "parts without a dim": (lambda mesh: {mesh.get_group("dp"): R, mesh.get_group("tp"): V}, r"expected R, I or S\(dim"),
-    "terms of a sum": (lambda mesh: {mesh.get_group("dp"): R, mesh.get_group("tp"): P}, r"expected R, I or S\(dim"),
+    "parts without a dim": (
+        lambda mesh: {mesh.get_group("dp"): R, mesh.get_group("tp"): V},
+        r"expected R, I or S\(",
+    ),
+    "terms of a sum": (lambda mesh: {mesh.get_group("dp"): R, mesh.get_group("tp"): P}, r"expected R, I or S\("),
     "I where it is cut": (lambda mesh: {mesh.get_group("dp"): I, mesh.get_group("tp"): R}, r"expected R on mesh_"),
     "cut already": (lambda mesh: {mesh.get_group("dp"): S(0), mesh.get_group("tp"): R}, r"expected R on mesh_"),
     "all axes as one": (lambda mesh: {dist.group.WORLD: R}, r"expected a type on each axis of the model"),
@@ -304,10 +312,15 @@ def test_annotated_parameters() -> None:
 @pytest.mark.skipif(not TORCH_TAKES_THEM, reason="torch takes annotated parameters since 2.15")
 def test_as_torch_takes_them() -> None:
     """torch's FSDP2 gets the numbers of the plain model, too: what is compared above is what torch means."""
-    dims = torch_fsdp.DataParallelMeshDims(shard="dp")
+    dims = torch_fsdp.DataParallelMeshDims
 
-    def by_torch(make: Callable[[], DeviceMesh], checked: bool) -> None:
-        compare(make(), dims, shard=torch_fsdp.fully_shard, checked=checked)
+    def by_torch(sizes: tuple[int, ...], names: tuple[str, ...], replicate: str | None, checked: bool) -> None:
+        mesh = mesh_of(*sizes, names=names)
+        compare(mesh, dims(shard="dp", replicate=replicate), shard=torch_fsdp.fully_shard, checked=checked)
 
-    meshes = {"two and two": functools.partial(mesh_of, 2, 2), "left": functools.partial(mesh_of, 2, 2, names=("tp", "dp"))}
-    run_checks(4, [(name, functools.partial(by_torch, make, False)) for name, make in meshes.items()], timeout=120)
+    ways: dict[str, tuple[Any, ...]] = {
+        "FSDP": ((2, 2), ("dp", "tp"), None, False),
+        "under the type checker": ((2, 2), ("dp", "tp"), None, True),
+        "HSDP": ((2, 1, 2), ("replicas", "dp", "tp"), "replicas", False),
+    }
+    run_checks(4, [(name, functools.partial(by_torch, *way)) for name, way in ways.items()], timeout=120)
