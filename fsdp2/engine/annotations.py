@@ -118,7 +118,6 @@ def _compute_axes(spmd: Any, types: dict[Any, Any], axes: list[Any], mesh: DataM
 
 def _ranks_of(spmd: Any, axes: Any) -> Any:
     """Returns a value that is equal for axes that have the same ranks together."""
-    from spmd_types._mesh_axis import flatten_axes  # torch itself takes it from there
-
     several = spmd.normalize_mesh(frozenset(axes))
-    return flatten_axes(tuple(several)) if several else None
+    # torch itself takes the function from there.
+    return sys.modules["spmd_types._mesh_axis"].flatten_axes(tuple(several)) if several else None
