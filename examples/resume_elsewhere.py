@@ -1,10 +1,11 @@
 """Trains with stops at any time, and resumes from the last checkpoint on any number of ranks.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/resume_elsewhere.py --steps 20
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 3 examples/resume_elsewhere.py --steps 30
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/resume_elsewhere.py
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 3 examples/resume_elsewhere.py
 
-The second run starts with step 21, and its losses are those of a run that was never stopped. After kill -9 during a
-save, the checkpoint before it remains; at SIGTERM a run saves one. checkpointing.py has the code.
+The first run trains 10 steps. The second continues with step 11, on three ranks, and its losses are those of a run that
+was never stopped. After kill -9 during a save, the checkpoint before it remains; at SIGTERM a run saves one.
+checkpointing.py has the code.
 """
 
 import argparse
@@ -18,13 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
 
-SAVE_EVERY = 5
+SAVE_EVERY, MORE_STEPS = 5, 10
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="where training ends (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default="checkpoints/resume_elsewhere", help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, help=f"where training ends (default: after {MORE_STEPS} more)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("checkpoints/resume_elsewhere"), help="(default: %(default)s)"
+    )
     args = parser.parse_args()
     device = join_ranks()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -39,8 +42,9 @@ def main() -> None:
 
     last, stop_signal = find_last(args.folder), StopSignal()
     first = 1 + (resume(last, model, optimizer) if last else 0)
-    say(f"{world_size} rank(s), steps {first} to {args.steps}")
-    for step in range(first, args.steps + 1):
+    end = args.steps or first - 1 + MORE_STEPS
+    say(f"{f'Resumed from {last}' if last else 'A new run'}: {world_size} rank(s), steps {first} to {end}")
+    for step in range(first, end + 1):
         loss = model(*text.batch(step, rank, world_size))
         loss.backward()
         optimizer.step()
@@ -52,6 +56,12 @@ def main() -> None:
         if stops:
             say(f"stopped by SIGTERM after step {step}")
             break
+    saved = find_last(args.folder)
+    if saved:
+        others = world_size + 1 if world_size < 3 else 2
+        say(f"Saved {saved}. To continue from it on another number of ranks, here {others}:")
+        folder = "" if args.folder == parser.get_default("folder") else f" --folder {args.folder}"
+        say(f"  torchrun --standalone --nproc-per-node {others} examples/resume_elsewhere.py{folder}")
     dist.destroy_process_group()
 
 

@@ -13,10 +13,12 @@ At SIGTERM, to any of its processes, a run saves a checkpoint and ends.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import resource
+import shlex
 import sys
 import time
 from functools import partial
@@ -77,6 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--save", default="checkpoints", metavar="DIR", help="where checkpoints go; '': nowhere (default: %(default)s)")
     add("--resume", type=Path, metavar="DIR", help="a checkpoint, of any rank count, or a folder of them: the last")
     # Not --log: torchrun takes that for a prefix of its own options, even behind the name of the script.
+    add("--plot", type=Path, metavar="FILE", help="draw the losses there, as PNG or PDF; needs the extra fsdp2[viz]")
     add("--log-file", type=Path, metavar="FILE", help="write losses and speed there, one JSON object per line")
     if parser.parse_args().tiny:
         parser.set_defaults(**TINY)
@@ -103,6 +106,8 @@ def find_problem(args: argparse.Namespace, world_size: int) -> str | None:
         return f"--impl none is training on one process, but there are {world_size} ranks"
     if args.bf16 and args.impl not in ("fsdp2", "torch"):
         return f"--bf16 is a policy of fully_shard, which --impl {args.impl} does not use"
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        return "--plot draws with matplotlib: pip install 'fsdp2[viz]'"
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device == "cuda" and torch.cuda.device_count() < local_ranks:
         return f"--device cuda: {local_ranks} rank(s) need a GPU each, torch finds {torch.cuda.device_count()}"
@@ -300,6 +305,7 @@ class Reporter:
     def __init__(self, args: argparse.Namespace, first_step: int, device: torch.device) -> None:
         self.silent, self.device = dist.get_rank() != 0, device
         self.tokens_per_step = args.batch * args.context
+        self.losses: dict[int, float] = {}  # in bits per byte, by step
         self.log = None
         if args.log_file and not self.silent:
             args.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +314,9 @@ class Reporter:
 
     def train(self, step: int, loss: float, seconds: float) -> None:
         speed, peak = self.tokens_per_step / seconds, peak_memory(self.device)
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, peak {peak:.2f} GB", refresh=False)
+        self.losses[step] = loss / math.log(2)
+        now = f"{self.losses[step]:.3f} bits per byte, {speed:,.0f} tokens/s, peak {peak:.2f} GB"
+        self.bar.set_postfix_str(now, refresh=False)
         self.bar.update()
         self.record(step=step, loss=loss, tokens_per_second=speed, peak_memory_gb=peak)
 
@@ -319,7 +327,7 @@ class Reporter:
     def saved(self, checkpoint: Path) -> None:
         if not self.silent:
             nbytes = sum(path.stat().st_size for path in checkpoint.rglob("*"))
-            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB). To continue from it: --resume {checkpoint}")
+            self.say(f"Saved {checkpoint} ({nbytes / 1e6:.0f} MB).")
 
     def say(self, line: str) -> None:
         if not self.silent:
@@ -328,6 +336,40 @@ class Reporter:
     def record(self, **values: float) -> None:
         if self.log:
             self.log.write(json.dumps(values) + "\n")
+
+
+def curve(losses: dict[int, float], columns: int = 60) -> str:
+    """Returns the losses as a line of bars, of which each is the mean of as many steps."""
+    values = [*losses.values()]
+    size = math.ceil(len(values) / columns)
+    means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
+    low, high = min(means), max(means)
+    bars = "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / (high - low or 1))] for mean in means)
+    return f"{means[0]:.2f} {bars} {means[-1]:.2f}"
+
+
+def plot(losses: dict[int, float], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([*losses], [*losses.values()])
+    axes.set(xlabel="step", ylabel="training loss, bits per byte", title="train_gpt.py")
+    figure.savefig(file)
+
+
+def how_to_go_on(args: argparse.Namespace, checkpoint: Path, steps: int) -> str:
+    """Returns the command that continues from `checkpoint` to step `steps`, on as many ranks, with the same options."""
+    given, ranks = iter(sys.argv[1:]), dist.get_world_size()
+    kept = []
+    for each in given:
+        if each in ("--steps", "--resume"):
+            next(given)
+        elif not each.startswith(("--steps=", "--resume=")):
+            kept.append(each)
+    start = f"torchrun --standalone --nproc-per-node {ranks}" if "RANK" in os.environ else "python"
+    options = [*kept, "--steps", str(steps), "--resume", str(checkpoint)]
+    return f"OMP_NUM_THREADS=1 {start} examples/train_gpt.py {shlex.join(options)}"
 
 
 def local_part(parameter: nn.Parameter) -> Tensor:
@@ -347,8 +389,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     held = sum(local_part(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     report.say(f"{size / 1e6:.1f} M parameters, {dist.get_world_size()} rank(s), {args.impl} on {device.type}")
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     states = "twice as much for AdamW" if args.optimizer == "adamw" else "as much for Muon, or twice as much for AdamW"
-    report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, and {states}.")
+    report.say(f"This rank holds {held / 1e6:.1f} MB of parameters, as much of gradients, and {states}.")
+    if held < whole:
+        report.say(f"Without sharding (--impl none or ddp) it would hold {whole / held:.1f}x as much of each.")
     if args.resume:
         report.say(f"Resumed from {find_last(args.resume)}: training continues with step {first_step + 1}.")
     report.validation(first_step, validate(model, text, args.eval_batches))
@@ -360,13 +405,15 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         seconds = time.perf_counter() - start
         speed_seconds += seconds if step > first_step + 1 else 0  # the first step also builds buffers and streams
         report.train(step, loss, seconds)
+        if step == first_step + 3 < args.steps:
+            report.say(f"All {args.steps} steps take about {seconds * (args.steps - first_step) / 60:.1f} minutes.")
         stops = stop_signal.agreed(device)
         if args.save and (stops or step == args.steps or (args.save_every and step % args.save_every == 0)):
             save(Path(args.save), step, model, optimizers)
             report.saved(name_of(Path(args.save), step))
         if stops:
             report.bar.close()
-            how = f"--resume {name_of(Path(args.save), step)}" if args.save else "nothing was saved"
+            how = how_to_go_on(args, name_of(Path(args.save), step), args.steps) if args.save else "nothing was saved"
             report.say(f"Stopped by SIGTERM after step {step}. To continue: {how}")
             return
         if step % args.eval_every == 0 or step == args.steps:
@@ -374,11 +421,23 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     report.bar.close()
     if speed_seconds:
         tokens = args.batch * args.context * (args.steps - first_step - 1)
-        report.say(
-            f"{tokens / speed_seconds:,.0f} tokens per second; at most {peak_memory(device):.2f} GB on this rank"
-        )
+        rate, peak = tokens / speed_seconds, peak_memory(device)
+        report.say(f"{rate:,.0f} tokens per second on all ranks together; at most {peak:.2f} GB on this rank")
+    if report.losses:
+        report.say(f"Training, in bits per byte: {curve(report.losses)}")
+        if args.plot and not report.silent:
+            plot(report.losses, args.plot)
     if args.sample_bytes:
         report.say(f"Sample: {generate(model, args, device)!r}")
+        report.say("(Some 100 steps teach letters and spaces; words take thousands.)")
+    if args.save and report.losses:
+        more = args.steps + max(args.steps, 1)
+        report.say(f"To go on to step {more}: {how_to_go_on(args, name_of(Path(args.save), args.steps), more)}")
+    other = "sharded training (torchrun --standalone --nproc-per-node 2 examples/train_gpt.py)"
+    if args.impl != "none":
+        other = "plain training (python examples/train_gpt.py --impl none)"
+    report.say(f"Next: compare with {other}; --optimizer muon;")
+    report.say("or the shorter programs, and the guides, that examples/README.md lists.")
 
 
 def main() -> None:

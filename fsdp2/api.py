@@ -143,7 +143,7 @@ def fully_shard(
             `module` may be among them: one set serves all calls.
         dp_mesh_dims: which axes of `mesh` shard and replicate, by their names; also those along which HSDP's replicas
             share what rests (`shard_at_rest`). If `mesh` has further axes, every parameter must be a DTensor on it,
-            with Replicate() on these axes.
+            with Replicate() on these axes; or this rank's part, a plain tensor, with annotations of spmd_types.
         conditional: True allows each rank to leave `module` out of any forward: the image tower for a batch of text, an
             expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
             no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it

@@ -69,3 +69,20 @@ def few_objects() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs tests that fork first: see `helpers.alone` for why nothing may run a backward in this process before."""
     items.sort(key=lambda item: not {"ranks", "clients", "fake_gpu"} & set(item.path.parts))
+
+
+class _Progress:
+    """Flushes what the reporter has written after each test: else Python keeps 8 KB of dots back from a pipe."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self) -> None:
+        self._reporter.flush()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:  # none in a worker of xdist
+        session.config.pluginmanager.register(_Progress(reporter))

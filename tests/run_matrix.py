@@ -1,10 +1,12 @@
-"""Runs the tests on several releases of torch, each in its own environment, and prints a table.
+"""Runs the tests on several releases of torch and of Python, each in its own environment, and prints a table.
 
     python tests/run_matrix.py
     python tests/run_matrix.py --torch 2.11.0 2.15.0 -- tests/unit -x
+    python tests/run_matrix.py --python 3.10 3.12 --torch 2.13.0 2.15.0 -- tests/unit
 
 The arguments after `--` go to pytest. Environments are kept, and used again by the next run. On Linux, PyPI's torch
 brings several GB of CUDA packages, which the tests do not need. `PIP_EXTRA_INDEX_URL` may name an index of CPU builds.
+A Python that is not there, or a torch that has no build for it, is a line of the table that says so.
 """
 
 import argparse
@@ -12,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-import venv
 import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +39,17 @@ class Outcome:
 
 def main() -> int:
     options = parse()
-    outcomes = {release: run(release, options.environments / f"torch-{release}", options) for release in options.torch}
+    outcomes = {
+        (python, release): run(python, release, options) for python in options.python for release in options.torch
+    }
     print("\n" + table(outcomes))
     return 0 if all(outcome.is_good for outcome in outcomes.values()) else 1
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Run the tests on several releases of torch.")
+    parser = argparse.ArgumentParser(description="Run the tests on several releases of torch and Python.")
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
+    parser.add_argument("--python", nargs="+", default=(own,), metavar="3.Y", help="the versions (%(default)s)")
     parser.add_argument("--torch", nargs="+", default=RELEASES, metavar="X.Y.Z", help="the releases (%(default)s)")
     parser.add_argument(
         "--environments",
@@ -53,18 +58,27 @@ def parse() -> argparse.Namespace:
         metavar="FOLDER",
         help="where to keep them, one folder for each release (%(default)s)",
     )
+    parser.add_argument("--as-they-are", action="store_true", help="install nothing, and use what is in FOLDER")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="for one run of pytest (%(default)s)")
     parser.add_argument("pytest", nargs="*", metavar="ARGUMENT", help="for pytest, after --")
     return parser.parse_args()
 
 
-def run(release: str, folder: Path, options: argparse.Namespace) -> Outcome:
+def run(version: str, release: str, options: argparse.Namespace) -> Outcome:
     """Makes the environment, unless it exists, and runs pytest in it."""
-    print(f"== torch {release}", flush=True)
-    try:
-        python = environment(release, folder)
-    except subprocess.CalledProcessError as error:
-        return Outcome(note=f"not installed: {error.cmd[1:4]} failed")
+    folder = options.environments / f"python-{version}-torch-{release}"
+    print(f"== Python {version}, torch {release}", flush=True)
+    if options.as_they_are:
+        python = python_of(folder)
+        if not python.exists():
+            return Outcome(note="not run: there is no such environment")
+    else:
+        try:
+            python = environment(version, release, folder)
+        except FileNotFoundError:
+            return Outcome(note="not run: there is no such Python")
+        except subprocess.CalledProcessError as error:
+            return Outcome(note=f"not installed: {' '.join(map(str, error.cmd[1:3]))} failed")
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [python, "-m", "pytest", f"--junitxml={report}", *options.pytest]
@@ -80,15 +94,21 @@ def run(release: str, folder: Path, options: argparse.Namespace) -> Outcome:
     return read(report, code)
 
 
-def environment(release: str, folder: Path) -> Path:
-    """Returns the Python of an environment with this release, this project and the packages of its tests.
+def python_of(folder: Path) -> Path:
+    return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def environment(version: str, release: str, folder: Path) -> Path:
+    """Returns the Python of an environment with these releases, this project and the packages of its tests.
 
     Raises:
+        FileNotFoundError: there is no such Python.
         subprocess.CalledProcessError: pip could not install them.
     """
-    python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    python = python_of(folder)
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        is_own = version == f"{sys.version_info.major}.{sys.version_info.minor}"
+        subprocess.run([sys.executable if is_own else f"python{version}", "-m", "venv", folder], check=True)
     # Each time: it is quick where nothing is missing, and completes what an interrupted run has left.
     # torch is named first, so that pip does not take a newer one with the project.
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={release}", "-e", f"{ROOT}[test]"], check=True)
@@ -105,10 +125,10 @@ def read(report: Path, code: int) -> Outcome:
     return Outcome(tests - failed - skipped, failed, skipped, float(suite.get("time", 0)), note)
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
-    lines = ["| torch | passed | failed | skipped | seconds | |", "|---|---|---|---|---|---|"]
-    for release, o in outcomes.items():
-        lines.append(f"| {release} | {o.passed} | {o.failed} | {o.skipped} | {o.seconds:.0f} | {o.note} |")
+def table(outcomes: dict[tuple[str, str], Outcome]) -> str:
+    lines = ["| Python | torch | passed | failed | skipped | seconds | |", "|---|---|---|---|---|---|---|"]
+    for (version, release), o in outcomes.items():
+        lines.append(f"| {version} | {release} | {o.passed} | {o.failed} | {o.skipped} | {o.seconds:.0f} | {o.note} |")
     return "\n".join(lines)
 
 

@@ -14,7 +14,6 @@ from ..engine.meshes import described_data_mesh
 from ..engine.parameter import fqn
 from ..engine.policy import MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import modules_below, state_of
-from ..engine.torch_names import SPMD_TYPE
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -162,12 +161,6 @@ def _check_parameters(roots: Sequence[nn.Module], ignored: Any) -> None:
                 if UninitializedParameter in type(parameter).__mro__ and parameter not in ignored:
                     raise ValueError(
                         f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."
-                    )
-                if parameter is not None and SPMD_TYPE in vars(parameter) and parameter not in ignored:
-                    raise NotImplementedError(
-                        f"{fqn(prefix, name)}: annotations of spmd_types are not supported yet. Leave spmd_types off "
-                        "(in torchtitan: take its backend of DTensors), and give fully_shard the DTensor that "
-                        "parallelize_module or distribute_tensor makes of the parameter."
                     )
 
 

@@ -7,6 +7,7 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .compat import (
     storage_address,
     storage_id,
 )
+from .torch_names import SPMD_PARTS, SPMD_TYPE
 from .user_code import are_in_force, run_hidden, run_shown
 
 # What stands for a saved tensor: (the tensor, its version, None). Of a weight: (the index of the parameter, its group's
@@ -187,10 +189,17 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back."""
+    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back.
+
+    An annotation of spmd_types, whose type checker is one of the user's modes, stays.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
-        return tensor.to(dtype)
-    return _Cast.apply(tensor, dtype)  # type: ignore[no-any-return]
+        made = tensor.to(dtype)
+    else:
+        made = _Cast.apply(tensor, dtype)
+    if SPMD_TYPE in vars(tensor):
+        vars(made).update({name: copy(vars(tensor)[name]) for name in (SPMD_TYPE, SPMD_PARTS) if name in vars(tensor)})
+    return made
 
 
 class _Cast(torch.autograd.Function):

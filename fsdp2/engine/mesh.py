@@ -345,6 +345,15 @@ class Distribution:
     placements: tuple[Placement, ...]
     dim: int
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Those that the unsharded parameter has, and the sharded one has not."""
+        return {}
+
+    def whole(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns a parameter that a module has before it is sharded as one of the whole shape."""
+        return parameter
+
     def is_of_sharded(self, tensor: DTensor) -> bool:
         """Returns True if `tensor` is distributed like the sharded parameter."""
         return tensor.placements == self.placements and tensor.device_mesh == self.mesh

@@ -1,16 +1,19 @@
-"""Cuts DTensors of tensor parallelism further over the data-parallel ranks."""
+"""Cuts what tensor parallelism has cut further over the data-parallel ranks: DTensors, and annotated parameters."""
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .compat import distributed_parameter, local_of, new_dtensor
+from .annotations import Annotation, is_annotated, read
+from .compat import distributed_parameter, local_of, new_dtensor, take_hooks
 from .mesh import DataMesh, Distribution, check_order
 from .mesh import distribute as distribute_plain
 from .torch_names import concatenate_meshes, cut, strided_shard
@@ -53,6 +56,51 @@ class TensorParallel(Distribution):
         return local_of(gradient)
 
 
+@dataclass(frozen=True)
+class Annotated(TensorParallel):
+    """Describes a parameter that spmd_types has annotated: a plain tensor, this rank's part on the axes of the model.
+
+    Modules compute with such a tensor, and its gradient says nothing of how it is distributed; `annotation` does.
+    """
+
+    annotation: Annotation = field(compare=False)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {name: copy.copy(value) for name, value in self.annotation.attributes.items()}
+
+    def whole(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, DTensor):
+            return parameter
+        shape = list(parameter.shape)
+        for axis, placement in enumerate(self.full_placements):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= self.full_mesh.size(axis)
+        spec = self.data_mesh.dtensor_spec(self.full_mesh, self.full_placements, tuple(shape), parameter.dtype)
+        whole = distributed_parameter(new_dtensor(DTensor, parameter.detach(), spec), parameter.requires_grad)
+        own = self.annotation.attributes
+        vars(whole).update({name: value for name, value in vars(parameter).items() if name not in own})
+        take_hooks(parameter, whole)
+        return whole
+
+    def gathered_part(self, whole: Tensor) -> Tensor:
+        return whole if not isinstance(whole, DTensor) and is_annotated(whole) else super().gathered_part(whole)
+
+    def as_parameter(self, gathered: Tensor, shape: tuple[int, ...], requires_grad: bool) -> nn.Parameter:
+        return nn.Parameter(gathered, requires_grad)
+
+    def gathered_gradient(self, gradient: Tensor) -> Tensor:
+        if not self.annotation.summed:
+            return gradient
+        placements = list(self.full_placements)
+        for axis in self.annotation.summed:
+            placements[axis] = Partial()
+        # Its type checker, which follows backward, too, knows no DTensors.
+        with sys.modules["spmd_types"].no_typecheck():
+            terms = DTensor.from_local(gradient, self.full_mesh, placements, run_check=False)
+            return local_of(terms.redistribute(placements=self.full_placements))
+
+
 def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
     """Returns how `parameter` is distributed when `mesh` shards it along `dim`.
 
@@ -60,14 +108,15 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
     """
     if not isinstance(parameter, DTensor):
-        return distribute_plain(parameter, mesh, dim)
+        return _annotated(parameter, mesh, dim) if is_annotated(parameter) else distribute_plain(parameter, mesh, dim)
     is_scalar = parameter.dim() == 0
     inner, placements = parameter.device_mesh, parameter.placements
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
             check_order(inner, (axis,), inner.get_group(axis))
     if inner == mesh.mesh:
-        _check_data_axes(parameter, mesh, dim)
+        _check_data_axes(placements, mesh)
+        _check_rows(local_of(parameter), mesh, dim)
         return TensorParallel(inner, _cut(inner, placements, mesh, dim, is_scalar), dim, inner, placements, mesh)
     if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
@@ -84,9 +133,21 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
     return TensorParallel(whole, _cut(whole, gathered, mesh, dim, is_scalar), dim, inner, placements, mesh)
 
 
-def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
+def _annotated(parameter: Tensor, mesh: DataMesh, dim: int) -> Annotated:
+    """Returns how a parameter with an annotation of spmd_types is distributed."""
+    annotation, inner, is_scalar = read(parameter, mesh), mesh.mesh, parameter.dim() == 0
+    placements = annotation.placements
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            check_order(inner, (axis,), inner.get_group(axis))
+    _check_rows(parameter, mesh, dim)
+    at_rest = _cut(inner, placements, mesh, dim, is_scalar)
+    return Annotated(inner, at_rest, dim, inner, placements, mesh, annotation)
+
+
+def _check_data_axes(placements: tuple[Placement, ...], mesh: DataMesh) -> None:
     """Checks a parameter whose own axes include the data-parallel ones."""
-    placements, data_axes = parameter.placements, mesh.shard_axes + mesh.replicate_axes
+    data_axes = mesh.shard_axes + mesh.replicate_axes
     if any(placement.is_partial() for placement in placements) or any(
         not placements[axis].is_replicate() for axis in data_axes
     ):
@@ -95,7 +156,11 @@ def _check_data_axes(parameter: DTensor, mesh: DataMesh, dim: int) -> None:
             "has sharded it already, with a module around this one or beside it: apply it to inner modules first, and "
             "to a module that both have in common before them, by itself."
         )
-    rows = local_of(parameter).shape[dim] if parameter.dim() else 0
+
+
+def _check_rows(gathered: Tensor, mesh: DataMesh, dim: int) -> None:
+    """Checks that the rows of what the data-parallel ranks share divide, if several axes shard."""
+    rows = gathered.shape[dim] if gathered.dim() else 0
     if len(mesh.shard_axes) > 1 and rows % mesh.size:
         raise ValueError(
             f"expected dim {dim}, of {rows} rows, to divide by {mesh.size}: a DTensor that several axes cut unevenly "

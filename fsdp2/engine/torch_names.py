@@ -38,9 +38,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
-SPMD_TYPE = "_local_type"
-"""The attribute in which the package spmd_types, which torch's FSDP2 reads, keeps what an axis of a mesh holds of a
-tensor."""
+SPMD_TYPE, SPMD_PARTS = "_local_type", "_partition_spec"
+"""The attributes in which the package spmd_types, which torch's FSDP2 reads, keeps what an axis of a mesh holds of a
+tensor, and which dims axes cut."""
 
 ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 """The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""

@@ -1,4 +1,4 @@
-"""Writes what a plan has chosen as JSON, and shards a model as such a file says: without planning again."""
+"""Writes what a plan has chosen as JSON or YAML, and shards a model as such a file says: without planning again."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
 
     Args:
         model: one whose modules have the names of the planned one's.
-        plan: a file, or what `Plan.to_dict` has returned.
+        plan: a file, of YAML if its name ends so (`.yaml`, `.yml`), else of JSON; or what `Plan.to_dict` has returned.
         mesh: a DeviceMesh of as many ranks as the plan; of two axes, (replicas, ranks that shard), if it replicates.
 
     Raises:
         FileNotFoundError: there is no such file.
+        ModuleNotFoundError: it is one of YAML, and the package PyYAML is not installed.
         ValueError: it is no plan, or one of another format; the model lacks a module; the mesh has other sizes.
         TypeError: an argument.
 
@@ -100,18 +101,39 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
 
 
 def save(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a plan."""
-    Path(path).write_text(json.dumps(saved, indent=2) + "\n")
+    """Writes a plan, in the format that the file's name ends with."""
+    path = Path(path)
+    text = _yaml(path).safe_dump(dict(saved), sort_keys=False) if _is_yaml(path) else json.dumps(saved, indent=2) + "\n"
+    path.write_text(text)
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text, kind, wrong = path.read_text(), "JSON", ValueError
+    parse: Any = json.loads
+    if _is_yaml(path):
+        yaml = _yaml(path)
+        kind, parse, wrong = "YAML", yaml.safe_load, yaml.YAMLError
     try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a plan in JSON, got something else ({error})") from error
+        found = parse(text)
+    except wrong as error:
+        raise ValueError(f"{path}: expected a plan in {kind}, got something else ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a plan, got a {type(found).__name__}")
     return found
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix.lower() in (".yaml", ".yml")
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path}: a plan in YAML needs the package PyYAML: pip install 'fsdp2[yaml]'. Or name the file .json."
+        ) from error
+    return yaml
 
 
 # ---- values

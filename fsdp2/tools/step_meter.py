@@ -17,15 +17,20 @@ from ..shards.ranks import gather_bytes
 __all__ = ["StepMeter", "StepRecord"]
 
 # Floating-point operations per second of matrix products in bf16 without sparsity, by what names of devices contain:
-# the vendors' data sheets. More special names come first.
+# from data sheets, as pages that quote them have it (looked up on 27 November 2026; those of the H100 and
+# later print the number with sparsity, which is twice as much). More special names come first: "L4" is in "L40".
 DEVICE_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
+    "GB200": 2500e12,  # of one of its two GPUs: with 1,200 W, in place of 1,000
+    "GB300": 2500e12,
     "B200": 2250e12,
+    "B300": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10G": 70e12,
     "MI250X": 191.5e12,  # of one of its two dies, which torch takes for a device each

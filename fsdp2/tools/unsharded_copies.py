@@ -50,7 +50,7 @@ class UnshardedCopies:
             for param, memory, gradient in zip(self._params, gathered, gradients, strict=True):
                 own = memory.to(device, copy=True) if has_data else memory.to("meta")
                 copied = param.as_parameter(own)
-                if gradient is not None and isinstance(copied, DTensor):
+                if gradient is not None and (isinstance(copied, DTensor) or copied.shape != gradient.shape):
                     raise NotImplementedError(
                         f"{param.name}: with_grads is not supported under tensor parallelism. Call p.grad.full_tensor()"
                         " of the sharded parameter, on every rank."

@@ -38,12 +38,12 @@ _DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_
 ELSEWHERE.update(
     {
         "Pass MixedPrecisionPolicy(reduce_dtype={}), or set grad_dtype to {}": f"{_DTYPES}::any_dtype",
+        "Pass the mesh of all axes, and dp_mesh_dims; and annotate the parameter on each of them": (
+            "tests/ranks/test_spmd_types.py::annotated_in_part"
+        ),
         "Set it between steps": f"{_DTYPES}::set_after_sharding",
         "Set grad_dtype, to torch.float32 for example, before fully_shard": f"{_DTYPES}::stepped_by_muon",
         "Read parameter.device_mesh instead": f"{_PRIVATE}::refused_under_our_names",
-        "Leave spmd_types off (in torchtitan: take its backend of DTensors), and give fully_shard the DTensor that": (
-            "tests/unit/test_torch_contract.py::test_parameters_with_annotations_of_spmd_types"
-        ),
     }
 )
 

@@ -95,7 +95,15 @@ def test_tensor_parallel(plain_losses: Curve) -> None:
 @pytest.mark.parametrize("schedule", ["1F1B", *(["InterleavedZeroBubble"] if NIGHTLY else [])])
 def test_pipeline(schedule: str, plain_losses: Curve) -> None:
     """A stage whose gradients are not reduced, or not all there, goes another way from the second step on."""
-    run_few("pipeline.py", 4, plain_losses, "--schedule", schedule)
+    output = run_few("pipeline.py", 4, plain_losses, "--schedule", schedule)
+    orders = re.findall(r"^  rank (\d), (.*), 1/2 of each parameter: (.*)$", output, re.MULTILINE)
+    assert [rank for rank, *_ in orders] == ["0", "2"]
+    if schedule == "1F1B":
+        assert [layers for _, layers, _ in orders] == ["stage 0 (embeddings, block 0)", "stage 1 (block 1, head)"]
+        assert [order for *_, order in orders] == ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    else:
+        assert orders[0][2].startswith("0:F0 ")
+        assert " 2:W0 " in orders[0][2]
 
 
 def test_lora() -> None:
@@ -114,6 +122,9 @@ def test_checkpoint_compile(plain_losses: Curve) -> None:
     output = run_few("checkpoint_compile.py", 2, plain_losses)
     (graphs,) = numbers(r"graphs compiled by aot_eager for 2 blocks: (\d+)", output)
     assert 1 <= graphs <= 2  # equal blocks share one
+    saved, kept = numbers(r"a block saves ([\d,]+) bytes for backward; recomputed, .*: ([\d,]+) bytes", output)
+    assert kept == 12 * 64 * 64 * 4  # rows of a rank, bytes of text, features
+    assert saved > 10 * kept
 
 
 def test_cpu_offload(plain_losses: Curve) -> None:
@@ -254,6 +265,15 @@ def test_without_torchrun(plain_losses: Curve) -> None:
     for name in ("hsdp.py", "tensor_parallel.py", "pipeline.py"):
         with pytest.raises(AssertionError, match=rf"expected 4 ranks .* got 1. .*torchrun .* examples/{name}"):
             run_forked(name, 1, before=without_torchrun)
+
+
+def test_what_resume_elsewhere_shows(tmp_path: Path, plain_losses: Curve) -> None:
+    """As the table of examples says: started twice, without a word of where to begin."""
+    options = ("--folder", str(tmp_path))
+    first, second = (run_forked("resume_elsewhere.py", ranks, *options) for ranks in (2, 3))
+    assert f"--nproc-per-node 3 examples/resume_elsewhere.py --folder {tmp_path}" in first
+    assert f"Resumed from {tmp_path / 'step-000010'}: 3 rank(s), steps 11 to 20" in second
+    assert_same(losses(first) | losses(second), plain_losses)
 
 
 def dies_writing(rank: int) -> None:

@@ -136,3 +136,30 @@ def test_ranks_train_by_a_file(tmp_path: Path) -> None:
 
     for one, other in run_ranks(2, body):
         assert all(map(torch.equal, one, other))
+
+
+def test_a_plan_in_yaml(tmp_path: Path) -> None:
+    """The file's ending chooses the format; both files say the same, and shard alike."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    with fake_world(4):
+        model, plan = planned(settings=[{"reshard_after_forward": False}], policy=CausalBlock, mp_policy=BF16)
+        plan.save(tmp_path / "plan.yaml")
+        assert yaml.safe_load((tmp_path / "plan.yaml").read_text()) == plan.to_dict()
+        assert not (tmp_path / "plan.yaml").read_text().startswith("{")
+        mesh = mesh_for(plan.best.setting)
+        plan.apply(mesh)
+        again, _ = planned(settings=[{}])
+        fsdp2.apply_plan(again, tmp_path / "plan.yaml", mesh)
+        assert fsdp2.describe(again) == fsdp2.describe(model)
+        for text, message in (("a: [1", "expected a plan in YAML"), ("- 1", "expected a plan, got a list")):
+            (tmp_path / "wrong.yml").write_text(text)
+            with pytest.raises(ValueError, match=message):
+                fsdp2.apply_plan(planned(settings=[{}])[0], tmp_path / "wrong.yml", mesh)
+
+
+def test_yaml_without_its_package(tmp_path: Path) -> None:
+    with fake_world(4), mock.patch.dict("sys.modules", {"yaml": None}):
+        _, plan = planned(settings=[{}])
+        with pytest.raises(ModuleNotFoundError, match=r"needs the package PyYAML: pip install 'fsdp2\[yaml\]'"):
+            plan.save(tmp_path / "plan.yaml")
+        assert not (tmp_path / "plan.yaml").exists()

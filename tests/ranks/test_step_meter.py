@@ -79,7 +79,9 @@ def test_flops_follow_palm() -> None:
 
 
 def test_devices_of_the_table() -> None:
-    for name, flops in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("GeForce", None)):
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "GeForce": None}
+    names |= {"NVIDIA L40": 181e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA GB200": 2500e12}
+    for name, flops in names.items():
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=True),
             mock.patch.object(torch.cuda, "get_device_name", return_value=name),

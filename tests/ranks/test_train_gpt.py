@@ -4,9 +4,11 @@ Plain training on one process is the oracle. One run uses torchrun, because the 
 test_torchrun_passes_sigterm_on.
 """
 
+import importlib.util
 import itertools
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -124,6 +126,39 @@ def test_muon_learns_more_than_adamw_and_alike_on_any_number_of_ranks(
     assert validations[STEPS] < adamw[1][STEPS] - 0.05
 
 
+def test_what_it_says_to_a_newcomer(tmp_path: Path) -> None:
+    """What sharding saves, how long it takes, the curve, and a command that continues, which is run as it stands."""
+    options = ("--tiny", "--save", str(tmp_path), "--sample-bytes", "2")
+    output = run_forked(SCRIPT.name, 2, *options)
+    (held, times) = re.findall(r"holds ([\d.]+) MB of parameters, as much|would hold ([\d.]+)x as much", output)
+    assert float(held[0]) == pytest.approx(0.25, abs=0.1)
+    assert times[1] == "2.0"
+    assert re.search(r"^All 12 steps take about \d+\.\d minutes\.$", output, re.MULTILINE)
+    (first, bars, last) = re.findall(r"^Training, in bits per byte: (\S+) ([▁-█]{12}) (\S+)$", output, re.MULTILINE)[0]
+    assert 7.5 < float(first) < 8.5
+    assert float(last) < float(first)
+    assert bars.startswith("█")
+    (command,) = re.findall(r"^To go on to step 24: .* examples/train_gpt.py (.*)$", output, re.MULTILINE)
+    assert command == f"{' '.join(options)} --steps 24 --resume {tmp_path / 'step-000012'}"
+    resumed = run_forked(SCRIPT.name, 2, *command.split())
+    assert "training continues with step 13" in resumed
+    assert "To go on to step 48: OMP_NUM_THREADS=1 " in resumed
+    assert "--steps 48 --resume" in resumed
+    assert resumed.count("--steps 24") == 0
+
+
+def test_the_curve_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import train_gpt
+
+    assert train_gpt.curve({1: 8.0, 2: 4.0, 3: 0.0}) == "8.00 █▅▁ 0.00"
+    assert train_gpt.curve({1: 2.0}) == "2.00 ▁ 2.00"
+    assert len(train_gpt.curve(dict(enumerate(range(1, 131)))).split()[1]) == 44
+    pytest.importorskip("matplotlib", reason="it is of the extra viz")
+    train_gpt.plot({1: 8.0, 2: 4.0}, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
 def terminates_in(steps: dict[int, int]) -> Callable[[int], None]:
     """Rank -> the step in the midst of which it gets SIGTERM."""
 
@@ -200,6 +235,7 @@ def test_torchrun_passes_sigterm_on(tmp_path: Path) -> None:
         ("--batch 10 --impl none", "--impl none is training on one process, but there are 5 ranks"),
         ("--batch 10 --impl ddp --bf16", "--impl ddp does not use"),
         ("--batch 10 --resume nowhere", "--resume nowhere: no checkpoint there"),
+        ("--batch 10 --plot loss.png", "--plot draws with matplotlib: pip install 'fsdp2[viz]'"),
     ],
 )
 def test_wrong_arguments_end_in_a_sentence(
@@ -209,6 +245,7 @@ def test_wrong_arguments_end_in_a_sentence(
     monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setenv("WORLD_SIZE", "5")
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(SCRIPT))["parse_arguments"]()
     assert message in capsys.readouterr().err

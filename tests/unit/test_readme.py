@@ -95,6 +95,40 @@ def test_the_public_api_is_small() -> None:
     assert len(TEXTS["README.md"].splitlines()) < 200
 
 
+def test_outcomes_of_situations_agree() -> None:
+    """In README.md, in words; in tests/README.md; and in the report that both name."""
+    report = ROOT / "benchmarks" / "results" / "2026-11-27-situations.md"
+    outcomes = [[int(cell) for cell in row[1:6]] for row in table_rows(report)["Situations, 2026-11-27"][:2]]
+    tested = [
+        row[1:6] for row in table_rows(ROOT / "tests" / "README.md")["Tests"] if row[0] in ("fsdp2", "torch 2.13")
+    ]
+    assert [[int(cell) for cell in row] for row in tested] == outcomes
+    (exact, loud, *wrong), torchs = outcomes
+    assert wrong == [0, 0, 0]
+    text = " ".join(TEXTS["README.md"].split())
+    assert f"We compared {exact + loud} programs that users write" in text
+    assert f"With fsdp2, {exact} are exact and {loud} end with an error" in text
+    assert f"Of the {sum(torchs)} that torch 2.13's FSDP2 can run, {torchs[3]} train with wrong numbers" in text
+    assert report.name in text
+
+
+def test_ratios_of_the_readme_are_those_of_the_report() -> None:
+    """What was measured on a GPU stands in README.md, in benchmarks/README.md, and in the report."""
+    reasons = TEXTS["README.md"].partition("## Three reasons")[2].partition("\n## ")[0]
+    ratios = set(re.findall(r"\b\d\.\d\dx", reasons)) - {"1.00x"}
+    assert len(ratios) == 8
+    table = TEXTS["benchmarks/README.md"].partition("**What it says**")[2].partition("**Counted")[0]
+    report = (ROOT / "benchmarks" / "results" / "2026-11-26-gpu.md").read_text()
+    assert sorted(ratio for ratio in ratios if ratio not in table or ratio not in report) == []
+    numbers = re.findall(r"takes (\d+\.\d) GiB .* (\d+\.\d) with|(\d\.\d) and (\d\.\d) \(reserved", reasons)
+    assert [value for found in numbers for value in found if value] == ["13.3", "17.0", "3.9", "7.0"]
+    for of_readme, measured in {"13.3": "13.29", "17.0": "16.95", "3.9": "3.88", "7.0": "6.99"}.items():
+        assert abs(float(of_readme) - float(measured)) <= 0.051
+        assert measured in report
+    assert "takes 73 ms on an H200, and 142 ms" in " ".join(reasons.split())
+    assert "73.4; 66.5 | 142 |" in table.replace("|  |", "|")
+
+
 def test_ci_runs_the_command_of_the_readme() -> None:
     """Word for word: a reader who copies it gets what CI has tried."""
     (command,) = (block.source for block in code_blocks(ROOT / "README.md", "") if "pytest" in block.source)

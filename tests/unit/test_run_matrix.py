@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from run_matrix import Outcome, read, table
+from run_matrix import ROOT, Outcome, read, table
 
 TESTS = """
 import pytest
@@ -40,6 +40,15 @@ def test_reports_are_counted(tmp_path: Path, arguments: tuple[str, ...], expecte
     assert Outcome(passed=2).is_good
 
 
-def test_the_table_names_every_release() -> None:
-    lines = table({"1.0": Outcome(3, 1, 2, 4.6), "2.0": Outcome(note="not installed")}).splitlines()
-    assert lines[2:] == ["| 1.0 | 3 | 1 | 2 | 5 |  |", "| 2.0 | 0 | 0 | 0 | 0 | not installed |"]
+def test_the_table_names_every_cell() -> None:
+    lines = table({("3.10", "1.0"): Outcome(3, 1, 2, 4.6), ("3.14", "2.0"): Outcome(note="not installed")}).splitlines()
+    assert lines[2:] == ["| 3.10 | 1.0 | 3 | 1 | 2 | 5 |  |", "| 3.14 | 2.0 | 0 | 0 | 0 | 0 | not installed |"]
+
+
+def test_cells_that_cannot_run_say_so(tmp_path: Path) -> None:
+    """No such Python; with --as-they-are, no such environment."""
+    command = [sys.executable, ROOT / "tests" / "run_matrix.py", "--torch", "1.0", "--environments", tmp_path]
+    for more, note in (((), "there is no such Python"), (("--as-they-are",), "there is no such environment")):
+        done = subprocess.run([*command, "--python", "3.99", *more], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert f"| 3.99 | 1.0 | 0 | 0 | 0 | 0 | not run: {note} |" in done.stdout

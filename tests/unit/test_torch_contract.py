@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard as package
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -105,23 +104,6 @@ def test_all_methods_can_be_called() -> None:
         fully_shard(nn.Linear(4, 4)).set_allocate_memory_from_process_group_for_comm(True)
         with pytest.raises(RuntimeError, match="symmetric memory is for collectives that run on NCCL"):
             fully_shard(nn.Linear(4, 4)).set_symm_mem_for_comm("NCCL")
-
-
-def test_parameters_with_annotations_of_spmd_types() -> None:
-    """torch 2.15 takes these: here they are refused, whatever else the call says."""
-    spmd = pytest.importorskip("spmd_types")
-    with fake_world(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        model = nn.Linear(4, 4, bias=False)
-        spmd.assert_type(model.weight, {mesh.get_group("dp"): spmd.R, mesh.get_group("tp"): spmd.S(0)})
-        for options in ({}, {"mesh": mesh, "dp_mesh_dims": fsdp2.DataParallelMeshDims(shard="dp")}):
-            with pytest.raises(NotImplementedError, match=r"^weight: .*spmd_types are not supported yet.*DTensor"):
-                fully_shard(model, **options)
-        assert type(model.weight) is nn.Parameter
-        # As the error says.
-        model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, (Replicate(), Shard(0))))
-        fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
-        assert isinstance(model, fsdp2.FSDPModule)
 
 
 def test_what_is_documented_to_come() -> None:
