@@ -7,15 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.codecs import Int8
 from fsdp2.planning import apply
-from helpers import fake_world, full, run_ranks
+from helpers import fake_world
 from models import CausalBlock, TinyGPT
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -107,35 +105,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="model: expected"):
             fsdp2.apply_plan("model", saved, mesh)  # type: ignore[arg-type]
         fsdp2.apply_plan(model, saved, mesh)
-
-
-def test_ranks_train_by_a_file(tmp_path: Path) -> None:
-    """As by Plan.apply, to the bit."""
-
-    def body(rank: int, world_size: int) -> list[Any]:
-        found = []
-        for way in ("apply", "file"):
-            torch.manual_seed(0)
-            model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
-            plan = fsdp2.plan(model, ranks=2, batch=lambda: torch.ones(2, 6), policy=nn.Linear, device="cpu")
-            mesh = init_device_mesh("cpu", (2,))
-            if way == "apply":
-                plan.apply(mesh)
-            else:
-                if rank == 0:
-                    plan.save(tmp_path / "plan.json")
-                dist.barrier()
-                fsdp2.apply_plan(model, tmp_path / "plan.json", mesh)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(3):
-                model(torch.ones(2, 6) * (rank + 1)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append([full(param).detach().clone() for param in model.parameters()])
-        return found
-
-    for one, other in run_ranks(2, body):
-        assert all(map(torch.equal, one, other))
 
 
 def test_a_plan_in_yaml(tmp_path: Path) -> None:
