@@ -181,7 +181,9 @@ class DataMesh:
     @cached_property
     def hops(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
         """This rank's process groups between machines and inside its machine, if gathers take a hop along each."""
-        rail, machine = self.topology.group(Gathered.AT_USE_FIRST), self.topology.group(Gathered.AT_USE)
+        if self.joins is None:
+            return None
+        rail, machine = self.joins.group(Gathered.AT_USE_FIRST), self.joins.group(Gathered.AT_USE)
         return None if rail is None or machine is None else (rail, machine)
 
     @property

@@ -47,7 +47,7 @@ def beside(device: torch.device, waits: bool = True, lane: str = "") -> Iterator
         yield
         return
     if device.type == "meta" and (simulation := simulated.get()) is not None:
-        with simulation.beside():
+        with simulation.beside(lane):
             yield
         return
     current = torch.accelerator.current_stream(device)

@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def ordered_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.Proces
     return made[order]
 
 
-def _new_group(ranks: tuple[int, ...], **order: bool) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], **order: Any) -> dist.ProcessGroup:
     assert dist.group.WORLD is not None, "there are other groups"
     num_made = _num_made.setdefault(dist.group.WORLD, Counter())
     num_made[ranks] += 1

@@ -156,7 +156,16 @@ def what_is_not_supported_is_refused_by_name() -> None:
         fsdp2.two_hop_mesh("cpu", ranks_per_machine=3)
     with pytest.raises(TypeError, match="ranks_per_machine: expected an int or None"):
         fsdp2.two_hop_mesh("cpu", ranks_per_machine=True)
-    assert "gpu: SHARD, machine: SHARD_ACROSS" in str(describe(in_two_hops(plain_model())))
+    model = in_two_hops(plain_model())
+    collective: Any = mock.Mock()
+    for choose in (
+        lambda: model.set_custom_all_gather(collective),
+        lambda: model.set_custom_reduce_scatter(collective),
+        lambda: model.set_allocate_memory_from_process_group_for_comm(True),
+    ):
+        with pytest.raises(NotImplementedError, match="two hops"):
+            choose()
+    assert "gpu: SHARD, machine: SHARD_ACROSS" in str(describe(model))
 
 
 def the_launcher_says_where_ranks_are() -> None:
