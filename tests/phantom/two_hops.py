@@ -44,7 +44,7 @@ def seconds(model: str, ranks: int, cards: int, latency: float) -> dict[str, flo
         latency=(times.base, times.inside, times.between),
         flops=FLOPS,
     )
-    rows = {row.setting: row.prediction.seconds for row in plan.rows}
+    rows = {row.setting: row.prediction.time for row in plan.rows}
     return {name: rows[fsdp2.Setting(ranks, **each)] or 0.0 for name, each in fields.items()}
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, codecs, fully_shard
 from fsdp2.engine.comm import CoalescedComm
+from fsdp2.engine.hops import HopsComm
 from fsdp2.engine.state import groups_below
 from helpers import fake_world
 
@@ -103,3 +105,53 @@ def test_gathers_take_no_memory_but_that_of_the_parameters() -> None:
     assert len(pieces) == 2
     storage = group.parameters.buffers.storage
     assert {each.untyped_storage().data_ptr() for each in pieces} == {storage.data_ptr()}
+
+
+def make_blocks(device: str = "meta") -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(3)))
+
+
+def plan_of(model: nn.Module, *settings: dict[str, Any]) -> fsdp2.Plan:
+    return fsdp2.plan(
+        model,
+        ranks=MACHINES * PLACES,
+        batch=lambda: torch.zeros(2, WIDTH, device="meta"),
+        policy=nn.Linear,
+        settings=[*settings],
+        link=50e9,
+        machine_link=370e9,
+        ranks_per_machine=PLACES,
+        latency=(1e-5, 1e-6, 1e-3),
+        flops=1e14,
+    )
+
+
+def test_a_plan_predicts_the_collectives_of_two_hops() -> None:
+    plan = plan_of(make_blocks(), {}, {"machines": MACHINES})
+    one, two = sorted(plan.rows, key=lambda row: row.setting.machines)
+    for kind in ("all_gather", "reduce_scatter"):
+        assert two.prediction.launched[kind] == 2 * one.prediction.launched[kind]
+        assert two.prediction.moved[kind] * PLACES == one.prediction.moved[kind] * (PLACES + 1)
+    assert "two hops over 2 machines" in str(plan)
+
+
+def test_apply_asks_for_the_mesh_of_two_hops() -> None:
+    plan = plan_of(make_blocks("cpu"), {"machines": MACHINES})
+    with pytest.raises(ValueError, match=r"Write fsdp2.two_hop_mesh\(ranks_per_machine=4\)"):
+        plan.apply(init_device_mesh("cpu", (8,)))
+    model = plan.apply(fsdp2.two_hop_mesh("cpu", ranks_per_machine=PLACES))
+    assert all(isinstance(group.comms.gathers, HopsComm) for group in groups_below(model))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"machines": 3},
+        {"machines": 8},
+        {"machines": 2, "replicas": 2},
+        {"machines": 2, "wire_dtype": torch.bfloat16},
+    ],
+)
+def test_settings_that_exclude_two_hops_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="machines: expected"):
+        fsdp2.Setting(8, **fields)
