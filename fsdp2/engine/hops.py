@@ -41,17 +41,24 @@ class _SecondHop:
         self._first: Work | None = first
         self._begin, self._waiting = begin, waiting
         self._second: Work | None = None
+        self._error: BaseException | None = None
         waiting.append(self)
 
     def begin(self) -> None:
         first, self._first = self._first, None
         assert first is not None, "it waits to begin"
-        first.wait()
-        self._second = self._begin()
+        try:
+            first.wait()
+            self._second = self._begin()
+        except BaseException as error:
+            self._error = error  # for whoever waits for this one
+            raise
 
     def wait(self) -> None:
         while self._first is not None:
             self._waiting.popleft().begin()
+        if self._error is not None:
+            raise self._error
         second, self._second = self._second, None
         if second is not None:
             second.wait()
