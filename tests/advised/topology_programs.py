@@ -69,15 +69,20 @@ def two_hops() -> None:
     policies = [MixedPrecisionPolicy(gradient_codec=Int8()), MixedPrecisionPolicy(replica_codec=Int8())]
     for policy in policies:
         refused(functools.partial(across, mp_policy=policy), NotImplementedError)
-    with mock.patch.object(dist, "new_group", lambda ranks, use_local_synchronization=False: None):
-        refused(across, NotImplementedError)
+
+    def new_group(ranks: Any) -> Any:
+        raise AssertionError("it sorts ranks")
+
+    mesh = two_hop_mesh("cpu", ranks_per_machine=2)
+    with mock.patch.object(dist, "new_group", new_group):
+        refused(lambda: across(mesh), NotImplementedError)
     model = across()
-    refused(lambda: model.set_custom_all_gather(Gather()), NotImplementedError)
+    refused(lambda: model.set_custom_all_gather(Gather(is_async=False)), NotImplementedError)
     refused(lambda: model.set_allocate_memory_from_process_group_for_comm(True), NotImplementedError)
     train(model, build())
     train(across(mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.bfloat16))), build(), tolerance=0.05)
     usual: Any = shard(build(), mesh=init_device_mesh("cpu", (4,)))
-    usual.set_custom_all_gather(Gather())
+    usual.set_custom_all_gather(Gather(is_async=False))
     usual.set_allocate_memory_from_process_group_for_comm(False)
     train(usual, build())
 
