@@ -19,7 +19,7 @@ from . import models
 from .agree import LAYERS, TOKENS, _loss
 from .prices import Machine
 
-CASES = (("1B", 64, 8), ("1B", 512, 8), ("8B", 64, 8), ("8B", 64, 1), ("moe", 64, 8), ("moe", 512, 8), ("moe", 64, 1))
+CASES = (("1B", 64, 8), ("1B", 512, 8), ("8B", 64, 8), ("8B", 64, 1), ("moe", 64, 8), ("moe", 64, 1))
 FLOPS = 300e12  # about what the plain model reaches in a whole step of the timeline
 FIELDS: dict[str, dict[str, Any]] = {"one hop": {}, "k=8": {"reshard_after_forward": 8}}
 LATENCIES = {"half": 0.5, "as is": 1.0, "double": 2.0}
