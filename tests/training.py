@@ -312,6 +312,8 @@ class Draw:
             or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
+            # The hook sums over all ranks in one hop, in another order.
+            or (self.setting == "own hook" and self.topology == "2x2 in two hops")
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None and topology.dims.shard_at_rest)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
