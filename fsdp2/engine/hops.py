@@ -92,7 +92,7 @@ class HopsComm:
         lane: str,
         sent: torch.dtype | None = None,
     ) -> None:
-        self.rail, self.machine, self._flat = rail, machine, flat
+        self.rail_comm, self.machine_comm, self._flat_comm = rail, machine, flat
         self._device, self._waiting, self._lane, self._sent = device, waiting, lane, sent
         self.rank, self.size = machine.rank * rail.size + rail.rank, rail.size * machine.size
         self.direct_min_bytes = max(rail.direct_min_bytes, machine.direct_min_bytes)
@@ -101,28 +101,28 @@ class HopsComm:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self._flat.group
+        return self._flat_comm.group
 
     @property
     def force_sum(self) -> bool:
-        return self.machine.force_sum
+        return self.machine_comm.force_sum
 
     @force_sum.setter
     def force_sum(self, value: bool) -> None:
-        for comm in (self.rail, self.machine, self._flat):
+        for comm in (self.rail_comm, self.machine_comm, self._flat_comm):
             comm.force_sum = value
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        pieces = [output.view(self.machine.size, -1)[self.machine.rank] for output in outputs]
-        first = self.rail.all_gather(pieces, inputs)
-        return self._then(first, lambda: self.machine.all_gather(outputs, pieces), [*outputs, *inputs])
+        pieces = [output.view(self.machine_comm.size, -1)[self.machine_comm.rank] for output in outputs]
+        first = self.rail_comm.all_gather(pieces, inputs)
+        return self._then(first, lambda: self.machine_comm.all_gather(outputs, pieces), [*outputs, *inputs])
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
         averages = divisor == self.size
-        before, behind = (self.machine.size, self.rail.size) if averages else (divisor, 1)
-        sizes = [output.numel() * self.rail.size for output in outputs]
+        before, behind = (self.machine_comm.size, self.rail_comm.size) if averages else (divisor, 1)
+        sizes = [output.numel() * self.rail_comm.size for output in outputs]
         pieces = outputs[0].new_empty(sum(sizes)).split(sizes)
         sent = self._sent if self._sent is not None and self._sent.itemsize < outputs[0].dtype.itemsize else None
         # Allocated on the stream that computes.
@@ -130,17 +130,17 @@ class HopsComm:
 
         def reduce_between() -> Work:
             if not cast:
-                return self.rail.reduce_scatter(outputs, pieces, behind, what)
+                return self.rail_comm.reduce_scatter(outputs, pieces, behind, what)
             for narrow, piece in zip(cast, pieces, strict=True):
                 narrow.copy_(piece)
-            work, rows = self.rail.exchange(cast, what)
+            work, rows = self.rail_comm.exchange(cast, what)
             summed = SumWork([work], cast, outputs, rows, behind)
             if not streams.exist_on(self._device):
                 return summed
             summed.wait()  # on the stream beside, from whose memory the rows are
             return StreamWork(self._device)
 
-        first = self.machine.reduce_scatter(pieces, inputs, before, what)
+        first = self.machine_comm.reduce_scatter(pieces, inputs, before, what)
         return self._then(first, reduce_between, [*outputs, *inputs, *pieces, *cast])
 
     def _then(self, first: Work, begin: Callable[[], Work], tensors: Sequence[Tensor]) -> Work:
@@ -153,7 +153,7 @@ class HopsComm:
         return AllWork([second], tensors)
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self._flat.exchange(sent, what)
+        return self._flat_comm.exchange(sent, what)
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._flat.all_reduce(tensor, divisor, what)
+        return self._flat_comm.all_reduce(tensor, divisor, what)
