@@ -441,6 +441,7 @@ class FSDPModule:
         Raises:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: there are several ranks, and all hold whole parameters, so that it would never be called.
+            NotImplementedError: collectives take two hops (`shard_across`).
         """
         self._choose_collective("all_gather", comm, "Nothing is gathered")
 
@@ -459,7 +460,8 @@ class FSDPModule:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
                 parameters, and scatter nothing.
-            NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
+            NotImplementedError: axes of the mesh shard at rest only, or across machines, so that gradients are
+                scattered in two steps.
         """
         for group in groups_of(self) if comm is not None else ():
             if group.mesh.shards_at_rest:
@@ -495,6 +497,11 @@ class FSDPModule:
                     f"never be called. {why}. Leave set_custom_{kind} out."
                 )
         for group in groups:
+            if collective is not None and group.mesh.hops is not None:
+                raise NotImplementedError(
+                    f"{kind}: expected None on {group.mesh.topology}, where collectives take two hops, got "
+                    f"{collective!r}. Leave shard_across out to pass your own."
+                )
             if collective is not None and collectives.choice_of(group).memory is not None:
                 raise ValueError(
                     f"{kind}: expected None where set_allocate_memory_from_process_group_for_comm or "
@@ -513,7 +520,8 @@ class FSDPModule:
         must. It has no effect where ranks hold whole parameters.
 
         Without a call, gradients are reduced on a group of their own on devices whose shards are spread over more than
-        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program.
+        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program. With `shard_across`
+        they always are, whatever is chosen.
 
         Args:
             enable: True reduces on a group of its own. False: on that of the mesh.
@@ -540,6 +548,7 @@ class FSDPModule:
 
         Raises:
             ValueError: `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
+            NotImplementedError: collectives take two hops (`shard_across`).
         """
         check_bool("enable", enable)
         self._choose_memory("enable=True", "communicator" if enable else None)
@@ -561,6 +570,7 @@ class FSDPModule:
         Raises:
             ValueError: another backend; or `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
             RuntimeError: the collectives do not run on NCCL.
+            NotImplementedError: collectives take two hops (`shard_across`).
         """
         if backend not in ("NCCL", None):
             raise ValueError(f'backend: expected "NCCL" or None, got {backend!r}')
@@ -570,6 +580,11 @@ class FSDPModule:
 
     def _choose_memory(self, argument: str, memory: Literal["communicator", "symmetric"] | None) -> None:
         for group in groups_of(self) if memory is not None else ():
+            if group.mesh.hops is not None:
+                raise NotImplementedError(
+                    f"{argument} on {group.mesh.topology}: two hops gather and reduce in torch's memory. Leave this "
+                    "call out, or shard_across."
+                )
             choice = collectives.choice_of(group)
             if choice.all_gather is not None or choice.reduce_scatter is not None:
                 raise ValueError(

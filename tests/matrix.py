@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
+from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate, two_hop_mesh
 from fsdp2.engine import buckets
+from fsdp2.engine.meshes import shared_data_mesh
 from helpers import NIGHTLY, alone, assert_same, end_of_part, own_rows, run_ranks, shard_batch
 from models import TinyModel
 from scenarios import TOLERANCE, WIDTH, Block, Run, assert_none_differ, describe, differences, wrapped
@@ -52,6 +53,13 @@ TOPOLOGIES = {
         4,
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),
         dims=DataParallelMeshDims(shard="shards", shard_at_rest="replicas"),
+    ),
+    # All shard; gathers go between machines, of two ranks each, then inside.
+    "2x2 in two hops": Topology(
+        4,
+        lambda: two_hop_mesh("cpu", ranks_per_machine=2),
+        has_replicas=False,
+        dims=DataParallelMeshDims(shard="gpu", shard_across="machine"),
     ),
     "2 replicas": Topology(2, lambda: init_device_mesh("cpu", (2,)), replicate, (Replicate(),)),
 }
@@ -129,7 +137,7 @@ class MatrixRun(Run):
             assert self.mesh is not None
             assert self.topology is not None
             placements, dims = self.topology.placements, self.topology.dims
-            mesh = self.mesh if dims is None else self.mesh[NAMES]._flatten()
+            mesh = self.mesh if dims is None else shared_data_mesh(self.mesh, dims).mesh
             assert_lies_on(mesh, value, expected[2], **self.tolerance, name=name, placements=placements)
         else:
             super()._compare(kind, name, value, expected)

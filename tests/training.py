@@ -47,6 +47,7 @@ from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
+from fsdp2.engine.meshes import shared_data_mesh
 from fsdp2.engine.state import groups_below
 from fsdp2.engine.streams import AllWork
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
@@ -294,7 +295,8 @@ class Draw:
     @property
     def shards(self) -> int:
         """The number of ranks that gather together, and first reduce together."""
-        return {"2x2 across": 2, "2x2 at rest": 2, "2x1": 1, "2 replicas": 1}.get(self.topology, self.ranks)
+        among_two = dict.fromkeys(("2x2 across", "2x2 at rest", "2x2 in two hops"), 2)
+        return (among_two | {"2x1": 1, "2 replicas": 1}).get(self.topology, self.ranks)
 
     @property
     def is_staged(self) -> bool:
@@ -305,13 +307,15 @@ class Draw:
         topology, is_low = TOPOLOGIES[self.topology], self.policy.param_dtype in (BF16, F16)
         encodes = self.policy.wire_dtype is not None or self.policy.gradient_codec is not None
         return not (
-            (encodes and topology.function is replicate)
+            (encodes and (topology.function is replicate or self.topology == "2x2 in two hops"))
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
+            # The hook sums over all ranks in one hop, in another order.
+            or (self.setting == "own hook" and self.topology == "2x2 in two hops")
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
-            or (self.model in CONDITIONAL and topology.dims is not None)
+            or (self.model in CONDITIONAL and topology.dims is not None and topology.dims.shard_at_rest)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
             or (self.precision == "fp32 sums" and self.model != "MixedDtypes")
             or ("vectors" in self.precision and self.model != "Odd")
@@ -617,9 +621,10 @@ class Sharded(Side):
     def __init__(self, draw: Draw, mesh: DeviceMesh, expected: Sequence[tuple[str, str, Any]]) -> None:
         super().__init__(draw)
         self.users_mesh, self.expected, self.different = mesh, expected, list[str]()
-        # On it parameters rest.
-        self.mesh = mesh if TOPOLOGIES[draw.topology].dims is None else mesh[NAMES]._flatten()
         self.start(draw.shard(draw.plain(), mesh))
+        # Parameters rest on it. It is the same object as long as the model lives.
+        dims = TOPOLOGIES[draw.topology].dims
+        self.mesh = mesh if dims is None else shared_data_mesh(mesh, dims).mesh
 
     def show(self, kind: str, name: str, value: Any) -> None:
         self.shown.append((kind, name, value))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import compat
-from .collectives import make_comm
+from .collectives import make_comm, make_hops
 from .comm import Comm, Purpose
 from .compat import num_dispatch_modes, num_function_modes, runs_transform
 from .empty_memory import EmptyTensors
@@ -234,6 +234,9 @@ class FSDPParamGroup:
             self.parameters.build(self.settings, comms.gathers)
 
     def _make_comms(self) -> Comms:
+        if self.mesh.hops is not None:
+            gathers, reduces = make_hops(self.mesh, self.purpose, self.settings.policy.replica_codec)
+            return Comms(gathers, reduces, None, self._neighbours())
         shards, replicas = (
             make_comm(group, self.mesh.device, self.purpose)
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
@@ -252,6 +255,8 @@ class FSDPParamGroup:
         count, group = self.settings.restored_among, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
             return None
+        if self.mesh.hops is not None:
+            group = self.mesh.hops[1]  # the neighbours in the mesh are those of a rail
         return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:

@@ -75,7 +75,8 @@ class MixedPrecisionPolicy:
             all-reduce in the reduce dtype: a codec, as `gradient_codec`, or `fsdp2.codecs.PowerSGD()`. Two replicas
             round each gradient once; more also round the sum, once. All replicas get the same bits. It holds for
             parameters as large as those of `gradient_codec`; others are summed as without it, to the bit, as are all
-            where there is one replica. Equal on all ranks.
+            where there is one replica. Equal on all ranks. With `shard_across` it is a `Cast`, of what a machine has
+            summed and sends to others, for all parameters.
         buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
             next forward those that were put in their place. None: they keep their own. State dicts have and take
             buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a

@@ -27,7 +27,7 @@ class Simulation(Protocol):
     transfers: Transfers
     """Copies between that device and the CPU."""
 
-    def beside(self) -> AbstractContextManager[None]:
+    def beside(self, lane: str = "") -> AbstractContextManager[None]:
         """Context: what is issued inside runs on a stream beside the one that computes; see `streams.beside`."""
 
 

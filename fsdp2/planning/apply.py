@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..api import fully_shard
 from ..engine.compat import backend_name
+from ..engine.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .clocks import Machine
 from .policies import WrapGroup
@@ -27,6 +28,14 @@ def check_mesh(mesh: Any, setting: Setting) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if setting.machines > 1:
+        places = setting.ranks // setting.machines
+        if tuple(mesh.shape) != (places, setting.machines) or mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"mesh: the plan is for two hops over {setting.machines} machines of {places} ranks, got a mesh of "
+                f"shape {tuple(mesh.shape)}. Write fsdp2.two_hop_mesh(ranks_per_machine={places})."
+            )
+        return
     expected = (setting.ranks,) if setting.replicas == 1 else (setting.replicas, setting.num_shards)
     if tuple(mesh.shape) != expected:
         raise ValueError(
@@ -56,6 +65,10 @@ def shard(
         "mp_policy": policy if wire is None else replace(policy, wire_dtype=wire),
         "offload_policy": CPUOffloadPolicy() if setting.offload else OffloadPolicy(),
     }
+    if setting.machines > 1:
+        assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
+        place, machine = mesh.mesh_dim_names
+        options["dp_mesh_dims"] = DataParallelMeshDims(shard=place, shard_across=machine)
     if setting.checkpointing:
         for module in blocks(calls):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)

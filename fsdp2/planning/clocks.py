@@ -75,7 +75,9 @@ class Clocks:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self._network = machine, machine.network
-        self.now = self._beside = 0.0
+        self.now = 0.0
+        # When each stream beside the one that computes is through.
+        self._beside: defaultdict[str, float] = defaultdict(float)
         # When each is free: a communicator; the links inside and between machines; copies.
         self._free: defaultdict[Any, float] = defaultdict(float)
         self.begin_step()
@@ -115,15 +117,15 @@ class Clocks:
         self.now = max(self.now, end)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self, lane: str = "") -> Iterator[None]:
         """Context: what is issued and waited for inside is on a stream beside the one that computes, behind all that
-        this was given.
+        this was given. `lane`: on which of several.
         """
-        computes, self.now = self.now, max(self.now, self._beside)
+        computes, self.now = self.now, max(self.now, self._beside[lane])
         try:
             yield
         finally:
-            self._beside, self.now = self.now, computes
+            self._beside[lane], self.now = self.now, computes
 
     def communicate(
         self,

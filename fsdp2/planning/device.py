@@ -233,6 +233,13 @@ class MeshOfSizes(DataMesh):
     """Is the mesh of rank 0 among ranks that this process does not have."""
 
     groups: tuple[RanksOfSizes, RanksOfSizes | None] = field(kw_only=True, compare=False, repr=False)
+    groups_of_hops: tuple[RanksOfSizes, RanksOfSizes] | None = field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
+
+    @property
+    def hops(self) -> Any:
+        return self.groups_of_hops
 
     @property
     def shard_group(self) -> Any:
@@ -287,8 +294,8 @@ class DeviceOfSizes:
         self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(casts=self.device.type == "cpu")
         self.transfers: Transfers = _TransfersOfSizes(self)
 
-    def beside(self) -> AbstractContextManager[None]:
-        return self.clocks.beside()
+    def beside(self, lane: str = "") -> AbstractContextManager[None]:
+        return self.clocks.beside(lane)
 
     def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
         """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""
@@ -297,7 +304,10 @@ class DeviceOfSizes:
         own = RanksOfSizes(self, shards, shards)
         replicas = RanksOfSizes(self, setting.replicas, ranks) if setting.replicas > 1 else None
         axes: Any = ((0,), ()) if replicas is None else ((1,), (0,))
-        on_device, apart = (MeshOfSizes(numbers, *axes, groups=(own, replicas)) for _ in range(2))
+        hops, places = None, shards // setting.machines
+        if setting.machines > 1:
+            hops = RanksOfSizes(self, setting.machines, shards), RanksOfSizes(self, places, places)
+        on_device, apart = (MeshOfSizes(numbers, *axes, groups=(own, replicas), groups_of_hops=hops) for _ in range(2))
         object.__setattr__(apart, "_device", torch.device("meta", 0))  # which does not equal where shards rest
         return lambda offloads: apart if offloads else on_device
 

@@ -31,6 +31,7 @@ class Setting:
         policy: the name of the wrap policy, if there are several.
         blocks_per_call: up to so many neighbouring blocks are in one `fully_shard` call, and gathered and reduced
             together; the first ones are fewer.
+        machines: gathers go between so many machines first, then inside each (`shard_across`). 1: they take one hop.
     """
 
     ranks: int
@@ -41,9 +42,10 @@ class Setting:
     wire_dtype: torch.dtype | None = None
     policy: str = ""
     blocks_per_call: int = 1
+    machines: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "blocks_per_call"):
+        for name in ("ranks", "replicas", "blocks_per_call", "machines"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -51,12 +53,23 @@ class Setting:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
         if self.ranks % self.replicas:
             raise ValueError(f"replicas: expected a divisor of {self.ranks} ranks, got {self.replicas}")
+        if self.ranks % self.machines:
+            raise ValueError(f"machines: expected a divisor of {self.ranks} ranks, got {self.machines}")
+        if self.machines > 1 and (self.replicas > 1 or self.wire_dtype is not None or self.machines == self.ranks):
+            raise ValueError(
+                f"machines: expected 1 with replicas, with a wire_dtype, or with one rank on each, got {self.machines}"
+            )
         kept = self.reshard_after_forward
         if kept is not None and not isinstance(kept, (bool, int)):
             raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {kept!r}")
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.num_shards % kept):
             raise ValueError(
                 f"reshard_after_forward: expected a divisor of the {self.num_shards} ranks that shard, got {kept}"
+            )
+        of_machine = self.num_shards // self.machines
+        if self.machines > 1 and kept and not isinstance(kept, bool) and kept != self.ranks and of_machine % kept:
+            raise ValueError(
+                f"reshard_after_forward: expected a divisor of {of_machine} ranks of a machine, got {kept}"
             )
 
     @property

@@ -62,6 +62,8 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
     parts.append(f"reshard_after_forward={setting.reshard_after_forward}")
     if setting.replicas > 1:
         parts.append(f"{setting.replicas} replicas of {setting.num_shards}")
+    if setting.machines > 1:
+        parts.append(f"two hops over {setting.machines} machines")
     if setting.checkpointing:
         parts.append("checkpointing")
     if setting.offload:

@@ -490,7 +490,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     ):
         if getattr(now, name) != getattr(usual, name):
             yield f"{name}={getattr(now, name)}"
-    if group.mesh.shards_at_rest:
+    if group.mesh.joins is not None:
         yield str(group.mesh.topology)
     if group.transfers is not None or (group.params and group.params[0].storage_device != group.mesh.device):
         yield "CPU offload"

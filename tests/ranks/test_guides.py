@@ -305,6 +305,11 @@ def replicas(names: Names) -> None:
     assert_equal(names["shared"], trained(names, steps=3))
 
 
+@guide("Two hops", ranks=4)
+def two_hops(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=3))
+
+
 @guide("Checkpoints and resuming")
 def checkpoints(names: Names) -> None:
     assert names["first"] == 2
