@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -399,6 +399,9 @@ class Distribution:
     """Says how one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along
     which the ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
     """
+
+    # True if modules compute with a part that attributes describe: `whole` and `attributes` do something then.
+    is_annotated: ClassVar[bool] = False
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

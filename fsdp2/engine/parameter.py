@@ -88,7 +88,8 @@ class FSDPParam:
         chosen = compat.chosen_grad_dtype(original)
         self.grad_choice = chosen if grad_dtype is None else grad_choice(original, grad_dtype)
         self._user_class: type[Any] = nn.Parameter
-        original = distribution.whole(original)
+        if distribution.is_annotated:
+            original = distribution.whole(original)
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
             self._user_class = _user_class(original)
@@ -309,9 +310,8 @@ class FSDPParam:
 
     def _share_attributes(self, unsharded: nn.Parameter) -> None:
         """Shows attributes that users set on `unsharded` or the sharded parameter, now or later, on the other, too."""
-        own = self.distribution.attributes
-        if own:
-            vars(unsharded).update({**_user_attributes(self.sharded), **own})
+        if self.distribution.is_annotated:
+            vars(unsharded).update({**_user_attributes(self.sharded), **self.distribution.attributes})
         elif type(unsharded) is nn.Parameter or isinstance(unsharded, DTensor) or self._has_user_class():
             unsharded.__dict__ = vars(self.sharded)
         else:  # its class keeps its inner tensors there

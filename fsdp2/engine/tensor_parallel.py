@@ -16,7 +16,7 @@ from .annotations import Annotation, is_annotated, read
 from .compat import distributed_parameter, local_of, new_dtensor, take_hooks
 from .mesh import DataMesh, Distribution, check_order
 from .mesh import distribute as distribute_plain
-from .torch_names import concatenate_meshes, cut, strided_shard
+from .torch_names import SPMD_TYPE, concatenate_meshes, cut, strided_shard
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Annotated(TensorParallel):
     Modules compute with such a tensor, and its gradient says nothing of how it is distributed; `annotation` does.
     """
 
+    is_annotated = True
+
     annotation: Annotation = field(compare=False)
 
     @property
@@ -108,7 +110,9 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         ValueError: a DTensor on a mesh that has no root in common with `mesh`, or with a placement it can't keep.
     """
     if not isinstance(parameter, DTensor):
-        return _annotated(parameter, mesh, dim) if is_annotated(parameter) else distribute_plain(parameter, mesh, dim)
+        if SPMD_TYPE in vars(parameter) and is_annotated(parameter):
+            return _annotated(parameter, mesh, dim)
+        return distribute_plain(parameter, mesh, dim)
     is_scalar = parameter.dim() == 0
     inner, placements = parameter.device_mesh, parameter.placements
     for axis, placement in enumerate(placements):

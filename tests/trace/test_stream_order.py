@@ -647,15 +647,15 @@ def not_waited_for(collective: str) -> Any:
 
 
 @contextmanager
-def unordered(device: torch.device) -> Iterator[None]:
+def unordered(device: torch.device, waits: bool = True, lane: str = "") -> Iterator[None]:
     """`streams.beside` without its wait."""
-    with streams._stream_beside(torch.accelerator.current_stream(device), device):
+    with streams._stream_beside(torch.accelerator.current_stream(device), device, lane):
         yield
 
 
 def one_for_all() -> Any:
-    only = cache(lambda _: torch.Stream())
-    return mock.patch.object(streams, "_stream_beside", lambda stream, device: only(device))
+    only = cache(lambda *_: torch.Stream())
+    return mock.patch.object(streams, "_stream_beside", lambda stream, device, lane: only(device, lane))
 
 
 def finishes_where_called() -> Any:
