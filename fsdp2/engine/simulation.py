@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from .comm import Comm, Purpose
-    from .streams import Transfers
+    from .streams import Transfers, Work
 
 
 class Simulation(Protocol):
@@ -29,6 +29,9 @@ class Simulation(Protocol):
 
     def beside(self, lane: str = "") -> AbstractContextManager[None]:
         """Context: what is issued inside runs on a stream beside the one that computes; see `streams.beside`."""
+
+    def record_event(self) -> Work:
+        """Returns what ends when the stream that issues work now is through with what it was given."""
 
 
 class SimulatedGroup(dist.ProcessGroup):

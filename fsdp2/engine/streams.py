@@ -102,7 +102,11 @@ class StreamWork:
     """Is all that the current stream of `device` was given before, none of which the host waits for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.accelerator.current_stream(device).record_event()
+        simulation = simulated.get() if device.type == "meta" else None
+        if simulation is None:
+            self._event: Any = torch.accelerator.current_stream(device).record_event()
+        else:
+            self._event = simulation.record_event()
 
     def wait(self) -> None:
         self._event.wait()

@@ -58,11 +58,10 @@ def shard(
     model: nn.Module, calls: Sequence[WrapGroup], policy: MixedPrecisionPolicy, setting: Setting, mesh: DeviceMesh
 ) -> Any:
     """Shards `model`, in place, and returns it. Every rank must call it."""
-    wire = setting.wire_dtype
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": setting.reshard_after_forward,
-        "mp_policy": policy if wire is None else replace(policy, wire_dtype=wire),
+        "mp_policy": setting.chosen(policy),
         "offload_policy": CPUOffloadPolicy() if setting.offload else OffloadPolicy(),
     }
     if setting.machines > 1:
@@ -74,8 +73,8 @@ def shard(
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     for call in calls:
         own = dict(call.options)
-        if wire is not None and "mp_policy" in own:
-            own["mp_policy"] = replace(own["mp_policy"], wire_dtype=wire)
+        if "mp_policy" in own:
+            own["mp_policy"] = setting.chosen(own["mp_policy"])
         fully_shard(call.module, **{**options, **own})
     return fully_shard(model, **options)
 

@@ -37,10 +37,13 @@ from .settings import Setting
 
 _aten = torch.ops.aten
 # Operations that write to tensors that are there: without values they do nothing. And those that do so given `out`.
-_FILLS = {_aten.copy_, _aten._foreach_copy_, _aten.zero_, _aten.fill_, _aten.add_, _aten.div_, _aten._foreach_div_}
+_FILLS = {
+    *(_aten.copy_, _aten._foreach_copy_, _aten.zero_, _aten.fill_),
+    *(_aten.add_, _aten.mul_, _aten.div_, _aten._foreach_div_),
+}
 _FILLS_OUT = {_aten.split_with_sizes_copy, _aten._chunk_cat, _aten.add, _aten.sub, _aten.mul, _aten.sum}
 # Those of them whose kernels compute in one dtype, to which those of the CPU cast all tensors first.
-_PROMOTES = {_aten.add_, _aten.add, _aten.sub, _aten.mul}
+_PROMOTES = {_aten.add_, _aten.mul_, _aten.add, _aten.sub, _aten.mul}
 
 
 class StorageMeterOfSteps(StorageMeter):
@@ -99,14 +102,11 @@ class StorageMeterOfSteps(StorageMeter):
 def _cast_nbytes(tensors: Sequence[Any]) -> int:
     """Returns the bytes of the copies that an elementwise kernel makes of tensors of other dtypes than the widest.
 
-    The first one is the output; in place it is an operand, too.
+    The first one is the output. In place it is an operand, too: then there is a copy of each.
     """
-    distinct = {id(each): each for each in tensors if isinstance(each, Tensor)}.values()
-    dtypes = {each.dtype for each in distinct}
-    if len(dtypes) == 1:
-        return 0
-    computed = reduce(torch.promote_types, dtypes)
-    return sum(each.numel() * computed.itemsize for each in distinct if each.dtype != computed)
+    operands = [each for each in tensors if isinstance(each, Tensor)]
+    computed = reduce(torch.promote_types, {each.dtype for each in operands})
+    return sum(each.numel() * computed.itemsize for each in operands if each.dtype != computed)
 
 
 # ---- communication
@@ -296,6 +296,9 @@ class DeviceOfSizes:
 
     def beside(self, lane: str = "") -> AbstractContextManager[None]:
         return self.clocks.beside(lane)
+
+    def record_event(self) -> Work:
+        return _Ends(self.clocks, self.clocks.now)
 
     def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
         """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""

@@ -114,7 +114,6 @@ class Outline:
 
         for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            wire = policy.wire_dtype if setting.wire_dtype is None else setting.wire_dtype
             offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
             offloads = can_offload and hasattr(offload, "pin_memory")
             modules = [shells[i] for i in indices]
@@ -123,7 +122,7 @@ class Outline:
                 Arguments(
                     mesh(offloads),
                     chosen.get("reshard_after_forward", setting.reshard_after_forward),
-                    mp_policy=replace(policy, param_dtype_override_fn=partial(dtype_of, policy), wire_dtype=wire),
+                    mp_policy=replace(setting.chosen(policy), param_dtype_override_fn=partial(dtype_of, policy)),
                     offload_policy=CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
                 ),
                 sharded_class,
@@ -135,37 +134,30 @@ class Outline:
 
 
 def _check_codecs(policy: MixedPrecisionPolicy) -> None:
-    """Refuses codecs of which a plan cannot know what they allocate: of gathers and replicas all, and of gradients
-    those that read values, which tensors of a plan do not have.
+    """Refuses codecs of which a plan cannot know what they allocate: those that read values, which tensors of a plan do
+    not have.
 
     Raises:
-        NotImplementedError: there is a `gather_codec` or a `replica_codec`; or `gradient_codec` has failed on a few
-            numbers on meta.
+        NotImplementedError: a codec has failed on a few numbers on meta.
     """
-    if policy.replica_codec is not None:
-        raise NotImplementedError(
-            f"plan: expected no replica_codec, got {policy.replica_codec!r}: a plan also has settings without "
-            "replicas, which refuse it. Plan without it: sums between replicas then take the bytes of the reduce dtype."
-        )
-    if policy.gather_codec is not None:
-        raise NotImplementedError(
-            f"plan: expected no gather_codec, got {policy.gather_codec!r}: what it allocates is not known. "
-            "Plan without it: gathers then take longer, and the bytes that travel are those of param_dtype."
-        )
-    codec = policy.gradient_codec
-    if codec is None or not codec.exchanges:
-        return
-    try:
-        numbers = torch.empty(2, 64, dtype=codec.packed_dtype(torch.float32), device="meta")
-        wire = codec.encode(numbers, 0)
-        codec.decode(wire, torch.empty_like(numbers))
-        codec.sum(wire, torch.empty(64, dtype=torch.float32, device="meta"))
-    except Exception as error:  # whatever a user's codec raises without values
-        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        raise NotImplementedError(
-            f"plan: expected a gradient_codec that runs on the meta device, to count what it allocates, got {codec!r}, "
-            f"which raises there: {text[:200]}. Plan with wire_dtype=torch.bfloat16 in its place."
-        ) from error
+    for field in ("gradient_codec", "gather_codec", "replica_codec"):
+        codec = getattr(policy, field)
+        if codec is None or not getattr(codec, "exchanges", False):
+            continue
+        try:
+            numbers = torch.empty(2, 64, dtype=codec.packed_dtype(torch.float32), device="meta")
+            wire = codec.encode(numbers, 0)
+            codec.decode(wire, torch.empty_like(numbers))
+            if field != "gather_codec":
+                codec.sum(wire, torch.empty(64, dtype=torch.float32, device="meta"))
+        except Exception as error:  # whatever a user's codec raises without values
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            in_its_place = "Plan with wire_dtype=torch.bfloat16 in its place."
+            advice = in_its_place if field == "gradient_codec" else "Plan without it."
+            raise NotImplementedError(
+                f"plan: expected a {field} that runs on the meta device, to count what it allocates, got {codec!r}, "
+                f"which raises there: {text[:200]}. {advice}"
+            ) from error
 
 
 def outline_of(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from ..engine.policy import MixedPrecisionPolicy
 from .network import Latency
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "P": 1000**5}
@@ -71,6 +72,17 @@ class Setting:
             raise ValueError(
                 f"reshard_after_forward: expected a divisor of {of_machine} ranks of a machine, got {kept}"
             )
+
+    def chosen(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """Returns the policy of a call under this setting: it has the wire dtype of the setting, if that has one, and
+        no `replica_codec` where nothing is summed between replicas or machines.
+        """
+        sums_apart = self.replicas > 1 or self.machines > 1
+        return replace(
+            policy,
+            wire_dtype=policy.wire_dtype if self.wire_dtype is None else self.wire_dtype,
+            replica_codec=policy.replica_codec if sums_apart else None,
+        )
 
     @property
     def num_shards(self) -> int:
