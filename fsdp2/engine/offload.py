@@ -104,7 +104,9 @@ def shard_nbytes(parameter: nn.Parameter, distribution: Distribution) -> int:
         dim = getattr(placement, "dim", None)
         if dim is not None and shape:
             shape[dim] = -(-shape[dim] // distribution.mesh.size(axis))
-    return prod(shape) * parameter.dtype.itemsize
+    itemsize: int = parameter.dtype.itemsize
+    numel: int = prod(shape)
+    return numel * itemsize
 
 
 def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:

@@ -223,7 +223,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class OffloadBudget:
-    """Keeps sharded parameters on the mesh's device up to a number of bytes; the largest that do not fit rest on the CPU.
+    """Keeps so many bytes of sharded parameters on the mesh's device; the largest that do not fit rest on the CPU.
 
     Give one object to all `fully_shard` calls of a model: they share the budget, in their order. In each call the
     smallest parameters come first. From the first one that does not fit on, this one and all later ones, also those of
