@@ -83,10 +83,10 @@ def flatten_optimizer(
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {cls.__name__}")
     if issubclass(cls, FlatOptimizer):
         now = vars(optimizer)[_STEPS].bucket_bytes
-        if now != chosen and (offload_states or now is not None):
+        if now != chosen:
             raise ValueError(
                 f"{cls.__name__} is flat already, and its states {'stay' if now is None else 'do not stay'} on the "
-                "device. Call flatten_optimizer once, with offload_states as you want it."
+                "device. Call flatten_optimizer once, with the arguments that you want."
             )
         return optimizer
     _refuse_what_cannot_be(optimizer)

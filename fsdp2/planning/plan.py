@@ -450,7 +450,7 @@ class _Recorder:
             if "offload_policy" in call.options and not is_policy(call.options["offload_policy"]):
                 raise NotImplementedError(
                     f"policy: {call.name}: a plan counts one OffloadPolicy for each call, and no function, mapping or "
-                    "OffloadBudget. Plan without it; counters(model) shows what a step takes with it."
+                    "OffloadBudget. Pass an OffloadPolicy in its place, or leave it out."
                 )
         if not calls:
             why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"

@@ -162,6 +162,50 @@ def optimizers_that_cannot_be_flat() -> None:
     same_parameters(model, other)
 
 
+@follows(
+    "Use flatten_optimizer without offload_states",
+    "Call flatten_optimizer once, with the arguments that you want",
+    "Leave capturable out, or offload_states",
+)
+def optimizers_whose_states_cannot_rest() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def flat(params: Any) -> Any:
+        return fsdp2.flatten_optimizer(Own(params, lr=0.1))
+
+    def capturable(params: Any) -> Any:
+        optimizer = torch.optim.AdamW(params)
+        optimizer.param_groups[0]["capturable"] = True
+        return optimizer
+
+    model, plain = pair()
+    refused(lambda: fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1), offload_states=True))
+    train_with(model, plain, flat)
+    model, plain = pair()
+    first = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    refused(lambda: fsdp2.flatten_optimizer(first, offload_states=True))
+    refused(lambda: fsdp2.flatten_optimizer(capturable(model.parameters()), offload_states=True))
+    fsdp2.flatten_optimizer(capturable(model.parameters()))
+
+    def resting(params: Any) -> Any:
+        return fsdp2.flatten_optimizer(torch.optim.AdamW(params), offload_states=True)
+
+    train_with(model, plain, resting)
+
+
+@follows("Pass an OffloadPolicy in its place, or leave it out")
+def plans_with_a_choice_of_places() -> None:
+    def planned(offload: Any) -> Any:
+        options = {} if offload is None else {"offload_policy": offload}
+        return fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cpu", policy={TanhBlock: options})
+
+    for choice in (lambda name, parameter: None, {"*": fsdp2.OffloadPolicy()}, fsdp2.OffloadBudget(0)):
+        refused(lambda choice=choice: planned(choice), NotImplementedError)
+    assert planned(fsdp2.OffloadPolicy()).best.total == planned(None).best.total
+
+
 # ---- optimizers of whole matrices
 
 
