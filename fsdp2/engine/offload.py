@@ -24,7 +24,8 @@ _ON_DEVICE = OffloadPolicy()
 def is_policy(value: Any) -> bool:
     """Returns True if `value` is an OffloadPolicy, ours or torch's own."""
     is_ours = isinstance(value, OffloadPolicy) or type(value).__name__ == "OffloadPolicy"
-    return not isinstance(value, type) and (is_ours or hasattr(value, "pin_memory"))
+    is_other = isinstance(value, (type, OffloadBudget))
+    return not is_other and (is_ours or hasattr(value, "pin_memory"))
 
 
 def check_offload(value: Any) -> None:

@@ -115,10 +115,7 @@ def _make_flat(optimizer: Optimizer, cls: type[Optimizer], bucket_bytes: int | N
 
 
 def _capturable(cls: type[Optimizer]) -> str:
-    return (
-        f"{cls.__name__}(capturable=True): a graph can't wait for states that rest on the CPU. Leave capturable "
-        "out, or offload_states."
-    )
+    return f"{cls.__name__}(capturable=True): a graph can't wait for states that rest on the CPU. Leave capturable out."
 
 
 def _advice(cls: type[Optimizer], error: Exception) -> str:

@@ -165,7 +165,7 @@ def optimizers_that_cannot_be_flat() -> None:
 @follows(
     "Use flatten_optimizer without offload_states",
     "Call flatten_optimizer once, with the arguments that you want",
-    "Leave capturable out, or offload_states",
+    "Leave capturable out",
 )
 def optimizers_whose_states_cannot_rest() -> None:
     class Own(torch.optim.SGD):
@@ -187,7 +187,6 @@ def optimizers_whose_states_cannot_rest() -> None:
     first = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     refused(lambda: fsdp2.flatten_optimizer(first, offload_states=True))
     refused(lambda: fsdp2.flatten_optimizer(capturable(model.parameters()), offload_states=True))
-    fsdp2.flatten_optimizer(capturable(model.parameters()))
 
     def resting(params: Any) -> Any:
         return fsdp2.flatten_optimizer(torch.optim.AdamW(params), offload_states=True)
@@ -203,7 +202,8 @@ def plans_with_a_choice_of_places() -> None:
 
     for choice in (lambda name, parameter: None, {"*": fsdp2.OffloadPolicy()}, fsdp2.OffloadBudget(0)):
         refused(lambda choice=choice: planned(choice), NotImplementedError)
-    assert planned(fsdp2.OffloadPolicy()).best.total == planned(None).best.total
+    for choice in (fsdp2.OffloadPolicy(), None):
+        train(planned(choice).apply(init_device_mesh("cpu", (2,))), build(stack))
 
 
 # ---- optimizers of whole matrices

@@ -22,6 +22,7 @@ from fsdp2 import (
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadBudget,
     OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
@@ -410,6 +411,15 @@ CASES = {
     "offload_policy: a number": option("offload_policy", lambda: 1 << 30, TypeError, "offload_policy.*1073741824"),
     "offload_policy: names of no policies": option(
         "offload_policy", lambda: {"weight": True}, TypeError, "offload_policy: .*'weight': True"
+    ),
+    "offload_policy: names of budgets": option(
+        "offload_policy", lambda: {"weight": OffloadBudget(1)}, TypeError, "offload_policy: .*OffloadBudget"
+    ),
+    "offload_policy: a function that returns a budget": Case(
+        TypeError,
+        "inner.weight: expected offload_policy to return an OffloadPolicy or None, got OffloadBudget",
+        Block,
+        {"offload_policy": lambda: lambda name, parameter: OffloadBudget(1)},
     ),
     "offload_policy: a key that is no name": option(
         "offload_policy", lambda: {1: OffloadPolicy()}, TypeError, "offload_policy: .*1: OffloadPolicy"
