@@ -10,7 +10,7 @@ from .checks.table import set_checks
 from .dtensor.fixes import dtensor_fixes
 from .engine.forward_method import register_fsdp_forward_method
 from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
-from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .install import install as _install
 from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 
@@ -142,6 +142,7 @@ __all__ = [
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
+    "OffloadBudget",
     "OffloadPolicy",
     "ParamBucket",
     "ParamStream",

@@ -15,6 +15,7 @@ from .engine.arguments_of_others import refuses
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
+from .engine.offload import OffloadChoice
 from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
 from .module import FSDPModule, sharded_class
 
@@ -71,7 +72,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadChoice = OffloadPolicy(),
     ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
@@ -86,7 +87,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadChoice = OffloadPolicy(),
     ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
@@ -101,7 +102,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadChoice = OffloadPolicy(),
     ignored_params: Ignored = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
@@ -137,7 +138,18 @@ def fully_shard(
             module reach all of them. On a mesh that only replicates it must return None, or such a result.
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy keeps sharded parameters, gradients and so the optimizer on the CPU, and
-            copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already.
+            copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already. To choose
+            by parameter, pass:
+
+            - a function of a parameter's FQN, as seen from `module`, and the parameter. It returns a policy, or None
+              for the device. It must return the same on all ranks;
+            - a mapping of patterns to policies. A pattern matches FQNs, as seen from `module`, by the rules of
+              `fnmatch.fnmatchcase`. The first that matches counts; what none matches stays on the device; a pattern
+              that matches no parameter of this call is an error;
+            - an `OffloadBudget`: as many bytes as fit stay on the device, in all calls that get the object.
+
+            The parameters of a call that rest in different places form a group for each place. A group more is one
+            all-gather more in forward and one in backward, and one reduction.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced. A module among them stands for
             its parameters, and its buffers are not moved either. Any iterable, or one module. Parameters outside of
             `module` may be among them: one set serves all calls.
@@ -182,7 +194,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadChoice = OffloadPolicy(),
     ignored_params: Ignored = None,
     conditional: bool = False,
 ) -> Any:

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from ..engine.meshes import described_data_mesh
+from ..engine.offload import check_offload
 from ..engine.parameter import fqn
-from ..engine.policy import MixedPrecisionPolicy, OffloadPolicy
+from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import modules_below, state_of
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -133,9 +134,7 @@ def _check_types(reshard: Any, placement_fn: Any, offload_policy: Any) -> None:
         raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {reshard!r}")
     if placement_fn is not None and not callable(placement_fn):
         raise TypeError(f"shard_placement_fn: expected a function or None, got {placement_fn!r}")
-    is_policy = isinstance(offload_policy, OffloadPolicy) or type(offload_policy).__name__ == "OffloadPolicy"
-    if isinstance(offload_policy, type) or not (is_policy or hasattr(offload_policy, "pin_memory")):
-        raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
+    check_offload(offload_policy)
 
 
 def check_policy(policy: Any) -> MixedPrecisionPolicy:

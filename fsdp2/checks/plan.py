@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.build import ParameterPlan, Plan, storage_place
+from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import Cast
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
+from ..engine.offload import storage_place
 from ..engine.parameter import Slot, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import names_below
@@ -135,10 +136,10 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     if owner.group.phase is COPIED or owner.group.num_running:
         raise RuntimeError(f"{which}, and which is in use. Leave the forward, or the block of full_params, first.")
     given = plan.given
-    found = _ways(planned.mesh, planned.distribution, planned.keeps_dtype, given.mp_policy, original.dtype) | {
-        "offload_policy": storage_place(given.offload_policy, planned.mesh.device)
-    }
     group, param = owner
+    found = _ways(planned.mesh, planned.distribution, planned.keeps_dtype, given.mp_policy, original.dtype)
+    if planned.offload is not None:
+        found["offload_policy"] = storage_place(planned.offload, planned.mesh.device)
     there = _ways(param.mesh, param.distribution, param.keeps_dtype, group.settings.policy, original.dtype) | {
         "offload_policy": (param.storage_device, group.settings.pin_memory)
     }

@@ -17,9 +17,10 @@ from .compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
+from .offload import OffloadChoice, choose_by_budget, choose_offload, storage_place
 from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
-from .policy import GroupSettings, MixedPrecisionPolicy, OffloadPolicy
+from .policy import GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .root import Root
 from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
@@ -34,15 +35,15 @@ class Arguments(NamedTuple):
     """Holds the arguments of one call of `fully_shard` or `replicate`.
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
-    return a Shard and a DataMesh for a parameter on a mesh of its own. `ignored_modules`: whose buffers stay as they
-    are. `extras`: those of extensions.
+    return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
+    `ignored_modules`: whose buffers stay as they are. `extras`: those of extensions.
     """
 
     mesh: DeviceMesh | DataMesh
     reshard_after_forward: bool | int | None = None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    offload_policy: OffloadPolicy = OffloadPolicy()
+    offload_policy: OffloadChoice = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
     ignored_modules: Collection[nn.Module] = ()
     extras: dict[str, Any] = {}  # noqa: RUF012  nobody writes to it
@@ -52,6 +53,7 @@ class ParameterPlan(NamedTuple):
     """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement.
 
     `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
+    `offload`: where it rests; None: where an earlier call has put it.
     `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
     """
 
@@ -60,6 +62,7 @@ class ParameterPlan(NamedTuple):
     mesh: DataMesh
     distribution: Distribution
     keeps_dtype: bool | None
+    offload: OffloadPolicy | None = None
     owner: Owned | None = None
 
 
@@ -70,7 +73,7 @@ class Plan:
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `inside`: the states of inner calls; `parameters`: by FQN; `tied`: those that earlier calls have sharded, as
     parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their
-    parameters; extensions fill it.
+    parameters; extensions fill it. `budget_left`: what the call leaves of an OffloadBudget.
     """
 
     roots: list[nn.Module]
@@ -81,6 +84,7 @@ class Plan:
     parameters: dict[str, ParameterPlan]
     tied: dict[str, ParameterPlan]
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
+    budget_left: int = 0
 
 
 @hides_modes
@@ -103,6 +107,8 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
         for state in states:
             if state.cast_buffers is not None:
                 state.cast_buffers.cast()
+        if isinstance(given.offload_policy, OffloadBudget):
+            given.offload_policy._set_left(plan.budget_left)
     return module
 
 
@@ -190,7 +196,23 @@ def _plan(module: Any, given: Arguments) -> Plan:
         if getattr(each, MARK, None) is not None
     }
     tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
-    return Plan(roots, given, shared, managed, inside, parameters, tied)
+    plan = Plan(roots, given, shared, managed, inside, parameters, tied)
+    _plan_offload(plan)
+    return plan
+
+
+def _plan_offload(plan: Plan) -> None:
+    """Says of each parameter where it rests. A budget leaves those that earlier calls have sharded where they are."""
+    given = plan.given.offload_policy
+    if isinstance(given, OffloadBudget):
+        shards = {name: (each.slots[0].get(), each.distribution) for name, each in plan.parameters.items()}
+        chosen, plan.budget_left = choose_by_budget(given, shards)
+    else:
+        chosen = choose_offload(given, {n: p.slots[0].get() for n, p in {**plan.parameters, **plan.tied}.items()})
+    for planned in (plan.parameters, plan.tied):
+        for name, each in planned.items():
+            if name in chosen:
+                planned[name] = each._replace(offload=chosen[name])
 
 
 def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
@@ -248,16 +270,16 @@ def _make_states(plan: Plan) -> list[FSDPState]:
 def _make_groups(
     plan: Plan, modules: list[nn.Module], parameters: list[ParameterPlan], policy: MixedPrecisionPolicy
 ) -> list[FSDPParamGroup]:
-    """Returns a group for each mesh of `parameters`; one, which may be empty, on the mesh of the call if there are
-    none.
+    """Returns a group for each mesh of `parameters`, and for each place where they rest; one, which may be empty, on
+    the mesh of the call if there are none.
     """
     given = plan.given
-    on_mesh: dict[DataMesh, list[ParameterPlan]] = {}
+    alike: dict[tuple[DataMesh, torch.device, bool], list[ParameterPlan]] = {}
     for each in parameters:
-        on_mesh.setdefault(each.mesh, []).append(each)
+        assert each.offload is not None, "no earlier call has sharded it"
+        alike.setdefault((each.mesh, *storage_place(each.offload, each.mesh.device)), []).append(each)
     groups = []
-    for mesh, members in (on_mesh or {plan.mesh: []}).items():
-        device, pin = storage_place(given.offload_policy, mesh.device)
+    for (mesh, device, pin), members in (alike or {(plan.mesh, plan.mesh.device, False): []}).items():
         with torch.no_grad():
             slots = [each.slots[0] for each in members]
             originals = [weakref.ref(slot.module._parameters[slot.name]) for slot in slots]
@@ -281,11 +303,3 @@ def _join_owners(plan: Plan, state: FSDPState) -> None:
         group.parameters.follow_slots()
         if group not in state.tied_to:
             state.tied_to.append(group)
-
-
-def storage_place(policy: OffloadPolicy, device: torch.device) -> tuple[torch.device, bool]:
-    """Returns where shards live, and whether in page-locked memory. A policy of torch's own is accepted, too."""
-    cpu = torch.device("meta" if device.type == "meta" else "cpu")
-    if not hasattr(policy, "pin_memory") or device == cpu:
-        return device, False
-    return cpu, bool(policy.pin_memory) and torch.accelerator.is_available()

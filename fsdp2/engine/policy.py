@@ -223,6 +223,54 @@ class CPUOffloadPolicy(OffloadPolicy):
             raise TypeError(f"CPUOffloadPolicy.pin_memory: expected a bool, got {self.pin_memory!r}")
 
 
+class OffloadBudget:
+    """Keeps so many bytes of sharded parameters on the mesh's device; the largest that do not fit rest on the CPU.
+
+    Give one object to all `fully_shard` calls of a model: they share the budget, in their order. In each call the
+    smallest parameters come first. From the first one that does not fit on, this one and all later ones, also those of
+    later calls, rest on the CPU with their gradients and optimizer states, as with `CPUOffloadPolicy`. So at most one
+    call has parameters in both places. Every rank decides alike, from shapes alone. An object serves one model: make
+    another for another model, or after an error of a call that had begun to shard.
+
+    Args:
+        nbytes: bytes of shards that stay on the device of each rank. It counts the sharded parameters alone, in the
+            dtypes in which they are stored; their gradients and optimizer states are on the device besides.
+        pin_memory: see `CPUOffloadPolicy`.
+
+    Attributes:
+        left: bytes of the budget that no parameter has taken; 0 once a parameter did not fit.
+        is_spent: True once a parameter did not fit.
+
+    Raises:
+        TypeError: `nbytes` is not an int, or `pin_memory` not a bool.
+        ValueError: `nbytes` is negative.
+    """
+
+    def __init__(self, nbytes: int, *, pin_memory: bool = True) -> None:
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool):
+            raise TypeError(f"OffloadBudget.nbytes: expected an int, got {nbytes!r}")
+        if nbytes < 0:
+            raise ValueError(f"OffloadBudget.nbytes: expected a number of bytes of at least 0, got {nbytes}")
+        check_bool("OffloadBudget.pin_memory", pin_memory)
+        self.nbytes, self.pin_memory = nbytes, pin_memory
+        self._left = nbytes
+
+    def __repr__(self) -> str:
+        return f"OffloadBudget({self.nbytes}, pin_memory={self.pin_memory})"
+
+    @property
+    def left(self) -> int:
+        return max(self._left, 0)
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left < 0
+
+    def _set_left(self, nbytes: int) -> None:
+        """Notes what a call has left of the budget. -1: a parameter did not fit."""
+        self._left = nbytes
+
+
 class Phase(Enum):
     """Says where the parameters of a group are.
 

@@ -19,7 +19,8 @@ STATE = "_fsdp2_state"
 
 
 class FSDPState:
-    """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on.
+    """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on,
+    and for each place (the device, the CPU) where these rest.
 
     `parts`: states whose groups the methods of these modules reach as well (large submodules). `running`: how many
     forwards of the modules run now. `unregistered`: the groups whose unsharded parameters the state dict that a module

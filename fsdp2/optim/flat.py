@@ -16,13 +16,20 @@ from ..shards.tensors import no_torch_function, once
 from . import compat
 from .late import LateParts
 from .probe import NotElementwiseError
-from .steps import FlatSteps
+from .resting import BUCKET_BYTES, check_bucket_bytes, load_to_rest
+from .steps import FlatSteps, NotCapturableError
 
 _STEPS = "_fsdp2_flat_steps"
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
-def flatten_optimizer(optimizer: AnyOptimizer, *, beside_forward: bool = False) -> AnyOptimizer:
+def flatten_optimizer(
+    optimizer: AnyOptimizer,
+    *,
+    beside_forward: bool = False,
+    offload_states: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> AnyOptimizer:
     """Has an optimizer of sharded parameters step on one flat tensor in place of many; returns it.
 
     Parameters of one fully_shard call lie side by side in memory, with their gradients. Where several have the same
@@ -46,37 +53,68 @@ def flatten_optimizer(optimizer: AnyOptimizer, *, beside_forward: bool = False) 
 
     Every rank may call this by itself: it communicates nothing, and neither does a step.
 
+    With `offload_states=True` the states of parameters on a device (moments; not counts of steps) rest in page-locked
+    memory of the CPU, while parameters and gradients stay on the device. A step brings them in buckets, steps on each,
+    and sends it back: while one is stepped on, the one before returns, and the next one comes in its place. So the
+    device has two buckets of states during a step, and none between steps. A step copies the bytes of the states once
+    in each direction, which no computation hides: it takes at least their bytes divided by the speed of one direction
+    of the link. The host waits at its end until the states have returned. The first step, which makes the states, has
+    one bucket of them on the device. The bits are those of states on the device. States of parameters that rest on the
+    CPU (`CPUOffloadPolicy`) are there already, and those of parameters that are stepped on beside, one by one, stay on
+    the device. `load_state_dict` leaves the states of sharded state dicts on the CPU. After an error in a step, each
+    state is what the step had made of it by then. `set_optimizer_in_backward` works, but backward then waits for the
+    copies.
+
     Args:
         optimizer: of torch.optim, or any other that computes element by element. What its class does in `step` is
             called with flat tensors in `param_groups` and `state`, without a closure or with one that returns the loss
-            that is known by then.
+            that is known by then. With `beside_forward` or `offload_states`, one of torch.optim's own classes.
         beside_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather waits for
             the step on that group only, and forward computes while the other groups are stepped on. The bits are the
-            same. It is for optimizers of torch.optim on devices, and one of them for a model; elsewhere, on CPUs, and
-            with torch before 2.13, steps are in the usual order. Whatever reads parameters, gradients or states between
-            the step and the next forward makes the host wait, and gets the new values; the next steps then are in the
-            usual order, since the program may read after each. So are steps with a loss scaler, and with options that
-            are tensors.
+            same. It is for devices, and for one optimizer of a model; on CPUs, and with torch before 2.13, steps are in
+            the usual order. Whatever reads parameters, gradients or states between the step and the next forward makes
+            the host wait, and gets the new values; the next steps then are in the usual order, since the program may
+            read after each. So are steps with a loss scaler, and with options that are tensors.
+        offload_states: the states rest on the CPU, see above.
+        bucket_bytes: the bytes of a bucket of states, if it has more than one parameter's.
 
     Raises:
-        TypeError: it is no optimizer; its step works on whole tensors, which a trial on some numbers has shown; it
-            needs a closure; or `beside_forward` is asked for of a class that is not torch's.
+        TypeError: an argument of the wrong type; it is no optimizer; its step works on whole tensors, which a trial on
+            some numbers has shown; it needs a closure; `beside_forward` or `offload_states`, and a class that is not
+            torch's own.
         ValueError: it keeps parameters elsewhere than in `param_groups`, is differentiable, or has got another `step`
-            than its class has.
+            than its class has; it is flat already, with other arguments; `offload_states`, and `capturable=True`;
+            `bucket_bytes` that are not positive.
     """
+    if not isinstance(offload_states, bool):
+        raise TypeError(f"offload_states: expected a bool, got {offload_states!r}")
+    check_bucket_bytes("bucket_bytes", bucket_bytes)
+    if beside_forward and offload_states:
+        raise ValueError(
+            "beside_forward, offload_states: expected one of them at most: the host waits at the end of a step until "
+            "the states have returned to the CPU. Leave one of them out."
+        )
+    chosen = bucket_bytes if offload_states else None
     cls: type[Optimizer] = type(optimizer)
     if not issubclass(cls, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {cls.__name__}")
     is_flat = issubclass(cls, FlatOptimizer)
     own = cls.__mro__[2] if is_flat else cls  # see _flat_class
-    if beside_forward and not own.__module__.startswith("torch.optim."):
+    if (beside_forward or offload_states) and not own.__module__.startswith("torch.optim."):
+        name, why = ("offload_states", "bucket of states") if offload_states else ("beside_forward", "group")
         raise TypeError(
-            "beside_forward: expected an optimizer of torch.optim, whose step may be called once for each group, got a "
-            f"{own.__module__}.{own.__qualname__}. Call flatten_optimizer without it."
+            f"{own.__module__}.{own.__qualname__}: {name} calls its step once for each {why}, and a class that is not "
+            f"torch's own may count these calls. Call flatten_optimizer without {name}."
         )
     if not is_flat:
         _refuse_what_cannot_be(optimizer)
-        _make_flat(optimizer, cls)
+        _make_flat(optimizer, cls, chosen)
+    elif vars(optimizer)[_STEPS].bucket_bytes != chosen:
+        stay = "do not stay" if chosen is None else "stay"
+        raise ValueError(
+            f"{cls.__name__} is flat already, and its states {stay} on the device. Call flatten_optimizer once, with "
+            "the arguments that you want."
+        )
     if beside_forward:
         _step_beside(optimizer)
     return optimizer
@@ -87,9 +125,11 @@ def _step_beside(optimizer: Any) -> None:
     optimizer.steps_beside_forward = True
 
 
-def _make_flat(optimizer: Optimizer, cls: type[Optimizer]) -> None:
+def _make_flat(optimizer: Optimizer, cls: type[Optimizer], bucket_bytes: int | None) -> None:
     try:
-        steps = FlatSteps(optimizer, cls)
+        steps = FlatSteps(optimizer, cls, bucket_bytes)
+    except NotCapturableError as error:
+        raise ValueError(_capturable(cls)) from error
     except NotElementwiseError as error:
         raise TypeError(_advice(cls, error)) from error
     shown = vars(optimizer).pop("state")
@@ -98,6 +138,10 @@ def _make_flat(optimizer: Optimizer, cls: type[Optimizer]) -> None:
     vars(optimizer)[_STEPS] = steps
     if not compat.follow_step_of_class(optimizer):
         raise AssertionError("it was asked before")
+
+
+def _capturable(cls: type[Optimizer]) -> str:
+    return f"{cls.__name__}(capturable=True): a graph can't wait for states that rest on the CPU. Leave capturable out."
 
 
 def _advice(cls: type[Optimizer], error: Exception) -> str:
@@ -158,6 +202,7 @@ def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
         "step": compat.with_hooks(_step_of(cls)),
         "state": property(_get_state, _set_state),
         "add_param_group": _add_param_group(cls),
+        "load_state_dict": _load_state_dict(cls),
         "__reduce_ex__": _reduce(cls),
         "__deepcopy__": _deepcopy(cls),
     }
@@ -181,7 +226,8 @@ def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                once_ = partial(_return_once, [loss], type(self).__name__)
+                is_in_buckets = vars(self)[_STEPS].bucket_bytes is not None  # each calls it once
+                once_ = partial(_return, loss) if is_in_buckets else partial(_return_once, [loss], type(self).__name__)
                 args = (*args[:i], once_, *args[i + 1 :])
                 options = {**options, "closure": once_} if "closure" in options else options
                 if "closure" in options:
@@ -193,6 +239,10 @@ def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
         return vars(self)[_STEPS].step(args, options)
 
     return step
+
+
+def _return(loss: Any) -> Any:
+    return loss
 
 
 def _return_once(losses: list[Any], name: str) -> Any:
@@ -232,11 +282,26 @@ def _add_param_group(cls: type[Optimizer]) -> Callable[..., None]:
         cls.add_param_group(self, param_group)
         try:
             vars(self)[_STEPS].check_options()
+        except NotCapturableError as error:
+            del self.param_groups[-1]
+            raise ValueError(_capturable(cls)) from error
         except NotElementwiseError as error:
             del self.param_groups[-1]
             raise TypeError(_advice(cls, error)) from error
 
     return add_param_group
+
+
+def _load_state_dict(cls: type[Optimizer]) -> Callable[..., None]:
+    @wraps(cls.load_state_dict)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        load = partial(cls.load_state_dict, self)
+        if vars(self)[_STEPS].bucket_bytes is None:
+            load(state_dict)
+        else:
+            load_to_rest(self, load, state_dict)
+
+    return load_state_dict
 
 
 def _reduce(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -256,7 +321,7 @@ def _deepcopy(cls: type[Optimizer]) -> Callable[..., Any]:
         copied = build(*arguments)
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(state, memo))
-        _make_flat(copied, cls)
+        _make_flat(copied, cls, vars(self)[_STEPS].bucket_bytes)
         if self.steps_beside_forward:
             _step_beside(copied)
         return copied

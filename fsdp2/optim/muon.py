@@ -24,6 +24,7 @@ def muon(
     *,
     batched: bool | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    offload_states: bool = False,
 ) -> WholeMatrixOptimizer:
     """Returns an optimizer that is Muon, with the arguments and numbers of `torch.optim.Muon`, for sharded parameters.
 
@@ -47,7 +48,7 @@ def muon(
         ns_steps: the number of iterations, below 100.
         adjust_lr_fn: "original" (None) takes `lr` times sqrt(max(1, rows / columns)); "match_rms_adamw" takes `lr`
             times 0.2 sqrt(max(rows, columns)), with which learning rate and weight decay of AdamW fit.
-        batched, bucket_bytes: see `WholeMatrixOptimizer`.
+        batched, bucket_bytes, offload_states: see `WholeMatrixOptimizer`.
 
     Raises:
         ValueError: an argument out of its range.
@@ -61,7 +62,12 @@ def muon(
         raise ValueError(f"ns_coefficients: expected three numbers, got {ns_coefficients}")
     rule = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
     iterations = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-    how = {"wire_dtype": torch.bfloat16, "batched": batched, "bucket_bytes": bucket_bytes}
+    how = {
+        "wire_dtype": torch.bfloat16,
+        "batched": batched,
+        "bucket_bytes": bucket_bytes,
+        "offload_states": offload_states,
+    }
     options: dict[str, Any] = {**rule, **iterations, **how}
     return WholeMatrixOptimizer(params, orthogonalize, learning_rate=adjusted_learning_rate, **options)
 

@@ -71,9 +71,11 @@ def _as_dtensor(elements: Tensor, place: Place) -> DTensor:
     return dtensor(local, spec)
 
 
-def read(state: State, place: Place) -> State | None:
+def read(state: State, place: Place, may_rest: bool = False) -> State | None:
     """Returns the state of one parameter with plain tensors of one dim as elements; None if an entry is neither of the
     parameter's shape, sharded as the parameter is, nor a number.
+
+    `may_rest`: elements may be on the CPU, too.
     """
     found = {}
     for name, value in state.items():
@@ -82,7 +84,8 @@ def read(state: State, place: Place) -> State | None:
             is_alike = value.placements == spec.placements and value.device_mesh == spec.mesh
             if type(local) is not Tensor or not is_alike or local.shape != place.local.shape:
                 return None
-            if local.device != place.local.device or local.layout is not torch.strided:
+            is_near = local.device == place.local.device or (may_rest and local.device.type == "cpu")
+            if not is_near or local.layout is not torch.strided:
                 return None
             found[name] = local.reshape(-1)
         elif isinstance(value, Tensor):

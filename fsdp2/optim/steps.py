@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards.find import before_write, is_unsynchronized
-from ..shards.tensors import local_of, no_torch_function, peek_local, spec_of
-from . import kernels, states
+from ..shards.tensors import local_if_any, local_of, no_torch_function, peek_local, spec_of
+from . import kernels, resting, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .late import LateParts
 from .probe import Verdict, probe, signature
@@ -113,12 +113,15 @@ class FlatSteps:
     Args:
         optimizer: whose `param_groups` say what is stepped on, and how.
         cls: its class, without what has made it flat.
+        bucket_bytes: states of parameters on a device rest on the CPU, and come to the device in buckets of so many
+            bytes. None: they stay on the device.
 
     Raises:
         NotElementwiseError: it works on whole tensors.
     """
 
-    def __init__(self, optimizer: Optimizer, cls: type[Optimizer]) -> None:
+    def __init__(self, optimizer: Optimizer, cls: type[Optimizer], bucket_bytes: int | None = None) -> None:
+        self.bucket_bytes = bucket_bytes
         # The optimizer holds this object: a cycle would keep its state until garbage is collected.
         self._reference, self._cls, self._own_step = ref(optimizer), cls, without_hooks(cls)
         self._kernel = kernels.kernel_of(cls)
@@ -148,8 +151,11 @@ class FlatSteps:
 
         Raises:
             NotElementwiseError: the optimizer works on whole tensors.
+            NotCapturableError: its steps may be captured, and its states are to rest on the CPU.
         """
         for options in self._optimizer.param_groups:
+            if self.bucket_bytes is not None and options.get("capturable"):
+                raise NotCapturableError
             for like in _kinds_of(options["params"]):
                 self._verdict(options, like)
 
@@ -228,10 +234,17 @@ class FlatSteps:
     def _add(self, span: Span, state: State | None) -> None:
         self._forget_plans()  # some may step on its parameters one by one
         self._spans[id(span.flat)] = span
+        if state and self._rests(span):
+            with torch.no_grad():
+                state = {n: resting.to_rest(v) if states.is_elements(v, span.flat) else v for n, v in state.items()}
         for member in span.members:
             self._span_of[id(member.parameter)] = span
         if state:
             self._live[span.flat] = state
+
+    def _rests(self, span: Span) -> bool:
+        """Returns True if the state of a span rests on the CPU between steps."""
+        return self.bucket_bytes is not None and resting.rests_apart(span.device)
 
     def _remove(self, span: Span) -> State:
         """Forgets a span, and returns its state."""
@@ -283,7 +296,8 @@ class FlatSteps:
         read: dict[int, State] = {}
         left: list[Tensor] = []
         for place, _ in places:
-            state = states.read(self._live.get(place.parameter) or {}, place)
+            may_rest = self.bucket_bytes is not None and resting.rests_apart(place.local.device)
+            state = states.read(self._live.get(place.parameter) or {}, place, may_rest)
             if state is None:
                 left.append(place.parameter)
             else:
@@ -294,7 +308,7 @@ class FlatSteps:
             begin, joins = 0, self._joins(options[entry], run[0])
             joins = joins and (self._is_listed(options[entry]) or _may_be_joined(run, gradients))
             for i in range(1, len(run) + 1):
-                is_end = i == len(run) or not joins
+                is_end = i == len(run) or not joins or self._is_full(run[begin : i + 1])
                 if is_end or not states.can_join(read[id(run[begin].parameter)], read[id(run[i].parameter)]):
                     some, begin = run[begin:i], i
                     if joins and self._packs(options[entry], some):
@@ -316,6 +330,12 @@ class FlatSteps:
         if len(span.members) == 1 or span.entry >= len(options):
             return True
         return self._joins(options[span.entry], span.members[0].place)
+
+    def _is_full(self, places: Sequence[Place]) -> bool:
+        """Returns True if a span of these would be too large a part of a bucket of states."""
+        if self.bucket_bytes is None:
+            return False
+        return sum(place.local.nbytes for place in places) > self.bucket_bytes // 4
 
     def _packs(self, options: dict[str, Any], places: Sequence[Place]) -> bool:
         """Returns True if operations on a run take longer to call than to compute, so that copies save time."""
@@ -383,6 +403,8 @@ class FlatSteps:
                 continue
             if id(param) in beside or id(param) not in found:
                 stepped[entry].append(param)
+                if self.bucket_bytes is not None and self._live.get(param):
+                    self._live[param] = resting.to_device(self._live[param], local_if_any(param).device)
                 continue
             span = self._span_of[id(param)]
             if self._is_listed(options[entry]) and span.device.type == "cpu":
@@ -437,25 +459,84 @@ class FlatSteps:
         if late is not None and not late.takes(plan, optimizer, gradients, flat, self._live):
             late = None
         try:
-            for group, chosen in zip(optimizer.param_groups, plan.stepped, strict=True):
-                group["params"] = chosen
             for span, gradient, _ in flat:
                 span.open()
                 span.flat.grad = gradient
             if plan.listed:
                 self._run_kernels(plan, gradients[plan.num_flat :])
             if late is not None:
+                _give(optimizer, plan.stepped)
                 return late.step(plan, optimizer, partial(self._own_step, optimizer), args, options)
-            return self._own_step(optimizer, *args, **options)
+            at_rest = [span for span in plan.flats if self._rests(span)]
+            if at_rest:
+                return self._take_in_buckets(plan, at_rest, args, options)
+            return self._step_on(plan.stepped, args, options)
         finally:
             plan.has_stepped = True
-            for group, params in zip(optimizer.param_groups, whole, strict=True):
-                group["params"] = params
+            _give(optimizer, whole)
             del own["state"]
             for span, _, _ in flat:
                 span.flat.grad = None
                 span.close()
             self._settle(plan, flat)
+
+    def _step_on(self, stepped: Sequence[list[Tensor]], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Calls the optimizer's own step. `stepped`: for each entry, what it gets."""
+        _give(self._optimizer, stepped)
+        return self._own_step(self._optimizer, *args, **options)
+
+    def _take_in_buckets(
+        self, plan: Plan, at_rest: Sequence[Span], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Steps on a bucket of spans at a time, whose states are on the device meanwhile; first on all that has its
+        state there anyway.
+        """
+        assert self.bucket_bytes is not None, "states rest"
+        numbers = {id(span.flat) for span in at_rest}
+        others = [[each for each in chosen if id(each) not in numbers] for chosen in plan.stepped]
+        result = self._step_on(others, args, options) if any(others) else None
+        sizes = [self._state_nbytes(span) for span in at_rest]
+        buckets = [[at_rest[i] for i in some] for some in resting.in_buckets(sizes, self.bucket_bytes)]
+        for device in dict.fromkeys(span.device for span in at_rest):
+            own = [some for bucket in buckets if (some := [span for span in bucket if span.device == device])]
+            held = [[entry for span in bucket for entry in self._resting_state(span)] for bucket in own]
+            stream = resting.StateStream(device, [[tensor for _, _, tensor in bucket] for bucket in held])
+            try:
+                for i, bucket in enumerate(own):
+                    here = stream.use(i)
+                    for (state, name, _), tensor in zip(held[i], here, strict=True):
+                        state[name] = tensor
+                    flats = {id(span.flat) for span in bucket}
+                    try:
+                        chosen = [[each for each in entry if id(each) in flats] for entry in plan.stepped]
+                        result = self._step_on(chosen, args, options)
+                    finally:
+                        for (state, name, at_home), tensor in zip(held[i], here, strict=True):
+                            if state.get(name) is tensor:
+                                state[name] = at_home
+                        self._put_to_rest(bucket)
+            finally:
+                stream.close()
+        return result
+
+    def _resting_state(self, span: Span) -> list[tuple[State, str, Tensor]]:
+        """Returns what rests of the state of a span: (the state, the name in it, the tensor)."""
+        state = self._live.get(span.flat) or {}
+        return [(state, name, value) for name, value in state.items() if states.is_elements(value, span.flat)]
+
+    def _state_nbytes(self, span: Span) -> int:
+        """Returns the bytes of a span's state; before its first step, when nobody knows them, those of two moments."""
+        if span.flat not in self._live:
+            return 2 * span.flat.nbytes
+        return sum(tensor.nbytes for _, _, tensor in self._resting_state(span))
+
+    def _put_to_rest(self, spans: Sequence[Span]) -> None:
+        """Moves what a step has begun to keep of these spans to the CPU; the host waits for it."""
+        with torch.no_grad():
+            for span in spans:
+                for state, name, value in self._resting_state(span):
+                    if resting.rests_apart(value.device):
+                        state[name] = resting.to_rest(value)
 
     def _settle(self, plan: Plan, flat: Iterable[tuple[Span, Tensor, list[Tensor] | None]]) -> None:
         """Does what is left to do for gradients, padding and version counters."""
@@ -497,6 +578,16 @@ class FlatSteps:
                 listed = kernels.Listed.of([span for span, _ in some], self._live, names)
                 prepared.append((entry, listed, picker([i for _, indices in some for i in indices])))
         return prepared
+
+
+def _give(optimizer: Optimizer, chosen: Sequence[list[Tensor]]) -> None:
+    """Has the entries of `param_groups` hold these tensors."""
+    for group, params in zip(optimizer.param_groups, chosen, strict=True):
+        group["params"] = params
+
+
+class NotCapturableError(Exception):
+    """Says that an optimizer's steps may be captured by a graph, which can't wait for copies."""
 
 
 def _kinds_of(params: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards.find import before_write
-from ..shards.tensors import local_if_any
+from ..shards.tensors import dtensor, local_if_any, spec_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan
+from .resting import StateStream, in_buckets, load_to_rest, rests_apart, to_rest
 
 BUFFER = "momentum_buffer"
 BUCKET_BYTES = 64 << 20
-_OWN = ("update", "learning_rate", "cost", "wire_dtype", "batched", "bucket_bytes")
+_OWN = ("update", "learning_rate", "cost", "wire_dtype", "batched", "bucket_bytes", "offload_states")
 
 
 def newton_schulz_cost(rows: int, cols: int) -> float:
@@ -65,6 +66,10 @@ class WholeMatrixOptimizer(Optimizer):
     parameters; torch.distributed.checkpoint saves and loads it like that of torch's optimizers, on any number of ranks.
     There is no state of whole matrices: nothing moves when owners do.
 
+    With `offload_states=True` the momentum buffers of parameters on a device rest in page-locked memory of the CPU, as
+    `flatten_optimizer` says it: a step brings them in buckets of `bucket_bytes`, of which two are on the device at
+    most, and the host waits at its end until they have returned. The bits stay the same.
+
     Args:
         params: parameters, or param groups, of 2 dimensions, or of 3 (a stack of matrices, such as experts): sharded
             by fsdp2 or by torch's FSDP2, DTensors that one axis of a mesh shards, or plain tensors. Take them from
@@ -80,6 +85,7 @@ class WholeMatrixOptimizer(Optimizer):
         wire_dtype: the dtype in which matrices travel and are updated. None: that of the parameter.
         batched: call `update` with all matrices of a bucket that have one shape, not with one at a time. None: except
             on a CPU, where nothing is gained, and the bits of batches may differ from those of single matrices.
+        offload_states: momentum buffers rest on the CPU.
         bucket_bytes: the bytes of the matrices that a rank gets at once, if more than one. At most three buckets exist
             at a time, one arriving, one being updated, one returning; each takes about twice these bytes.
         options: further defaults of param groups, for `update` and `learning_rate`.
@@ -105,6 +111,7 @@ class WholeMatrixOptimizer(Optimizer):
         wire_dtype: torch.dtype | None = None,
         batched: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        offload_states: bool = False,
         **options: Any,
     ) -> None:
         if not callable(update):
@@ -112,6 +119,9 @@ class WholeMatrixOptimizer(Optimizer):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             if not value >= 0.0:
                 raise ValueError(f"{name}: expected a number of at least 0, got {value}")
+        if not isinstance(offload_states, bool):
+            raise TypeError(f"offload_states: expected a bool, got {offload_states!r}")
+        self.offload_states = offload_states
         self.update, self.learning_rate, self.cost = update, learning_rate, cost
         self.wire_dtype, self.batched, self.bucket_bytes = wire_dtype, batched, bucket_bytes
         self._forget()
@@ -152,6 +162,13 @@ class WholeMatrixOptimizer(Optimizer):
         name = names[index] if names else f"parameter {index} of param group {number}"
         return find_cut(group["params"][index], name)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, as torch's optimizers do; sharded momentum buffers that rest on the CPU stay there."""
+        if self.offload_states:
+            load_to_rest(self, super().load_state_dict, state_dict)
+        else:
+            super().load_state_dict(state_dict)
+
     # ---- who updates what
 
     def _follow(self) -> None:
@@ -171,12 +188,28 @@ class WholeMatrixOptimizer(Optimizer):
             self._members.append(Member(cut, i, blocks, source, self.wire_dtype or param.dtype))
             if BUFFER not in self.state[param]:  # also without a gradient: states of all ranks are alike
                 self.state[param][BUFFER] = torch.zeros_like(param, dtype=source)
+                self._put_to_rest([param])
         for process_group, numbers in self._sharing.items():
             members = [self._members[i] for i in numbers]
             facts = {each.cut.name: repr((each.cut.shape, each.cut.dim, *each[1:])) for each in members}
             check_alike(process_group, members[0].cut.device, facts)
         self._planned = lru_cache(16)(lambda absent: make_plan(self._members, absent, self.cost, self.bucket_bytes))
         self._key = key
+
+    def _rests(self, param: Tensor) -> bool:
+        """Returns True if the momentum buffer of a parameter rests on the CPU between steps."""
+        return self.offload_states and rests_apart(local_if_any(param).device)
+
+    def _put_to_rest(self, params: Iterable[Tensor]) -> None:
+        """Moves momentum buffers that are new, or were loaded to the device, to the CPU."""
+        for param in filter(self._rests, params):
+            buffer = self.state[param][BUFFER]
+            local = local_if_any(buffer)
+            resting = to_rest(local)
+            if resting is not local:
+                self.state[param][BUFFER] = (
+                    dtensor(resting, spec_of(buffer)) if isinstance(buffer, DTensor) else resting
+                )
 
     def plan(self, absent: Collection[int] = ()) -> Plan:
         """Returns who updates what. `absent`: the numbers of trainable parameters that no rank has a gradient of. Every
@@ -202,6 +235,7 @@ class WholeMatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow()
+        self._put_to_rest(self._params)
         if any(each.cut.owner is not None and each.cut.owner.is_stepped_in_backward for each in self._members):
             raise RuntimeError(
                 "whole-matrix optimizer: a step communicates, and can't run in backward on some parameters at a time. "
@@ -214,7 +248,11 @@ class WholeMatrixOptimizer(Optimizer):
             present = find_present(process_group, self._members[numbers[0]].cut.device, own)
             absent.update(i for i, found in zip(numbers, present, strict=True) if not found)
             missing.difference_update(numbers)
-        _Step(self, absent | missing).run(self.plan(absent))
+        step = _Step(self, absent | missing)
+        try:
+            step.run(self.plan(absent))
+        finally:
+            step.close()
         return loss
 
 
@@ -227,6 +265,8 @@ class _Step:
     # The directions of parameters, and how many of their matrices are still to be sent.
     _directions: dict[int, Tensor] = field(default_factory=dict)
     _unsent: Counter[int] = field(default_factory=Counter)
+    # Number of a parameter whose momentum buffer rests -> its stream, bucket, and place in that.
+    _resting: dict[int, tuple[StateStream, int, int]] = field(default_factory=dict)
 
     def group(self, number: int) -> dict[str, Any]:
         """Returns the param group of a parameter."""
@@ -245,7 +285,9 @@ class _Step:
         ]
         buckets = [each for each in buckets if any(each.owned)]
         self._unsent.update(m.param for each in buckets for ms in each.owned for m in ms if each.rank in m.holders)
-        for i in sorted(present - {*self._unsent}):
+        at_once = sorted(present - {*self._unsent})
+        self._begin_to_stream([*at_once, *self._unsent])
+        for i in at_once:
             self._direction(i)
         # The next bucket travels, and the one before comes back, while one is updated.
         exchange, returning = None, None
@@ -256,6 +298,33 @@ class _Step:
             if returning is not None:
                 self._apply(returning)
             exchange, returning = ahead, exchange
+
+    def _begin_to_stream(self, order: Sequence[int]) -> None:
+        """Prepares to bring the momentum buffers of these parameters, in this order."""
+        of_device: dict[torch.device, list[int]] = {}
+        for i in order:
+            if self.optimizer._rests(self.optimizer._params[i]):
+                of_device.setdefault(local_if_any(self.optimizer._params[i]).device, []).append(i)
+        for device, numbers in of_device.items():
+            tensors = [local_if_any(self.optimizer.state[self.optimizer._params[i]][BUFFER]) for i in numbers]
+            buckets = in_buckets([each.nbytes for each in tensors], self.optimizer.bucket_bytes)
+            stream = StateStream(device, [[tensors[i] for i in bucket] for bucket in buckets])
+            for number, bucket in enumerate(buckets):
+                self._resting.update((numbers[i], (stream, number, place)) for place, i in enumerate(bucket))
+
+    def close(self) -> None:
+        """Sends momentum buffers back that are on the device, also after an error."""
+        for stream in dict.fromkeys(stream for stream, _, _ in self._resting.values()):
+            stream.close()
+
+    def _buffer(self, number: int) -> Tensor:
+        """Returns the momentum buffer of a parameter on its device. One that rests is there until the next is asked
+        for.
+        """
+        if number in self._resting:
+            stream, bucket, place = self._resting[number]
+            return stream.use(bucket)[place]
+        return local_if_any(self.optimizer.state[self.optimizer._params[number]][BUFFER])
 
     def _part(self, matrix: Matrix) -> Tensor:
         """Returns this rank's part of the direction of a matrix, which is asked for once."""
@@ -270,12 +339,14 @@ class _Step:
     def _direction(self, number: int) -> Tensor:
         """Updates the momentum buffer of a parameter, and returns this rank's part of what `update` is to get."""
         param, group = self.optimizer._params[number], self.group(number)
-        buffer, grad = local_if_any(self.optimizer.state[param][BUFFER]), param.grad
+        buffer, grad = self._buffer(number), param.grad
         if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
             grad = grad.redistribute(placements=param.placements)
         grad = torch.zeros_like(buffer) if grad is None else local_if_any(grad).to(buffer.dtype)
         buffer.lerp_(grad, 1 - group["momentum"])
-        return grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        if group["nesterov"]:
+            return grad.lerp(buffer, group["momentum"])
+        return buffer.clone() if number in self._resting else buffer
 
     def _update(self, exchange: Exchange) -> None:
         """Updates the matrices that this rank owns, and sends them back."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.out_of_memory import OutOfMemory
 from ..engine.layout import ParamSpec
+from ..engine.offload import is_policy
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import require_state
 from ..tools.describe import size_text
@@ -331,7 +332,8 @@ def plan(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already.
-        NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have.
+        NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have; a wrap
+            policy chooses `offload_policy` by parameter.
 
     Example:
         ```python
@@ -454,6 +456,12 @@ class _Recorder:
         call, unless there are no such blocks.
         """
         calls = wrap_groups(self._model, policy)
+        for call in calls:
+            if "offload_policy" in call.options and not is_policy(call.options["offload_policy"]):
+                raise NotImplementedError(
+                    f"policy: {call.name}: a plan counts one OffloadPolicy for each call, and no function, mapping or "
+                    "OffloadBudget. Pass an OffloadPolicy in its place, or leave it out."
+                )
         if not calls:
             why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
             self._notes.append(f"Nothing but the model itself is wrapped: {why}.")

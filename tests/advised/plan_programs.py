@@ -88,7 +88,8 @@ def optimizers_that_are_not_elementwise() -> None:
 
 
 @follows(
-    "whose step may be called once for each group, got a {}.{}. Call flatten_optimizer without it",
+    "torch's own may count these calls. Call flatten_optimizer without {}",
+    "the states have returned to the CPU. Leave one of them out",
     "which one that steps in backward can't. Call flatten_optimizer without it",
 )
 def steps_that_cannot_run_beside_forward() -> None:
@@ -105,6 +106,8 @@ def steps_that_cannot_run_beside_forward() -> None:
         each.step()
         each.zero_grad()
     same_parameters(model, plain)
+    both: Any = {"beside_forward": True, "offload_states": True}
+    refused(lambda: fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **both))
     beside = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), beside_forward=True)
     refused(lambda: model.set_optimizer_in_backward(beside))
     model.set_optimizer_in_backward(fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
@@ -187,6 +190,49 @@ def optimizers_that_cannot_be_flat() -> None:
     closed(model, Again(model.parameters(), lr=0.1), own(batch()))
     closed(other, Again(other.parameters(), lr=0.1), batch())
     same_parameters(model, other)
+
+
+@follows(
+    "Call flatten_optimizer once, with the arguments that you want",
+    "Leave capturable out",
+)
+def optimizers_whose_states_cannot_rest() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def flat(params: Any) -> Any:
+        return fsdp2.flatten_optimizer(Own(params, lr=0.1))
+
+    def capturable(params: Any) -> Any:
+        optimizer = torch.optim.AdamW(params)
+        optimizer.param_groups[0]["capturable"] = True
+        return optimizer
+
+    model, plain = pair()
+    refused(lambda: fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1), offload_states=True))
+    train_with(model, plain, flat)
+    model, plain = pair()
+    first = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    refused(lambda: fsdp2.flatten_optimizer(first, offload_states=True))
+    refused(lambda: fsdp2.flatten_optimizer(capturable(model.parameters()), offload_states=True))
+
+    def resting(params: Any) -> Any:
+        return fsdp2.flatten_optimizer(torch.optim.AdamW(params), offload_states=True)
+
+    train_with(model, plain, resting)
+
+
+@follows("Pass an OffloadPolicy in its place, or leave it out")
+def plans_with_a_choice_of_places() -> None:
+    def planned(offload: Any) -> Any:
+        options = {} if offload is None else {"offload_policy": offload}
+        return fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cpu", policy={TanhBlock: options})
+
+    for choice in (lambda name, parameter: None, {"*": fsdp2.OffloadPolicy()}, fsdp2.OffloadBudget(0)):
+        refused(lambda choice=choice: planned(choice), NotImplementedError)
+    for choice in (fsdp2.OffloadPolicy(), None):
+        train(planned(choice).apply(init_device_mesh("cpu", (2,))), build(stack))
 
 
 # ---- optimizers of whole matrices

@@ -192,6 +192,21 @@ void access(int64_t stream, const void* first, size_t nbytes, bool writes, const
   block.accesses = std::move(kept);
 }
 
+void will_copy_out(int64_t stream, const void* target, size_t nbytes) {
+  // A copy from this memory that the stream is behind has read it: from now on it may change.
+  std::lock_guard<std::mutex> lock(mutex);
+  auto* memory = static_cast<const char*>(target);
+  std::vector<HostCopy> waiting;
+  for (auto& copy : host_copies) {
+    bool overlaps = copy.memory < memory + nbytes && memory < copy.memory + copy.bytes.size();
+    if (!overlaps || copy.is_target || !is_behind(clock_of(stream), copy.stream, copy.time))
+      waiting.push_back(std::move(copy));
+    else if (std::memcmp(copy.memory, copy.bytes.data(), copy.bytes.size()))
+      problems.push_back("pinned memory was written to while stream " + std::to_string(copy.stream) + " may read it");
+  }
+  host_copies = std::move(waiting);
+}
+
 void copies_out(int64_t stream, void* target, size_t nbytes) {
   std::lock_guard<std::mutex> lock(mutex);
   auto* memory = static_cast<char*>(target);

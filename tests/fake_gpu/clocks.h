@@ -25,6 +25,7 @@ void access(int64_t stream, const void* first, size_t nbytes, bool writes, const
 
 // Pinned memory of the host, which a stream copies to or from. The host must not look at it, or write to it, before it
 // has waited: a target holds NaN until then, and a source must not have changed.
+void will_copy_out(int64_t stream, const void* target, size_t nbytes);
 void copies_out(int64_t stream, void* target, size_t nbytes);
 void copies_in(int64_t stream, const void* source, size_t nbytes);
 void unpinned(const void* first, size_t nbytes);

@@ -106,6 +106,8 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   bool is_behind = crosses && non_blocking && other.is_contiguous() && is_pinned(other.const_data_ptr());
   if (is_behind && is_in)
     clocks::copies_in(stream, source.const_data_ptr(), source.nbytes());
+  if (is_behind && !is_in)
+    clocks::will_copy_out(stream, target.const_data_ptr(), target.nbytes());
   auto view = host(target);
   view.copy_(host(source));
   if (is_behind && !is_in)

@@ -421,6 +421,22 @@ def whole_weights(names: Names) -> None:
 @guide("CPU offload")
 def offload(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
+    numel = sum(param.to_local().numel() for param in names["partly"].parameters())
+    assert (8 << 30) - 4 * 1.2 * numel <= names["budget"].left <= (8 << 30) - 4 * numel
+
+
+@guide("Optimizer states on the CPU")
+def states_offloaded(names: Names) -> None:
+    """Optimizers whose states rest on the CPU have the bits of those whose states do not."""
+    model = names["make_sharded"]()
+    split = fsdp2.split_matrices(model, exclude=("embed", "head"))
+    optimizers = fsdp2.muon(split.matrices, lr=0.02), torch.optim.AdamW(split.rest, lr=1e-2)
+    for step in range(3):
+        names["loss_of"](model, names["batch"](step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(names["resting"], model, 0)
 
 
 @guide("Modules that run on some ranks only")

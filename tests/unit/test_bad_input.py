@@ -22,6 +22,7 @@ from fsdp2 import (
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadBudget,
     OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
@@ -407,6 +408,34 @@ CASES = {
     "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
     "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
     "offload_policy: the class": option("offload_policy", lambda: CPUOffloadPolicy, TypeError),
+    "offload_policy: a number": option("offload_policy", lambda: 1 << 30, TypeError, "offload_policy.*1073741824"),
+    "offload_policy: names of no policies": option(
+        "offload_policy", lambda: {"weight": True}, TypeError, "offload_policy: .*'weight': True"
+    ),
+    "offload_policy: names of budgets": option(
+        "offload_policy", lambda: {"weight": OffloadBudget(1)}, TypeError, "offload_policy: .*OffloadBudget"
+    ),
+    "offload_policy: a function that returns a budget": Case(
+        TypeError,
+        "inner.weight: expected offload_policy to return an OffloadPolicy or None, got OffloadBudget",
+        Block,
+        {"offload_policy": lambda: lambda name, parameter: OffloadBudget(1)},
+    ),
+    "offload_policy: a key that is no name": option(
+        "offload_policy", lambda: {1: OffloadPolicy()}, TypeError, "offload_policy: .*1: OffloadPolicy"
+    ),
+    "offload_policy: a name that is not there": Case(
+        ValueError,
+        "offload_policy: 'inner.wait' matches no parameter of this call. Its names are inner.weight",
+        Block,
+        {"offload_policy": lambda: {"inner.*": OffloadPolicy(), "inner.wait": CPUOffloadPolicy()}},
+    ),
+    "offload_policy: a function that returns a flag": Case(
+        TypeError,
+        "inner.weight: expected offload_policy to return an OffloadPolicy or None, got True",
+        Block,
+        {"offload_policy": lambda: lambda name, parameter: True},
+    ),
     # declared, not there yet
     "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
