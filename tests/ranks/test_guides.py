@@ -7,6 +7,7 @@ tests/clients/test_client_guides.py.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -261,6 +262,16 @@ def compressed_gradients(names: Names) -> None:
     found, rounded = (
         torch.cat([full(p.grad).view(-1) for p in each.parameters()]) for each in (reference, names["narrow"])
     )
+    # The flag is all that one changes for feedback: what rounding has lost comes with the next gradient.
+    with_feedback = type("HighBytesWithFeedback", (names["HighBytes"],), {"feedback": True})
+    lost = {}
+    for codec in (None, names["HighBytes"](), with_feedback()):
+        model = names["make_sharded"](mp_policy=fsdp2.MixedPrecisionPolicy(gradient_codec=codec))
+        for _ in range(16):
+            names["loss_of"](model, names["batch"](0)).backward()
+        lost[codec] = torch.cat([full(p.grad).view(-1) for p in model.parameters()])
+    exact, without_it, with_it = lost.values()
+    assert (with_it - exact).norm() < 0.2 * (without_it - exact).norm()
     assert 0 < (found - rounded).norm() < 0.1 * found.norm()
 
 
@@ -308,7 +319,8 @@ def replicas(names: Names) -> None:
 @guide("Checkpoints and resuming")
 def checkpoints(names: Names) -> None:
     assert names["first"] == 2
-    assert_equal(names["again"], trained(names, steps=3))
+    assert names["schedule"].last_epoch == 3
+    assert_equal(names["again"], trained(names, steps=3, clip=math.inf))
 
 
 @guide("A pretrained model that one rank loads")
