@@ -425,6 +425,34 @@ def whole_weights(names: Names) -> None:
     assert_same(names["model"].blocks[0].up.weight.grad, model.blocks[0].up.weight.grad, 1e-5, 1e-6, "up.weight")
 
 
+@guide("Tied weights")
+def tied_weights(names: Names) -> None:
+    assert_equal(names["model"], trained({**names, "Model": names["Tied"]}, steps=3))
+    groups = {group.name: group.parameters for group in fsdp2.describe(names["model"]).groups}
+    assert groups["embed"] == ("embed.weight",), "the group of the first call owns it"
+    assert not any("head.weight" in parameters for parameters in groups.values())
+
+
+@guide("One machine of 8 GPUs")
+def one_machine(names: Names) -> None:
+    """In bf16, as in the guide of mixed precision, by losses. Its last checkpoint has what training has left."""
+    expected = plain_model(names)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for step in range(1, 5):
+        names["loss_of"](expected, whole(step, dist.get_world_size())).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = [names["loss_of"](model, whole(9, 1)) for model in (names["model"], expected, plain_model(names))]
+    assert abs(losses[0] - losses[1]) < 0.1 * abs(losses[2] - losses[1])
+    assert not (Path("checkpoint") / "3").exists()
+    state = {"model": names["make_sharded"]().state_dict(), "step": 0}
+    names["dcp"].load(state, checkpoint_id="checkpoint/4")
+    assert state["step"] == 4
+    for name, param in names["model"].named_parameters():
+        assert_same(full(state["model"][name]), full(param), 0, 0, name)
+
+
 @guide("CPU offload")
 def offload(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
