@@ -286,7 +286,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a user's own gather lacks the part of this rank",
-        r"slot\.copy_\(own\)",
+        r"part\.copy_\(own\)",
         "pass",
         (TRAINING,),
     ),

@@ -1,4 +1,6 @@
 """The engine: shards, gathers and reduces. It is what always runs."""
 
+from .events import Extensions as Extensions
 from .events import Observer as Observer
 from .events import extend as extend
+from .state import root_of as root_of

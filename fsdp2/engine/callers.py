@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from types import FrameType
 
 from torch.optim import Optimizer
+
+
+def function_that_calls(names: Container[str]) -> str | None:
+    """Returns which function of `names` this is called in, the innermost first, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in names:
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return None
 
 
 def optimizer_that_calls() -> Optimizer | None:

@@ -105,9 +105,9 @@ class CustomComm:
         works, copies = [], []
         for output, own in zip(outputs, inputs, strict=True):
             whole = self._gather.allocate(output.shape, dtype=output.dtype, device=output.device)
-            slot = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
-            slot.copy_(own)
-            work = self._gather(output_tensor=whole, input_tensor=slot, group=self.group, async_op=True)
+            part = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
+            part.copy_(own)
+            work = self._gather(output_tensor=whole, input_tensor=part, group=self.group, async_op=True)
             works += [work] if work is not None else []
             copies.append((output, whole))
         return CopyWork(works, copies)

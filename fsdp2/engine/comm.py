@@ -88,7 +88,7 @@ class Comm(Protocol):
         """The number of ranks. It may change between steps where ranks join and leave: see AnyComm."""
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        """Fills outputs[i] with the inputs[i] of all ranks, in rank order. inputs[i] may be its slot of outputs[i]."""
+        """Fills outputs[i] with the inputs[i] of all ranks, in rank order. inputs[i] may be this rank's part of it."""
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""

@@ -1,9 +1,9 @@
 """Says how the rest of the package, and users, join the engine.
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, the events, and a root calls only
-those that are overridden. It may raise, and changes nothing. A *feature* changes numbers, memory or communication: the
-engine calls it by its name (RankConsensus, BackwardSteps). `extend` adds both for the whole process, before modules are
-sharded. fsdp2/README.md shows an observer.
+those that are overridden. It may raise, tell and measure, and changes nothing. A *feature* changes numbers, memory or
+communication: the engine calls it by its name (RankConsensus, BackwardSteps). `extend` adds both for the whole process,
+before modules are sharded. fsdp2/README.md shows an observer.
 """
 
 from __future__ import annotations
@@ -312,9 +312,16 @@ def chosen(**changes: Any) -> Iterator[None]:
 
 
 def extend(**changes: Any) -> None:
-    """Adds to the fields of Extensions. A tuple is added to the present one; another class replaces the present one.
+    """Adds observers, and what features need, for what is sharded from then on: `extend(observers=(make,))`, where
+    `make(root)` returns an Observer or None.
 
-    Call it before the first `fully_shard`: some are read at each use, others once for a module, a root or a class.
+    Each `fully_shard` call makes a root, which gets the `features` and `observers` of that moment, after `plan` was
+    asked. What a root that exists is to have is added by `root_of(model).add(observer)`. The other fields are read at
+    each use, or once for a class of modules: give these before the first `fully_shard`.
+
+    Args:
+        changes: fields of `fsdp2.engine.Extensions`, which describes them. A tuple is added to the present one; another
+            value replaces the present one.
     """
     now = _Current.extensions
     joined: dict[str, Any] = {

@@ -1,9 +1,10 @@
 """Gathers shards into unsharded parameters: views into byte buffers, and the casts and copies around an all-gather.
 
 It takes byte buffers and a layout, and knows no parameter. Everything that does not change from one gather to the next
-(views, lists, which casts are needed) is prepared once, in `GatherPlan`; a gather then is one cast per pair of dtypes,
-one collective and, for the packed parameters, one copy. Parameters with a codec are encoded before it, and decoded
-behind it.
+(views, lists, which casts are needed) is prepared once, in `GatherPlan`. A gather then casts shards, by one foreach
+copy for each pair of dtypes and kind of layout (`group_copies`), calls one collective, and copies packed parameters to
+their places: on a device by one copy if possible, on CPU by foreach copies. Parameters with a codec are encoded before
+the collective, and decoded behind it. layout.py says which parameters travel direct, packed or encoded.
 """
 
 from __future__ import annotations
@@ -131,13 +132,13 @@ class GatherPlan:
     """Prepares how one group's shards (`shards`, uint8, at rest) become its unsharded parameters (`unsharded`, uint8).
 
     The plan keeps views into both buffers. The storage of `unsharded` may be freed between gathers and must be
-    allocated again before `start`, or before `finish` if nothing `arrives_in_place`. Packed segments that lie apart,
-    and encoded ones, are the plan's own memory (`has_memory`): `start` allocates it, unless `allocate` has, and `free`
-    frees it.
+    allocated again before `start`, or before `finish` if nothing `arrives_in_place`. Packed segments that lie apart
+    (`packs_apart`: not behind the unsharded parameters), and encoded ones, are the plan's own memory (`has_memory`):
+    `start` allocates it, unless `allocate` has, and `free` frees it.
 
-    Where operations cost launches, one copy moves all packed parameters to their places, if they allow that: on CUDA it
-    is one kernel, and a foreach copy to other strides is one for each tensor. On CPU it takes half as long again, and
-    copies the rows that are padding, too.
+    Where operations cost launches, one split copy moves all packed parameters to their places, if these allow it: on
+    CUDA that is one kernel, while a foreach copy between other strides launches one for each tensor. The split copy
+    also copies rows of padding, and takes 1.5 times as long on CPU, so CPU uses foreach copies.
     """
 
     def __init__(
@@ -151,14 +152,14 @@ class GatherPlan:
         self._own: list[tuple[torch.UntypedStorage, int]] = []
         if layout.packs_apart:
             self._segments, self._segments_start = self._make_own(layout.segments_nbytes), 0
-        # Casts write this rank's own slot of an output, which then is the collective's input too.
+        # Casts write this rank's own part of an output, which then is the collective's input too.
         self._casts: Copies = []
         self._copies_out: Copies = []
         # The W packed segments as rows of bytes; the sizes of the parts of a row; where the parts of all rows go.
         self.split: tuple[Tensor, list[int], list[Tensor]] | None = None
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
-        # The bytes of a buffer as elements of the dtypes that are copied.
+        # (dtype, True for the buffer of segments, False for that of unsharded parameters) -> that buffer in that dtype.
         self._typed: dict[tuple[torch.dtype, bool], Tensor] = {}
         if not layout.aliased:
             for i in layout.direct:
@@ -188,7 +189,7 @@ class GatherPlan:
                 self._source.resize(storage, nbytes)
 
     def free(self) -> None:
-        """Frees the plan's own memory: it is copied out, or nobody sends any more."""
+        """Frees the plan's own memory. Its content must be copied out, and no collective may use it any more."""
         for storage, _ in self._own:
             storage.resize_(0)
 
@@ -233,7 +234,7 @@ class GatherPlan:
             found.append(_Encoded(spec, spec.gather_codec, shard.view(1, -1), rows, self._rank, place, seed=i))
         if self._world_size > 1:
             self.outputs.append(wire)
-            self.inputs.append(self._slot(wire, nbytes))
+            self.inputs.append(self._own_part(wire, nbytes))
         return found
 
     def _plan_direct(self, i: int) -> None:
@@ -250,13 +251,13 @@ class GatherPlan:
             output = self._unsharded[start : start + spec.compute_nbytes * self._world_size]
             own = slice(self._layout.shard_offsets[i], self._layout.shard_offsets[i] + spec.storage_nbytes)
             self.outputs.append(output)
-            self.inputs.append(self._slot(output, spec.compute_nbytes) if must_copy else self._shards[own])
+            self.inputs.append(self._own_part(output, spec.compute_nbytes) if must_copy else self._shards[own])
 
     def _plan_packed(self, splits: bool) -> None:
         layout, nbytes = self._layout, self._layout.packed_nbytes
         output = self._segments[self._segments_start : self._segments_start + nbytes * self._world_size]
         if layout.casts:
-            own = self._slot(output, nbytes)
+            own = self._own_part(output, nbytes)
             for run in layout.casts:
                 target = view_bytes(own, run.packed_offset, run.numel, run.compute_dtype)
                 self._casts.append((target, view_bytes(self._shards, run.storage_offset, run.numel, run.storage_dtype)))
@@ -264,8 +265,8 @@ class GatherPlan:
             first = layout.shard_offsets[layout.packed[0]]
             own = self._shards[first : first + nbytes]
             if self._source.is_registered:
-                self._casts.append((self._slot(output, nbytes), own))
-                own = self._slot(output, nbytes)
+                self._casts.append((self._own_part(output, nbytes), own))
+                own = self._own_part(output, nbytes)
         self.outputs.append(output)
         self.inputs.append(own)
         if splits and all(layout.specs[i].has_few_slices for i in layout.packed):
@@ -311,10 +312,12 @@ class GatherPlan:
     def _rows_at(
         self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype, of_segments: bool = False
     ) -> Tensor:
-        """Returns rows that begin at byte `offset`, `stride` elements apart: in one view instead of six."""
+        """Returns rows that begin at byte `offset`, `stride` elements apart. One `as_strided` takes the host less time
+        than the six views that would lead there.
+        """
         if (dtype, of_segments) not in self._typed:
             self._typed[dtype, of_segments] = (self._segments if of_segments else self._unsharded).view(dtype)
         return self._typed[dtype, of_segments].as_strided(shape, (stride, 1), offset // dtype.itemsize)
 
-    def _slot(self, output: Tensor, nbytes: int) -> Tensor:
+    def _own_part(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

@@ -37,11 +37,11 @@ class PairwiseComm:
         self._peers = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        slots = [output.view(self.size, -1) for output in outputs]
-        exchange = self._exchange(GATHERING, inputs, [[own] * self.size for own in inputs], slots)
-        for slot, own in zip(slots, inputs, strict=True):
-            if slot[self.rank].data_ptr() != own.data_ptr():
-                slot[self.rank].copy_(own)
+        parts = [output.view(self.size, -1) for output in outputs]
+        exchange = self._exchange(GATHERING, inputs, [[own] * self.size for own in inputs], parts)
+        for part, own in zip(parts, inputs, strict=True):
+            if part[self.rank].data_ptr() != own.data_ptr():
+                part[self.rank].copy_(own)
         return AllWork([exchange], [*outputs, *inputs])
 
     def reduce_scatter(

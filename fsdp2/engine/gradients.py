@@ -100,7 +100,8 @@ class GroupGradients:
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas;
         one for each replica, [M, shard_numel], if these share what rests.
-    `taken`: indices of those that the backward pass that runs has included.
+    `taken`: indices of parameters whose unsynchronized or partial gradients, of earlier passes, the backward pass that
+        runs has included. If it fails, these are lost.
 
     Args:
         group: the group, which is told of the first gradient and of the last.
@@ -118,9 +119,10 @@ class GroupGradients:
         self.taken: set[int] = set()
         # Indices of those that had a graph (create_graph=True), of which `.grad` must tell.
         self._had_graph: set[int] = set()
-        # Sums of several gradients may be among those of the pass that runs, on whichever rank: they have other dtypes.
+        # True if gradients of the pass that runs may be sums of several micro-batches, on this rank or another. Sums
+        # are in the reduce dtype, and travel by `_codecs_of_sums`. It is the same on all ranks.
         self._may_be_sums = False
-        # The last backward pass has left gradients to a later one, on whichever rank.
+        # True if the last backward pass has left gradients to a later one, by its settings; the same on all ranks.
         self.left_gradients = False
         # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = None
@@ -153,7 +155,9 @@ class GroupGradients:
         return between + sum(encoder.nbytes for encoder in self._encoders.values())
 
     def forget_kept(self) -> None:
-        """Drops what they keep: a parameter was replaced."""
+        """Drops what codecs with feedback, and sums between replicas, keep between steps. It is called when a parameter
+        was replaced, whose gradients the residuals no longer are of, and by `discard`.
+        """
         for encoder in self._encoders.values():
             encoder.discard()
         if self._summing is not None:
@@ -283,7 +287,12 @@ class GroupGradients:
     # ---- as gradients arrive
 
     def _complete(self, bucket: Bucket) -> None:
-        """Reduces a bucket, whose last gradient has arrived."""
+        """Handles a bucket whose last gradient has arrived. Usually it is reduced now.
+
+        Unless the group reduces at `ReduceWhen.BUCKET`, all its buckets are reduced when the last of them is complete.
+        With `reduce_unused` this does nothing: all buckets are reduced when backward leaves the module. Without
+        gradient sync, `_process` keeps the gradients.
+        """
         if (streams := self._streams) is not None and streams.are_apart():
             with streams.at_home():
                 return self._complete(bucket)
@@ -391,7 +400,9 @@ class GroupGradients:
             bucket.missing, bucket.completed = bucket.size, 0
 
     def resume(self) -> None:
-        """Sums between replicas what no gradient of this backward pass has taken along."""
+        """Begins to sum between replicas those partial gradients that no reduction of this backward pass has included.
+        (A reduction of a parameter with a partial gradient includes it: `_process` passes it on as `carried`.)
+        """
         if (streams := self._streams) is not None and streams.are_apart():
             with streams.at_home():
                 return self.resume()
@@ -406,7 +417,8 @@ class GroupGradients:
 
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
-        the pass has included them already: `taken`.
+        the pass has included them already: `taken`. What codecs and sums between replicas keep goes, too
+        (`forget_kept`): it may be of gradients that were dropped, and ranks may have stopped at different places.
         """
         for param in self._params:
             param.unsharded.grad = None
@@ -549,7 +561,9 @@ class GroupGradients:
         pending.abandon()
 
     def receive(self, pending: Pending, of_pass: object) -> None:
-        """Waits for a reduction, and accumulates its shards into the sharded parameters' `.grad`."""
+        """Waits for a reduction, and adds its shards to the sharded parameters' `.grad`; or to `self.partial`, if they
+        are still to be summed between replicas.
+        """
         if (streams := self._streams) is not None and streams.are_apart():
             with streams.at_home():
                 return self.receive(pending, of_pass)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .callers import optimizer_that_calls
+from .callers import function_that_calls, optimizer_that_calls
 from .compat import local_of, new_dtensor, no_torch_function, set_local
 from .events import extensions
 from .parameter import FSDPParam
@@ -20,6 +20,10 @@ from .torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .root import Root
+
+
+# What users call, and what then reads gradients by other names.
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm")
 
 
 class UnsynchronizedGrad(DTensor):
@@ -75,7 +79,7 @@ class UnsynchronizedGrad(DTensor):
     @classmethod
     def refuse(cls, what: str) -> NoReturn:
         optimizer = optimizer_that_calls()
-        where = what if optimizer is None else f"{type(optimizer).__name__}.step"
+        where = function_that_calls(_CLIPPING) or what if optimizer is None else f"{type(optimizer).__name__}.step"
         raise RuntimeError(f"{where}: {cls.why}")
 
 

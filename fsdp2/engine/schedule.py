@@ -25,8 +25,8 @@ _MAX_HISTORY = 4096
 # So many reduced buckets may be on their way to the CPU, or be stepped on there, before the host waits for the oldest:
 # what one group has at most, or two. That bounds what they take on the device, and in page-locked memory.
 MAX_RETURNING = 8
-# While more are packed, reductions of one of so many parts of a typical group's gradients may be in flight: the largest
-# part in which they are reduced, see buckets.py.
+# The window of a ReductionQueue is the gradient bytes of a typical group divided by this number: on CPU about one
+# bucket, see buckets.py.
 PARTS_OF_WINDOW = 4
 
 # The last groups that stay unsharded after forward have at most so many bytes together, unless the user has chosen a
@@ -79,8 +79,10 @@ def within_budget(
 
 
 def _on_all_ranks(group: FSDPParamGroup, chosen: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
-    """Returns those of a user's `chosen` groups that all ranks gather when `group` runs. Some may leave `group` out:
-    they join gathers of groups that may be left out, too, and of no others.
+    """Returns those of a user's `chosen` groups that all ranks gather when `group` runs.
+
+    If ranks may leave `group` out (a conditional module), the ranks that do so join gathers of conditional groups only:
+    others of `chosen` are left out.
     """
     consensus = group.root.consensus
     if consensus is None or not consensus.is_conditional(group):
@@ -107,7 +109,8 @@ class Prefetcher:
         self._order_now: list[FSDPParamGroup] = []
         # How many groups, at the end of that order, backward needs at once.
         self._num_last = 0
-        # How many groups of this pass had to be gathered. If none had, one rank may run it alone: no order is recorded.
+        # How many groups of this pass had to be gathered. If none had, one rank may run it alone: the next pass then
+        # does not adopt the order that this one has recorded.
         self._num_gathered = 0
         self._forward = self._backward = cursor(())
         self.ran: deque[FSDPParamGroup] = deque(maxlen=_MAX_HISTORY)
@@ -167,8 +170,9 @@ class Prefetcher:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
         that ran before it, or that the user chose, unless backward is done with them. Start each of them at once.
 
-        `is_done`: backward has reached it before, and is done with it now, which is when a root with `prefetches_late`
-        gathers those that ran before, unless backward has reached another group meanwhile.
+        `is_done`: backward has reached it before, and is done with it now. Then a root with `prefetches_late`, which
+        `set_backward_prefetch("post")` sets, gathers those that ran before, unless backward has reached another group
+        meanwhile.
         """
         if not is_done:
             self._backward.visit(group)

@@ -112,6 +112,13 @@ def require_state(module: Any) -> FSDPState:
     return state
 
 
+def root_of(module: Any) -> Root:
+    """Returns the Root that runs a sharded module: that of the outermost sharded module around it, which a later
+    `fully_shard` call on an outer one replaces. It raises what `require_state` does.
+    """
+    return require_state(module).root
+
+
 def states_of(module: Any) -> list[FSDPState]:
     """Returns the state of a sharded module, and its parts. It raises what `require_state` does."""
     state = require_state(module)

@@ -82,7 +82,7 @@ class HeldGrad(UnsynchronizedGrad):
 
     why = (
         "some ranks have run out of batches, and can't do to their part of this gradient what this rank does. An "
-        f"optimizer's own step() and zero_grad() are followed; for all else: {_HOW}"
+        f"optimizer's own step() and zero_grad() are followed, and nothing else is. {_HOW}"
     )
     shown = "is held until the step, which ranks that have run out of batches take as well"
 

@@ -124,7 +124,9 @@ def _unequal(answers: Sequence[tuple[int, Any, list[int]]]) -> list[Exception]:
 
 
 class _Found:
-    """Holds the first difference of each phase on this rank, with its index in the order of comparison."""
+    """Holds the first difference of each phase on this rank, with its place in the order of all ranks, and how many
+    tensors were compared.
+    """
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
@@ -132,18 +134,21 @@ class _Found:
         self.counts: dict[str, int] = {}
 
     def is_open(self, phase: str) -> bool:
-        """Returns True if nothing has differed in `phase` yet. Counts one more tensor that is compared."""
-        self.counts[phase] = self.counts.get(phase, 0) + 1
+        """Returns True if nothing has differed in `phase` yet."""
         return all(each.phase != phase for _, each in self.firsts)
 
-    def add(self, phase: str, group: str, name: str, distance: Distance, hints: Sequence[str]) -> None:
+    def count(self, phase: str, number: int = 1) -> None:
+        """Counts tensors that are compared."""
+        self.counts[phase] = self.counts.get(phase, 0) + number
+
+    def add(self, place: int, phase: str, group: str, name: str, distance: Distance, hints: Sequence[str] = ()) -> None:
         ulps = distance.relative / torch.finfo(self.sides.dtype).eps
         if phase in ("outputs", "loss", "gradients") and self.sides.whole.is_random:
             hints = [*hints, "random"]
         difference = Difference(
             phase, group, name, distance.relative, ulps, distance.got, distance.expected, tuple(hints), dist.get_rank()
         )
-        self.firsts.append((self.counts[phase], difference))
+        self.firsts.append((place, difference))
 
 
 _NOTHING = Distance(math.inf, 0, math.nan, math.nan)
@@ -152,16 +157,17 @@ _NOTHING = Distance(math.inf, 0, math.nan, math.nan)
 def _compare_weights(found: _Found) -> set[str]:
     """Compares weights, and returns the names of those that differ on this rank."""
     sides, names = found.sides, set()
-    for held in sides.tensors:
+    for i, held in enumerate(sides.tensors):
         if held.param is not None and held.param.gathers_itself:
             continue
-        is_open, whole = found.is_open("weights"), sides.whole_tensors[held.name]
+        found.count("weights")
+        whole = sides.whole_tensors[held.name]
         own, part = _local(held.tensor), _part(held, whole)
         distance = measure(own, part, magnitude(whole))
         if distance.relative:
             names.add(held.name)
-            if is_open:
-                found.add("weights", _group_of(sides, held), held.name, distance, _explain_rounding(own, part))
+            if found.is_open("weights"):
+                found.add(i, "weights", _group_of(sides, held), held.name, distance, _explain_rounding(own, part))
     return names
 
 
@@ -173,9 +179,12 @@ def _explain_rounding(got: Tensor, expected: Tensor) -> list[str]:
 
 def _compare_gathered(found: _Found, known: set[str]) -> None:
     """Compares unsharded weights. `known`: names of those whose shards differ already, on any rank."""
-    for held, distance in found.sides.gathered:
+    sides = found.sides
+    if sides.num_gathered:
+        found.count("gathered weights", sides.num_gathered)
+    for place, held, distance in sides.gathered:
         if held.name not in known and found.is_open("gathered weights"):
-            found.add("gathered weights", _group_of(found.sides, held), held.name, distance, ["stale"])
+            found.add(place, "gathered weights", _group_of(sides, held), held.name, distance, ["stale"])
 
 
 def _group_of(sides: Sides, held: Held) -> str:
@@ -186,30 +195,44 @@ def _compare_outputs(found: _Found) -> None:
     sides = found.sides
     ours, whole = sides.ours.outputs, sides.whole.outputs
     for i, (name, outputs) in enumerate(ours):
-        if not found.is_open("outputs"):
-            continue
         if i >= len(whole) or whole[i][0] != name or len(whole[i][1]) != len(outputs):
-            found.add("outputs", str(sides.sharded[name]), name, _NOTHING, ["order"])
-            continue
+            return found.add(i, "outputs", str(sides.sharded[name]), name, _NOTHING, ["order"])
         for j, got in enumerate(outputs):
             expected = sides.rows_like(whole[i][1][j], got)
-            distance = measure(got, expected, magnitude(whole[i][1][j])) if expected is not None else None
-            if expected is not None and distance is not None and distance.relative > sides.rtol:
+            if expected is None:
+                continue
+            found.count("outputs")
+            distance = measure(got, expected, magnitude(whole[i][1][j]))
+            if distance.relative > sides.rtol:
                 rounded = sides.rows_like(sides.rounded.outputs[i][1][j], got) if sides.rounded else None
-                hints = explain(got, expected, {"cast input": rounded}, sides.rtol)
-                found.add("outputs", str(sides.sharded[name]), f"{name or 'root'}, output {j}", distance, hints)
-                break
+                candidates = {"cast input": rounded, "across rows": _of_own_rows(sides, i, j)}
+                hints = explain(got, expected, candidates, sides.rtol)
+                return found.add(
+                    i, "outputs", str(sides.sharded[name]), f"{name or 'root'}, output {j}", distance, hints
+                )
+    return None
+
+
+def _of_own_rows(sides: Sides, i: int, j: int) -> Tensor | None:
+    """Returns output j of the i-th sharded module that ran, as the reference computes it from this rank's rows. Returns
+    None if that would prove nothing: random numbers would be the same as those of the model.
+    """
+    if sides.whole.is_random:
+        return None
+    outputs = sides.own_rows.outputs[i : i + 1]
+    return outputs[0][1][j] if outputs and j < len(outputs[0][1]) else None
 
 
 def _compare_loss(found: _Found, mean: float) -> None:
     sides, expected = found.sides, found.sides.whole.loss.double()
     got = torch.tensor(mean, dtype=torch.float64, device="cpu")
     distance = measure(got, expected.cpu())
-    if found.is_open("loss") and distance.relative > sides.rtol:
+    found.count("loss")
+    if distance.relative > sides.rtol:
         hints = explain_scale(got, expected.cpu(), sides.num_ranks, sides.rtol)
         rounded = sides.rounded.loss.double().cpu() if sides.rounded else None
         hints += explain(got, expected.cpu(), {"cast input": rounded}, sides.rtol)
-        found.add("loss", "root", "loss", distance, hints)
+        found.add(0, "loss", "root", "loss", distance, hints)
 
 
 def _compare_gradients(found: _Found) -> None:
@@ -220,19 +243,20 @@ def _compare_gradients(found: _Found) -> None:
     ours, theirs = ties(sides.model), ties(sides.reference)
     helds = [held for held in sides.tensors if held.kind != "buffer"]
     order = {name: i for i, name in enumerate(gradients)}
-    for held in sorted(helds, key=lambda held: order.get(theirs[held.name][0], len(order))):
+    for i, held in enumerate(sorted(helds, key=lambda held: order.get(theirs[held.name][0], len(order)))):
         if found.is_open("gradients"):
+            found.count("gradients")
             tied = ["tied"] if ours[held.name] != theirs[held.name] else []
-            _compare_gradient(found, held, theirs[held.name][0], slack, tied)
+            _compare_gradient(found, i, held, theirs[held.name][0], slack, tied)
 
 
-def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints: list[str]) -> None:
+def _compare_gradient(found: _Found, place: int, held: Held, name: str, slack: float, hints: list[str]) -> None:
     sides, got = found.sides, found.sides.ours.gradients[held.name]
     whole, group = sides.whole.gradients.get(name), _group_of(found.sides, held)
     if is_unsynchronized(got):
-        return found.add("gradients", group, held.name, _NOTHING, ["unsynchronized"])
+        return found.add(place, "gradients", group, held.name, _NOTHING, ["unsynchronized"])
     if got is None or whole is None:
-        return None if got is whole else found.add("gradients", group, held.name, _NOTHING, [*hints, "missing"])
+        return None if got is whole else found.add(place, "gradients", group, held.name, _NOTHING, [*hints, "missing"])
     own = _local(got)
     expected = _part(held, whole)
     distance, scale = measure(own, expected, magnitude(whole)), magnitude(whole)
@@ -241,7 +265,9 @@ def _compare_gradient(found: _Found, held: Held, name: str, slack: float, hints:
         others = {"unsynchronized": sides.own_rows, "cast input": sides.rounded}
         parts = {hint: run.gradients[name] if run else None for hint, run in others.items()}
         candidates = {hint: None if part is None else _part(held, part) for hint, part in parts.items()}
-        found.add("gradients", group, held.name, distance, hints + explain(own, expected, candidates, sides.rtol))
+        found.add(
+            place, "gradients", group, held.name, distance, hints + explain(own, expected, candidates, sides.rtol)
+        )
     return None
 
 

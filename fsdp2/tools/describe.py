@@ -74,7 +74,6 @@ class GroupDescription:
 
     def _cells(self) -> tuple[str, ...]:
         frozen = f" ({self.num_frozen} frozen)" if self.num_frozen else ""
-        replicas = f"{self.num_replicas} x " if self.num_replicas > 1 else ""
         more = f" and {len(self.modules) - 1} more" if len(self.modules) > 1 else ""
         return (
             self.name + more,
@@ -83,7 +82,7 @@ class GroupDescription:
             f"{self.numel:,}",
             dtypes_text(self.dtypes),
             *map(size_text, (self.resting_nbytes, self.gathered_nbytes, self.reduced_nbytes)),
-            f"{replicas}{self.num_shards}",
+            ranks_text(self),
             "?" if self.settings is None else ", ".join(self.settings) or "-",
         )
 
@@ -184,6 +183,11 @@ def _describe_group(group: ShardGroup) -> GroupDescription:
 
 
 # ---- text
+
+
+def ranks_text(group: GroupDescription) -> str:
+    """Returns "8" for 8 ranks that shard, "2 replicas of 4" for HSDP."""
+    return f"{group.num_replicas} replicas of {group.num_shards}" if group.num_replicas > 1 else f"{group.num_shards}"
 
 
 def dtypes_text(dtypes: Iterable[Iterable[torch.dtype] | None]) -> str:

@@ -22,6 +22,8 @@ HINTS = {
     "set_requires_gradient_sync(False) was left on, or no fully_shard call manages the parameter.",
     "cast input": "The reference does the same when inputs are rounded to param_dtype: "
     "MixedPrecisionPolicy(cast_forward_inputs=False), or cast where it is harmless.",
+    "across rows": "The reference computes the same from this rank's rows alone: a module computes across the rows of "
+    "a batch, as BatchNorm does in training mode. Use SyncBatchNorm or larger batches; compare all else in eval mode.",
     "tied": "It is tied to another parameter in one of the two models only.",
     "stale": "The module computed with other values than its shards hold: these were changed in a way that no version "
     "counter shows (.data, a collective, a foreach operation) while it stayed unsharded. Call reshard() after such "
@@ -140,7 +142,8 @@ class Comparison:
             the others may follow from it.
         dtype: the coarsest dtype that the sharded model computes or reduces in.
         rtol: the relative error that was allowed, weights excepted.
-        num_compared: how many tensors were compared on this rank, by phase.
+        num_compared: how many tensors were compared on this rank, by phase. Outputs and gradients behind the first one
+            that differs are not compared.
     """
 
     differences: tuple[Difference, ...]
@@ -153,8 +156,9 @@ class Comparison:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {phase}" for phase, number in self.num_compared.items())
-        title = "no difference" if self else "differences"
-        return "\n  ".join([f"{title} in {counts} (rtol {self.rtol:.2g}, {self.dtype})", *map(str, self.differences)])
+        title = f"compared {counts} (rtol {self.rtol:.2g}, {self.dtype}): "
+        title += "no difference" if self else "the first difference of each phase:"
+        return "\n  ".join([title, *map(str, self.differences)])
 
 
 def first_of_each(found: Sequence[Sequence[tuple[int, Difference]]]) -> tuple[Difference, ...]:

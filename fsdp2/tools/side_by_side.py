@@ -68,8 +68,10 @@ class Sides:
         self.whole_tensors = named_tensors(reference, duplicates=True)
         self.dtype = max(self._dtypes(), key=lambda dtype: torch.finfo(dtype).eps)
         self.rtol = math.sqrt(torch.finfo(self.dtype).eps) if rtol is None else rtol
-        # The unsharded weights that modules computed with and that differ from those of the reference.
-        self.gathered: list[tuple[Held, Distance]] = []
+        # How many unsharded weights that modules computed with were compared with those of the reference; and those
+        # that differ, with their place among them.
+        self.num_gathered = 0
+        self.gathered: list[tuple[int, Held, Distance]] = []
         self._ours: Run | None = None
 
     def _dtypes(self) -> Iterator[torch.dtype]:
@@ -181,8 +183,9 @@ class Sides:
             unsharded = owner._parameters.get(name)
             if unsharded is not None and not isinstance(unsharded, DTensor):
                 distance = measure(unsharded, self.whole_tensors[held.name].to(unsharded.dtype))
+                self.num_gathered += 1
                 if distance.relative:
-                    self.gathered.append((held, distance))
+                    self.gathered.append((self.num_gathered, held, distance))
 
 
 def ties(module: nn.Module) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .describe import GroupDescription, ModelDescription, describe, size_text
+from .describe import GroupDescription, ModelDescription, describe, ranks_text, size_text
 
 
 def log_summary(modules: Sequence[nn.Module], logger: logging.Logger) -> None:
@@ -30,7 +30,7 @@ def summary(model: ModelDescription) -> str:
     groups, largest = model.groups, max(model.groups, key=_gathered)
     settings = Counter(setting for group in groups for setting in group.settings or ())
     chosen = [text if count == len(groups) else f"{text} ({count} groups)" for text, count in settings.items()]
-    ranks = {f"{g.num_replicas} x {g.num_shards}" if g.num_replicas > 1 else f"{g.num_shards}" for g in groups}
+    ranks = set(map(ranks_text, groups))
     parts = [
         f"sharded {model.cls}: {_number(len(groups), 'group')}, {model.numel:,} parameters among "
         f"{' and '.join(sorted(ranks))} ranks, {size_text(model.resting_nbytes)} on this rank",

@@ -333,6 +333,17 @@ def causes_of_differences() -> None:
     compared.append("compare")
 
 
+@follows("compare all else in eval mode")
+def compared_across_rows() -> None:
+    """SyncBatchNorm takes GPUs only."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model = fully_shard(copy.deepcopy(plain))
+    heard.append(str(fsdp2.compare(plain, model, batch())))
+    assert fsdp2.compare(plain.eval(), model.eval(), batch())
+    compared.append("compare")
+
+
 # ---- check
 
 

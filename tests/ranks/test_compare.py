@@ -269,6 +269,18 @@ def cast_inputs() -> None:
     expect_none(compare(reference, model, rows(reference)))
 
 
+def batch_norm() -> None:
+    """The first output behind a BatchNorm is that of this rank's rows. What was compared until then is counted: the
+    gradient of the last bias is equal, because normalised rows add up to zero in both models.
+    """
+    reference, model = twins(lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), "0", "2")
+    batch = torch.randn(12, 5, generator=torch.Generator().manual_seed(3))
+    comparison = compare(reference, model, batch)
+    assert found(comparison)["outputs"] == ("2, output 0", ("across rows",))
+    assert comparison.num_compared == {"weights": 9, "gathered weights": 6, "outputs": 2, "loss": 1, "gradients": 2}
+    expect_none(compare(reference.eval(), model.eval(), batch), outputs=3, gradients=6)
+
+
 def ties_lost() -> None:
     torch.manual_seed(0)
     reference = TinyGPT(tied=True)
@@ -355,6 +367,7 @@ TWO_RANKS: list[Callable[[], None]] = [
     sync_left_off,
     unmanaged,
     cast_inputs,
+    batch_norm,
     ties_lost,
     other_paths,
     failures_leave_no_trace,

@@ -7,6 +7,7 @@ tests/clients/test_client_guides.py.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -261,6 +262,16 @@ def compressed_gradients(names: Names) -> None:
     found, rounded = (
         torch.cat([full(p.grad).view(-1) for p in each.parameters()]) for each in (reference, names["narrow"])
     )
+    # The flag is all that one changes for feedback: what rounding has lost comes with the next gradient.
+    with_feedback = type("HighBytesWithFeedback", (names["HighBytes"],), {"feedback": True})
+    lost = {}
+    for codec in (None, names["HighBytes"](), with_feedback()):
+        model = names["make_sharded"](mp_policy=fsdp2.MixedPrecisionPolicy(gradient_codec=codec))
+        for _ in range(16):
+            names["loss_of"](model, names["batch"](0)).backward()
+        lost[codec] = torch.cat([full(p.grad).view(-1) for p in model.parameters()])
+    exact, without_it, with_it = lost.values()
+    assert (with_it - exact).norm() < 0.2 * (without_it - exact).norm()
     assert 0 < (found - rounded).norm() < 0.1 * found.norm()
 
 
@@ -313,7 +324,8 @@ def two_hops(names: Names) -> None:
 @guide("Checkpoints and resuming")
 def checkpoints(names: Names) -> None:
     assert names["first"] == 2
-    assert_equal(names["again"], trained(names, steps=3))
+    assert names["schedule"].last_epoch == 3
+    assert_equal(names["again"], trained(names, steps=3, clip=math.inf))
 
 
 @guide("A pretrained model that one rank loads")
@@ -416,6 +428,34 @@ def whole_weights(names: Names) -> None:
     F.cross_entropy((hidden @ model.head.weight.T).flatten(0, 1), tokens.flatten()).backward()
     assert_same(names["model"].head.weight.grad, model.head.weight.grad, 1e-5, 1e-6, "head.weight")
     assert_same(names["model"].blocks[0].up.weight.grad, model.blocks[0].up.weight.grad, 1e-5, 1e-6, "up.weight")
+
+
+@guide("Tied weights")
+def tied_weights(names: Names) -> None:
+    assert_equal(names["model"], trained({**names, "Model": names["Tied"]}, steps=3))
+    groups = {group.name: group.parameters for group in fsdp2.describe(names["model"]).groups}
+    assert groups["embed"] == ("embed.weight",), "the group of the first call owns it"
+    assert not any("head.weight" in parameters for parameters in groups.values())
+
+
+@guide("One machine of 8 GPUs")
+def one_machine(names: Names) -> None:
+    """In bf16, as in the guide of mixed precision, by losses. Its last checkpoint has what training has left."""
+    expected = plain_model(names)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+    for step in range(1, 5):
+        names["loss_of"](expected, whole(step, dist.get_world_size())).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses = [names["loss_of"](model, whole(9, 1)) for model in (names["model"], expected, plain_model(names))]
+    assert abs(losses[0] - losses[1]) < 0.1 * abs(losses[2] - losses[1])
+    assert not (Path("checkpoint") / "3").exists()
+    state = {"model": names["make_sharded"]().state_dict(), "step": 0}
+    names["dcp"].load(state, checkpoint_id="checkpoint/4")
+    assert state["step"] == 4
+    for name, param in names["model"].named_parameters():
+        assert_same(full(state["model"][name]), full(param), 0, 0, name)
 
 
 @guide("CPU offload")

@@ -618,6 +618,12 @@ def clip_outside(model: Any, optimizer: Any, i: int) -> None:
     optimizer.zero_grad()
 
 
+def clip_by_fsdp2_outside(model: Any, optimizer: Any, i: int) -> None:
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def scale_outside(model: Any, optimizer: Any, i: int) -> None:
     for param in model.parameters():
         param.grad.mul_(0.5)
@@ -677,7 +683,8 @@ def test_what_ranks_without_batches_cannot_follow() -> None:
     """Every rank raises, and soon; nothing is silently wrong."""
     held = "some ranks have run out of batches, and can't do to their part of this gradient"
     checks: list[tuple[str, Callable[[], None]]] = [
-        ("clip", partial(refuse, clip_outside, held, LEFT)),
+        ("clip", partial(refuse, clip_outside, f"^clip_grad_norm_: {held}", LEFT)),
+        ("clip by fsdp2", partial(refuse, clip_by_fsdp2_outside, f"^clip_grad_norm_: {held}", LEFT)),
         ("scale", partial(refuse, scale_outside, held, LEFT)),
         ("assign", partial(refuse, assign_outside, "its gradient was changed since", "its gradient was changed since")),
         ("unknown", partial(refuse, step_unknown, "has not stepped in this block", "has not stepped in this block")),

@@ -100,7 +100,7 @@ def test_settings_are_shown() -> None:
     assert second.settings == ("reshard_after_forward=False", "some sharded along dim 1")
     assert third.settings == ("some sharded along dim 1",)
     assert (third.num_shards, third.num_replicas) == (4, 2)
-    assert "2 x 4" in str(describe(net))
+    assert "  2 replicas of 4  " in str(describe(net))
 
 
 @pytest.mark.parametrize("shard", [fully_shard, replicate])

@@ -82,12 +82,12 @@ def test_the_first_of_all_ranks() -> None:
 def test_text() -> None:
     counts = {"weights": 8, "gradients": 8}
     assert str(Comparison((), torch.float32, 1e-4, counts)) == (
-        "no difference in 8 weights, 8 gradients (rtol 0.0001, torch.float32)"
+        "compared 8 weights, 8 gradients (rtol 0.0001, torch.float32): no difference"
     )
     comparison = Comparison((difference("gradients", hints=("sum",)),), torch.float32, 1e-4, counts)
     assert not comparison
     assert str(comparison).splitlines() == [
-        "differences in 8 weights, 8 gradients (rtol 0.0001, torch.float32)",
+        "compared 8 weights, 8 gradients (rtol 0.0001, torch.float32): the first difference of each phase:",
         "  gradients: blocks.1.weight (group blocks.1, rank 0): expected 1, got 2, 8.39e+06 ulps, relative error 1",
         f"    sum? {HINTS['sum']}",
     ]

@@ -66,7 +66,7 @@ def test_what_is_not_usual_is_in_it() -> None:
     model = TinyGPT()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
     text = summary(describe(sharded(model, mesh=mesh, ignored_params={model.head.weight})))
-    assert "among 2 x 2 ranks" in text
+    assert "among 2 replicas of 2 ranks" in text
     assert text.endswith("; not sharded: 1 parameter, 552 B")
     plain = summary(describe(fully_shard(nn.Linear(4, 4))))
     assert plain.startswith("sharded Linear: 1 group, 20 parameters among 4 ranks, ")
