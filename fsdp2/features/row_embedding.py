@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..engine.collectives import choice_of
 from ..engine.compat import local_of, new_dtensor, untraced
-from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.policy import BY_ROWS
 from ..engine.state import STATE
 from ..engine.user_code import hides_modes
@@ -69,7 +69,10 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{group}: expected ids of dtype torch.int64 or torch.int32, got {ids.dtype}")
     _refuse(group)
-    group.adopt_replacements(may_be_meta=False)  # it waits for what writes to shards, too
+    if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
+        group.adopt_replacements(may_be_meta=False)
+    for wait in group.writers:
+        wait(group)
     (param,) = group.params
     output: Tensor = _Rows.apply(param.sharded, group, param, ids)  # type: ignore[no-untyped-call]
     return output
