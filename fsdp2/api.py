@@ -214,14 +214,14 @@ def replicate(
 def embed_by_rows(
     module: nn.Embedding, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
 ) -> FSDPModule:
-    """Shards an embedding's table by rows, in place, and has each lookup fetch the rows that it needs from their owners.
+    """Shards an embedding's table by rows, in place, and has each lookup fetch the rows that it needs from the owners.
 
     The weight becomes an `nn.Parameter(DTensor)` with Shard(0), as `fully_shard` makes it. But no forward or backward
     gathers it, or reduces a gradient of its size. Each rank sends its ids to the ranks that own these rows, which send
     them back in the compute dtype. In backward the gradients of the rows go to the owners, which sum them in
-    `reduce_dtype` (None: the weight's dtype, at least float32), and divide the sum by the number of ranks. A rank with T
-    ids sends about 8 T bytes of ids, and T rows in forward and in backward, whatever the number of ranks and of rows in
-    the table. It pays where a rank has far fewer tokens than the table has rows. The host waits once for each forward:
+    `reduce_dtype` (None: the weight's dtype, at least float32), and divide the sum by the number of ranks. A rank with
+    T ids sends about 8 T bytes of ids, and T rows in forward and in backward, whatever the numbers of ranks and of rows
+    in the table. It pays where a rank has far fewer tokens than the table has rows. The host waits once for each forward:
     for the numbers of ids that ranks send to each other.
 
     Call it before `fully_shard` of the modules around it. Every rank of the mesh must call it, and later run the module
@@ -258,7 +258,8 @@ def embed_by_rows(
     if type(module) is not nn.Embedding or "forward" in vars(module):
         which = " with a forward of its own" if type(module) is nn.Embedding else ""
         raise TypeError(
-            f"embed_by_rows: expected an nn.Embedding, got {type(module).__name__}{which}. Shard others with fully_shard."
+            f"embed_by_rows: expected an nn.Embedding, got {type(module).__name__}{which}. Shard others with "
+            "fully_shard."
         )
     for name in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, name):

@@ -273,7 +273,7 @@ for _phase, _later in TRANSITIONS.items():
 
 
 BY_ROWS = "by_rows"
-"""Is among the `extras` of a group whose modules run without a gather: they look rows up (features/row_embedding.py)."""
+"""Is among the `extras` of a group that is not gathered: its module looks rows up (features/row_embedding.py)."""
 
 
 class ReduceWhen(Enum):

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..engine.parameter import FSDPParam
     from ..engine.root import Root
 
+
 class RowEmbedding(nn.Embedding):
     """The class that `fsdp2.embed_by_rows` gives to an nn.Embedding. Without `fully_shard`'s state it is one."""
 
@@ -74,7 +75,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     for wait in group.writers:
         wait(group)
     (param,) = group.params
-    output: Tensor = _Rows.apply(param.sharded, group, param, ids)  # type: ignore[no-untyped-call]
+    output: Tensor = _Rows.apply(param.sharded, group, param, ids)
     return output
 
 
@@ -132,7 +133,7 @@ class _Rows(torch.autograd.Function):
         return output.view(*ids.shape, rows.shape[1])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     @hides_modes
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (order, rows), (sent, received) = ctx.saved_tensors, ctx.route
@@ -181,16 +182,15 @@ def refuse_calls(plan: Plan) -> None:
     for name, each in plan.tied.items():
         if each.owner is not None and by_rows(each.owner.group):
             raise NotImplementedError(
-                f"{name}: it is the same parameter as {each.owner.param.name}, which is looked up by rows, and a module "
-                "that computes with all of it needs all of it. Shard that embedding with fully_shard instead of "
-                "embed_by_rows."
+                f"{name}: it is the same parameter as {each.owner.param.name}, which is looked up by rows, and nobody "
+                "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
             )
     tables = [group for state in plan.inside for group in state.groups if by_rows(group)]
     if tables and (plan.given.extras.get("conditional") or any(map(is_conditional, plan.inside))):
         raise NotImplementedError(
-            f"{tables[0].params[0].name}: it is looked up by rows, which all ranks do together, and under the same root "
-            "as conditional modules ranks may come to it in different orders. Shard that embedding with fully_shard "
-            "instead of embed_by_rows."
+            f"{tables[0].params[0].name}: it is looked up by rows, which all ranks do together, and under the same "
+            "root as conditional modules ranks may come to it in different orders. Shard that embedding with "
+            "fully_shard instead of embed_by_rows."
         )
 
 

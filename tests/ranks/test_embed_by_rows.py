@@ -169,11 +169,11 @@ def test_errors_are_raised_on_every_rank() -> None:
         for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
             with pytest.raises(NotImplementedError, match=next(iter(options))):
                 embed_by_rows(nn.Embedding(4, 2, **options))
-        with pytest.raises(TypeError, match="expected an nn.Embedding, got EmbeddingBag"):
+        with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got EmbeddingBag"):
             embed_by_rows(nn.EmbeddingBag(4, 2))  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="wire_dtype"):
             embed_by_rows(nn.Embedding(4, 2), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
-        with pytest.raises(TypeError, match="expected an nn.Embedding, got FSDPRowEmbedding"):
+        with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got FSDPRowEmbedding"):
             embed_by_rows(model.embeds[0])
 
     run_ranks(2, body)
@@ -250,7 +250,8 @@ def test_is_a_parameter_like_any_other() -> None:
     def body(rank: int, size: int) -> None:
         model, plain = shard(make()), make()
         weight = model.embeds[0].weight
-        assert isinstance(weight, DTensor) and weight.placements == (Shard(0),) and weight.shape == (ROWS, WIDTH)
+        assert isinstance(weight, DTensor)
+        assert (weight.placements, weight.shape) == ((Shard(0),), (ROWS, WIDTH))
         assert "rows are looked up" in str(fsdp2.describe(model))
         assert not fsdp2.check(model)
         assert "embeds.0.weight" in fsdp2.shards_of(model).names()
@@ -272,7 +273,8 @@ def test_is_a_parameter_like_any_other() -> None:
         model.requires_grad_(True)
         weight.requires_grad_(False)
         loss_of(model, ids).backward()  # no rank communicates for the table in backward
-        assert weight.grad is None and model.head.weight.grad is not None
+        assert weight.grad is None
+        assert model.head.weight.grad is not None
         weight.requires_grad_(True)
 
         torch.manual_seed(9)
@@ -280,7 +282,7 @@ def test_is_a_parameter_like_any_other() -> None:
         with torch.no_grad():
             for p in other.parameters():
                 p.add_(0.5)
-        model.load_state_dict({name: p for name, p in shard(copy.deepcopy(other)).state_dict().items()})
+        model.load_state_dict(shard(copy.deepcopy(other)).state_dict())
         with torch.no_grad():
             same(model(ids), other(ids))
 
@@ -327,9 +329,7 @@ def test_checkpoint_goes_to_other_numbers_of_ranks(tmp_path: Any) -> None:
             if not save:
                 state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
                 dcp.load(state, checkpoint_id=tmp_path)
-                set_state_dict(
-                    model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             for step in range(first, last):
                 loss = sum(loss_of(model, batch(each, step)) for each in range(4)) if size == 1 else None
                 if loss is None:
