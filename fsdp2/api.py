@@ -221,7 +221,7 @@ def embed_by_rows(
     them back in the compute dtype. In backward the gradients of the rows go to the owners, which sum them in
     `reduce_dtype` (None: the weight's dtype, at least float32), and divide the sum by the number of ranks. A rank with
     T ids sends about 8 T bytes of ids, and T rows in forward and in backward, whatever the numbers of ranks and of rows
-    in the table. It pays where a rank has far fewer tokens than the table has rows. The host waits once for each forward:
+    in the table. It pays where a rank has far fewer tokens than the table has rows. The host waits once each forward:
     for the numbers of ids that ranks send to each other.
 
     Call it before `fully_shard` of the modules around it. Every rank of the mesh must call it, and later run the module
@@ -275,7 +275,7 @@ def embed_by_rows(
             )
     found = shared_data_mesh(mesh, None)
     if found.replicas_may_grow:
-        raise NotImplementedError("embed_by_rows: replicas that come and go are not supported. Use fully_shard.")
+        raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")
     given = Arguments(found, *checked)._replace(extras={BY_ROWS: True})
     sharded: Any = apply(module, given, lambda _: sharded_class(RowEmbedding))
     return sharded  # type: ignore[no-any-return]

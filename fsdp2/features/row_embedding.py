@@ -20,6 +20,7 @@ from ..engine.collectives import choice_of
 from ..engine.compat import local_of, new_dtensor, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.policy import BY_ROWS
+from ..engine.rank_facts import all_reduce_now
 from ..engine.state import STATE
 from ..engine.user_code import hides_modes
 from .conditional import is_conditional
@@ -89,9 +90,9 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
     edges = torch.arange(mesh.size + 1, device=ids.device) * chunk
     counts = torch.searchsorted(sorted_ids, edges).diff()
     is_wrong = (sorted_ids[:1] < 0).any() | (sorted_ids[-1:] >= num_rows).any()
-    if mesh.replicate_axes:  # the other replicas raise, too
+    if mesh.replicate_group is not None:  # the other replicas raise, too
         is_wrong = is_wrong.to(torch.int64)
-        dist.all_reduce(is_wrong, dist.ReduceOp.MAX, group=mesh.replicate_group)
+        all_reduce_now(is_wrong, mesh.replicate_group, largest=True)
     sent, received = exchange_counts(counts.masked_fill(is_wrong.bool(), -1), mesh.shard_group)
     if -1 in received:
         wrong = [rank for rank, count in enumerate(received) if count < 0]
@@ -149,9 +150,11 @@ class _Rows(torch.autograd.Function):
         total.index_add_(0, rows, gradients.to(dtype))
         if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
             total[ctx.padding - param.bounds[0]] = 0
-        if mesh.replicate_axes:
-            dist.all_reduce(total, group=mesh.replicate_group)
-        total.div_(settings.divide_factor or mesh.num_ranks)
+        divisor = settings.divide_factor or mesh.num_ranks
+        if group.comms.replicas is None:
+            total.div_(divisor)
+        else:
+            group.comms.replicas.all_reduce(total, divisor, param.name).wait()
         return new_dtensor(param.tensor_class, total.to(param.delivered_dtype), param.gradient_spec), None, None, None
 
 
