@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+import fake_gpu
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
 from helpers import end_of_part, full, run_ranks, world_sizes
@@ -308,6 +309,53 @@ def _initialised_late(by_rows: bool) -> Language:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     return model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks
+def test_at_the_debug_level_in_other_ways() -> None:
+    """Compiled, under autocast, with gradients of some parameters only, and where unused groups reduce zeros."""
+
+    def body(rank: int, size: int) -> None:
+        fsdp2.set_checks("debug")
+        ids = batch(rank, 0)
+        plain, model = make(), shard(make())
+        for module in (model, *model.embeds):
+            module.set_reduce_scatter_unused_params(True)
+        same(train(model, adamw(model), [rank], size), train(plain, adamw(plain), [*range(size)], size))
+        same(torch.compile(model)(ids), make_like(model)(ids))
+        with torch.autocast("cpu", torch.bfloat16):
+            same(shard(make(torch.float32))(ids), make(torch.float32)(ids), 1e-2)
+        for _ in range(2):
+            loss_of(model, ids).backward(inputs=[model.embeds[0].weight])
+            loss = sum(loss_of(plain, batch(each, 0)) for each in range(size)) / size
+            loss.backward(inputs=[plain.embeds[0].weight])
+            same(full(model.embeds[0].weight.grad), plain.embeds[0].weight.grad)
+
+    run_ranks(3, body)
+
+
+def make_like(model: Language) -> Language:
+    plain = make()
+    plain.load_state_dict({name: full(p) for name, p in model.state_dict().items()})
+    return plain
+
+
+def test_trains_on_a_device() -> None:
+    def body(rank: int, size: int) -> None:
+        plain, model = make(padding_idx=1), make(padding_idx=1).to(fake_gpu.KIND)
+        model.begin = lambda ids: model.embeds[0](ids)  # type: ignore[method-assign]
+        shard(model)
+        optimizers = adamw(plain), adamw(model)
+        for step in range(STEPS):
+            loss_of(model, batch(rank, step).to(fake_gpu.KIND)).backward()
+            (sum(loss_of(plain, batch(each, step)) for each in range(size)) / size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            same(full(param).cpu(), expected.detach())
+
+    run_ranks(2, body, device=fake_gpu.KIND)
 
 
 @pytest.mark.parametrize("beside", [False, True])
