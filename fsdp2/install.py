@@ -15,7 +15,6 @@ from .features import (
     large_submodules,
     module_repr,
     optimizer_in_backward,
-    row_embedding,
     running_stats,
 )
 
@@ -24,12 +23,7 @@ def install() -> None:
     """Extends the engine. `import fsdp2` calls it, once."""
     extend(
         comm_watcher=comm_watcher.Watched(),
-        plan=(
-            check_plan,
-            row_embedding.refuse_calls,
-            subclasses.plan_packed_values,
-            large_submodules.plan_large_submodules,
-        ),
+        plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(entry_points.class_attributes, module_repr.class_attributes, join.class_attributes),
         features=(
             torch_interface.register_states,

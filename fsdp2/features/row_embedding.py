@@ -10,6 +10,7 @@ all parameters. But its module runs without the engine: no forward or backward g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,16 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.collectives import choice_of
-from ..engine.compat import local_of, new_dtensor, untraced
+from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.policy import BY_ROWS
 from ..engine.rank_facts import all_reduce_now
 from ..engine.state import STATE
 from ..engine.user_code import hides_modes
-from .conditional import is_conditional
 
 if TYPE_CHECKING:
-    from ..engine.build import Plan
     from ..engine.parameter import FSDPParam
     from ..engine.root import Root
 
@@ -122,7 +121,9 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: Tensor, group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Tensor:
         route = _find_route(group, param, ids)
-        rows = local_of(sharded).index_select(0, route.rows).to(param.compute_dtype(group.settings.policy))
+        local = peek_local(sharded)  # behind what writes to it, for which this stream waits, and the host need not
+        dtype = local.dtype if param.keeps_dtype else group.settings.policy.compute_dtype(local.dtype)
+        rows = local.index_select(0, route.rows).to(dtype)
         if route.sent:
             arrived = rows.new_empty(len(route.order), rows.shape[1])
             dist.all_to_all_single(arrived, rows, route.sent, route.received, group=group.mesh.shard_group)
@@ -145,8 +146,8 @@ class _Rows(torch.autograd.Function):
             arrived = gradients.new_empty(len(rows), gradients.shape[1])
             dist.all_to_all_single(arrived, gradients, received, sent, group=mesh.shard_group)
             gradients = arrived
-        dtype = settings.policy.reduce_dtype or torch.promote_types(param.local.dtype, torch.float32)
-        total = torch.zeros(param.local.shape, dtype=dtype, device=gradients.device)
+        dtype = settings.policy.reduce_dtype or torch.promote_types(param.sharded.dtype, torch.float32)
+        total = torch.zeros(param.local_shape, dtype=dtype, device=gradients.device)
         total.index_add_(0, rows, gradients.to(dtype))
         if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
             total[ctx.padding - param.bounds[0]] = 0
@@ -176,25 +177,24 @@ def refuse_rows(root: Root, what: str, why: str) -> None:
             )
 
 
-def refuse_calls(plan: Plan) -> None:
-    """Refuses `fully_shard` calls around tables that are looked up by rows, before anything is changed.
-
-    Raises:
-        NotImplementedError: the weight is tied to that of a module of this call; there are conditional modules.
-    """
-    for name, each in plan.tied.items():
-        if each.owner is not None and by_rows(each.owner.group):
-            raise NotImplementedError(
-                f"{name}: it is the same parameter as {each.owner.param.name}, which is looked up by rows, and nobody "
-                "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
-            )
-    tables = [group for state in plan.inside for group in state.groups if by_rows(group)]
-    if tables and (plan.given.extras.get("conditional") or any(map(is_conditional, plan.inside))):
+def refuse_tied(name: str, group: FSDPParamGroup) -> None:
+    """Raises NotImplementedError if `name`, of another call, is a parameter of `group` that is looked up by rows."""
+    if by_rows(group):
         raise NotImplementedError(
-            f"{tables[0].params[0].name}: it is looked up by rows, which all ranks do together, and under the same "
-            "root as conditional modules ranks may come to it in different orders. Shard that embedding with "
-            "fully_shard instead of embed_by_rows."
+            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody gathers "
+            "all of it. Shard that embedding with fully_shard instead of embed_by_rows."
         )
+
+
+def refuse_beside_conditional(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises NotImplementedError if one of `groups`, in a model with conditional modules, is looked up by rows."""
+    for group in groups:
+        if by_rows(group):
+            raise NotImplementedError(
+                f"{group.params[0].name}: it is looked up by rows, which all ranks do together, and under the same root "
+                "as conditional modules ranks may come to it in different orders. Shard that embedding with fully_shard "
+                "instead of embed_by_rows."
+            )
 
 
 def _refuse(group: FSDPParamGroup) -> None:
