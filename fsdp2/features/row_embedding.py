@@ -181,8 +181,8 @@ def refuse_tied(name: str, group: FSDPParamGroup) -> None:
     """Raises NotImplementedError if `name`, of another call, is a parameter of `group` that is looked up by rows."""
     if by_rows(group):
         raise NotImplementedError(
-            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody gathers "
-            "all of it. Shard that embedding with fully_shard instead of embed_by_rows."
+            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody "
+            "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
         )
 
 
@@ -191,9 +191,9 @@ def refuse_beside_conditional(groups: Iterable[FSDPParamGroup]) -> None:
     for group in groups:
         if by_rows(group):
             raise NotImplementedError(
-                f"{group.params[0].name}: it is looked up by rows, which all ranks do together, and under the same root "
-                "as conditional modules ranks may come to it in different orders. Shard that embedding with fully_shard "
-                "instead of embed_by_rows."
+                f"{group.params[0].name}: it is looked up by rows, which all ranks do together, and under the same "
+                "root as conditional modules ranks may come to it in different orders. Shard that embedding with "
+                "fully_shard instead of embed_by_rows."
             )
 
 
