@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import fully_shard, replicate
+from .api import embed_by_rows, fully_shard, replicate
 from .checks.table import set_checks
 from .dtensor.fixes import dtensor_fixes
 from .engine.forward_method import register_fsdp_forward_method
@@ -173,6 +173,7 @@ __all__ = [
     "counters",
     "describe",
     "dtensor_fixes",
+    "embed_by_rows",
     "flatten_optimizer",
     "full_params",
     "fully_shard",

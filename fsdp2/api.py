@@ -1,4 +1,4 @@
-"""Defines fully_shard() and replicate()."""
+"""Defines fully_shard(), replicate() and embed_by_rows()."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.offload import OffloadChoice
-from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
+from .engine.policy import BY_ROWS, MixedPrecisionPolicy, OffloadPolicy, check_bool
+from .features.row_embedding import RowEmbedding
 from .module import FSDPModule, sharded_class
 
 Ignored = nn.Module | Iterable[nn.Parameter | nn.Module] | None
@@ -220,6 +221,76 @@ def replicate(
     check_mesh(mesh, None)
     given = (None, None, mp_policy, offload_policy, ignored_params)
     return _apply(module, lambda: replicated_data_mesh(mesh or default_mesh()), given, conditional)
+
+
+def embed_by_rows(
+    module: nn.Embedding, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+) -> FSDPModule:
+    """Shards an embedding's table by rows, in place, and has each lookup fetch the rows that it needs from the owners.
+
+    The weight becomes an `nn.Parameter(DTensor)` with Shard(0), as `fully_shard` makes it. But no forward or backward
+    gathers it, or reduces a gradient of its size. Each rank sends its ids to the ranks that own these rows, which send
+    them back in the compute dtype. In backward the gradients of the rows go to the owners, which sum them in
+    `reduce_dtype` (None: the weight's dtype, at least float32), and divide the sum by the number of ranks. A rank with
+    T ids sends about 8 T bytes of ids, and T rows in forward and in backward, whatever the numbers of ranks and of rows
+    in the table. It pays where a rank has far fewer tokens than the table has rows. The host waits once each forward:
+    for the numbers of ids that ranks send to each other.
+
+    Call it before `fully_shard` of the modules around it. Every rank of the mesh must call it, and later run the module
+    together with the others, each with as many ids as it has, also none. The result is that of `fully_shard`, but for
+    the rounding of gradients of tokens that a rank has several times: they are summed once, by the owner. Each backward
+    communicates, also under `no_sync`. `fsdp2.plan` does not plan lookups by rows: its rows have gathered tables.
+
+    Args:
+        module: an nn.Embedding, whose weight no other module has. Modified in place.
+        mesh: as for `fully_shard`: ranks of one axis share the table; of two, the first replicates it (HSDP).
+        mp_policy: as for `fully_shard`: `param_dtype` is that of the rows, in which they and their gradients travel.
+
+    Raises:
+        TypeError: `module` is no nn.Embedding, is of a subclass, or has a `forward` of its own: those may read the
+            weight themselves.
+        ValueError: it is sharded already, or as for `fully_shard`.
+        NotImplementedError: `max_norm`, `sparse` or `scale_grad_by_freq`; a policy with `wire_dtype` or codecs. Later:
+            the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `join`, `skip_together`,
+            `set_optimizer_in_backward`, or hooks and functions of your own for collectives.
+        IndexError: in a forward, on all ranks: one has ids that the table has no row for.
+
+    Returns:
+        `module`.
+
+    Example:
+        ```python
+        fsdp2.embed_by_rows(model.embed)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        ```
+    """
+    check_mesh(mesh, None)
+    if type(module) is not nn.Embedding or "forward" in vars(module):
+        which = " with a forward of its own" if type(module) is nn.Embedding else ""
+        raise TypeError(
+            f"embed_by_rows: expected an nn.Embedding, got {type(module).__name__}{which}. Shard others with "
+            "fully_shard."
+        )
+    for name in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, name):
+            raise NotImplementedError(
+                f"embed_by_rows: {name}={getattr(module, name)!r} is not supported. Build the embedding without it."
+            )
+    level_from_environment()
+    checked = check_arguments(module, None, None, mp_policy, OffloadPolicy(), None)
+    for name in ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec"):
+        if getattr(checked[2], name) is not None:
+            raise NotImplementedError(
+                f"embed_by_rows: mp_policy.{name} is not supported: rows and their gradients travel in param_dtype."
+            )
+    found = shared_data_mesh(mesh, None)
+    if found.replicas_may_grow:
+        raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")
+    given = Arguments(found, *checked)._replace(extras={BY_ROWS: True})
+    sharded: Any = apply(module, given, lambda _: sharded_class(RowEmbedding))
+    return sharded  # type: ignore[no-any-return]
 
 
 def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...], conditional: bool) -> Any:

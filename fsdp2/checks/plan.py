@@ -27,6 +27,7 @@ from ..engine.subclasses import (
 )
 from ..engine.ties import has_changed, original_of
 from ..engine.torch_names import Memory, is_replicated_by_ddp, memory_of, size_at_first
+from ..features.row_embedding import refuse_beside_conditional, refuse_tied
 from ..module import public_methods
 from .arguments import Placements
 from .before_sharding import begin, facts_of
@@ -128,6 +129,7 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     which = f"{planned.name} is the same parameter as {mark.name}, which another fully_shard call has sharded"
     if owner is None:
         raise ValueError(f"{which}, and which is in no model any more. Build the model again.")
+    refuse_tied(planned.name, owner.group)
     if has_changed(original, mark, owner.param):
         raise ValueError(
             f"{which}; since then {planned.name} was written to, moved or frozen, and that one was not. Change a "
@@ -500,6 +502,7 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     inside = [state for state in plan.inside if conditional or _is_conditional(state)]
     if not conditional and not inside:
         return
+    refuse_beside_conditional(group for state in plan.inside for group in state.groups)
     names = names_below(plan.roots)
     meshes = [plan.mesh, *(each.mesh for each in plan.parameters.values())]
     meshes += [group.mesh for state in plan.inside for group in state.groups]

@@ -17,7 +17,7 @@ from .compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
-from .offload import OffloadChoice, choose_by_budget, choose_offload, storage_place
+from .offload import OffloadChoice, choose_by_budget, choose_offload, is_policy, storage_place
 from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
@@ -189,7 +189,8 @@ def _plan(module: Any, given: Arguments) -> Plan:
         managed.update((each, name) for each, name in here.items() if each not in managed)
     found = _collect_slots(managed, given.ignored_params or ())
     slots = {fqn(managed[own[0].module], own[0].name): own for own in found.values()}
-    parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
+    of_all: Any = given.offload_policy if is_policy(given.offload_policy) else None
+    parameters = {name: _plan_parameter(name, own, shared, given, of_all) for name, own in slots.items()}
     marks = {
         name: original_of(each)
         for name, each in zip(slots, found, strict=True)
@@ -197,12 +198,15 @@ def _plan(module: Any, given: Arguments) -> Plan:
     }
     tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
     plan = Plan(roots, given, shared, managed, inside, parameters, tied)
-    _plan_offload(plan)
+    if of_all is None:
+        _plan_offload(plan)
     return plan
 
 
 def _plan_offload(plan: Plan) -> None:
-    """Says of each parameter where it rests. A budget leaves those that earlier calls have sharded where they are."""
+    """Says of each parameter where it rests, by the choice for each. A budget leaves those that earlier calls have
+    sharded where they are.
+    """
     given = plan.given.offload_policy
     if isinstance(given, OffloadBudget):
         shards = {name: (each.slots[0].get(), each.distribution) for name, each in plan.parameters.items()}
@@ -225,8 +229,10 @@ def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Paramet
     return slots
 
 
-def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
-    """Plans one parameter, as the user's `shard_placement_fn` and policy say."""
+def _plan_parameter(
+    name: str, slots: list[Slot], shared: DataMesh, given: Arguments, offload: OffloadPolicy | None
+) -> ParameterPlan:
+    """Plans one parameter, as the user's `shard_placement_fn` and policy say. `offload`: None if it is chosen later."""
     parameter, mesh, placement = slots[0].get(), shared, None
     try:
         if given.shard_placement_fn is not None:
@@ -235,7 +241,7 @@ def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Argum
                 placement, mesh = placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
         distribution = distribute(parameter, mesh, dim)
-        return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
+        return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter), offload)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
 
@@ -275,9 +281,13 @@ def _make_groups(
     """
     given = plan.given
     alike: dict[tuple[DataMesh, torch.device, bool], list[ParameterPlan]] = {}
+    found: dict[tuple[int, int], list[ParameterPlan]] = {}  # by mesh and policy, which take long to compare
     for each in parameters:
-        assert each.offload is not None, "no earlier call has sharded it"
-        alike.setdefault((each.mesh, *storage_place(each.offload, each.mesh.device)), []).append(each)
+        choice = id(each.mesh), id(each.offload)
+        if choice not in found:
+            assert each.offload is not None, "no earlier call has sharded it"
+            found[choice] = alike.setdefault((each.mesh, *storage_place(each.offload, each.mesh.device)), [])
+        found[choice].append(each)
     groups = []
     for (mesh, device, pin), members in (alike or {(plan.mesh, plan.mesh.device, False): []}).items():
         with torch.no_grad():

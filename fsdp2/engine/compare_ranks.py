@@ -14,7 +14,7 @@ from .comm import Purpose
 from .events import Observer
 from .group import FSDPParamGroup
 from .mesh import DataMesh
-from .policy import ReduceWhen
+from .policy import BY_ROWS, ReduceWhen
 from .rank_facts import all_reduce_over, moves_data
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def groups_by_mesh(groups: Iterable[FSDPParamGroup]) -> dict[DataMesh, list[FSDP
 
 
 def groups_of_all_ranks(root: Root) -> list[FSDPParamGroup]:
-    """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out."""
+    """Returns the groups with parameters, on the mesh of most ranks, that no rank leaves out, and that are gathered."""
     mesh = widest_mesh(root.groups)
     return [
         group
@@ -136,6 +136,7 @@ def groups_of_all_ranks(root: Root) -> list[FSDPParamGroup]:
         if group.params
         and (group.mesh is mesh or group.mesh == mesh)
         and group.settings.reduce_when is not ReduceWhen.ASKED
+        and BY_ROWS not in group.settings.extras
     ]
 
 

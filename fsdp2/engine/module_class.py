@@ -19,9 +19,9 @@ from .step import run_forward
 
 def class_attributes(cls: Any) -> dict[str, Any]:
     """Returns what the class of a sharded module of class `cls` has besides its own."""
+    calls = {"__call__": _call_of(cls), "forward": Forward(cls)}
     return {
-        "__call__": _call_of(cls),
-        "forward": Forward(cls),
+        **({} if getattr(cls, "runs_without_gather", False) else calls),
         "_get_name": _name_of(cls),
         **parameter_methods(cls),
         **({"recompile": _recompile_of(cls)} if hasattr(cls, "recompile") else {}),

@@ -49,14 +49,12 @@ def check_offload(value: Any) -> None:
 def choose_offload(given: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, OffloadPolicy]:
     """Returns the policy of each parameter, by its FQN as seen from the modules of the call.
 
-    `given`: a policy, a function, or a mapping of names.
+    `given`: a function, or a mapping of names.
 
     Raises:
         TypeError: the user's function returned something else.
         ValueError: a pattern matches no parameter.
     """
-    if is_policy(given):
-        return dict.fromkeys(parameters, given)
     if isinstance(given, Mapping):
         return _by_names(given, parameters)
     found = {}

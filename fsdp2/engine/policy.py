@@ -321,6 +321,10 @@ for _phase, _later in TRANSITIONS.items():
     _phase.may_become = _later  # to look them up would call Enum.__hash__
 
 
+BY_ROWS = "by_rows"
+"""Is among the `extras` of a group that is not gathered: its module looks rows up (features/row_embedding.py)."""
+
+
 class ReduceWhen(Enum):
     """Says when a group's gradients are reduced in backward.
 

@@ -35,6 +35,7 @@ from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
 from .on_demand import OnDemandGathers, serve
 from .optimizer_in_backward import steps_of
+from .row_embedding import refuse_rows
 
 _SYNC = ("last", "each")
 
@@ -321,6 +322,7 @@ def _refuse(root: Root, watch: AccumulationWatch) -> None:
         raise RuntimeError("accumulate: the model is in another block of accumulate. Leave that one first.")
     if root.running or root.is_in_backward():
         raise RuntimeError("accumulate: expected a call between steps, got one during a forward or backward")
+    refuse_rows(root, "accumulate", "each backward delivers the mean over ranks of its gradients.")
     finalize(root)  # of passes before, with set_manual_backward_finalization
     mesh = root.group.mesh
     for group in root.groups:

@@ -47,6 +47,7 @@ from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
 from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
 from .optimizer_in_backward import steps_of
+from .row_embedding import refuse_rows
 from .user_collectives import unwatch_collectives, watch_collectives
 
 # Events of no group, besides those of conditional modules.
@@ -284,6 +285,7 @@ def make_join_hook(
         raise TypeError(f"step: expected a function without arguments or None, got {step!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None, got {optimizer!r}")
+    refuse_rows(root, "join", "ranks that have run out of batches would have to answer it.")
     mesh = root.group.mesh
     for group in root.groups:
         if group.mesh is not mesh and ranks_of(group.mesh) != ranks_of(mesh):

@@ -23,6 +23,7 @@ from ..engine.reduce import Pending
 from ..engine.root import Root
 from ..engine.user_code import run_shown
 from ..engine.write_notices import notices
+from .row_embedding import refuse_rows
 
 _EXTRA = "optimizer_in_backward"
 
@@ -106,7 +107,13 @@ def steps_of(group: FSDPParamGroup) -> StepsInBackward | None:
 
 
 def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
-    """Has backward passes of a root step `optimizer` from now on. None: they step no more."""
+    """Has backward passes of a root step `optimizer` from now on. None: they step no more.
+
+    Raises:
+        NotImplementedError: an embedding is looked up by rows.
+    """
+    if optimizer is not None:
+        refuse_rows(root, "set_optimizer_in_backward", "autograd delivers its gradient, not the engine.")
     for group in root.groups:
         group.adopt_replacements()
     params = [param.sharded for group in root.groups for param in group.params]

@@ -27,6 +27,7 @@ from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
+from .row_embedding import refuse_rows
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
 _CPU = torch.device("cpu")
@@ -214,6 +215,7 @@ def _refuse(root: Root, watch: SkipWatch) -> None:
         raise RuntimeError("skip_together: the model is in another block of skip_together. Leave that one first.")
     if root.running or root.is_in_backward():
         raise RuntimeError("skip_together: expected a call between steps, got one during a forward or backward")
+    refuse_rows(root, "skip_together", "these messages can't say that a rank has left the step.")
     finalize(root)
     if root.consensus is not None:
         raise NotImplementedError(

@@ -33,7 +33,7 @@ from . import models
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
-    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
+    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks", "embed_by_rows"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
     add("--shard-dim", type=int, default=0, help="the dimension by which experts are sharded")
     add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ...")
+    add("--embed-by-rows", action="store_true", help="look rows of the embedding up at their owners: fsdp2 alone")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--steps", type=int, default=9, help="steps that are logged")
@@ -97,6 +98,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         if args.offload:
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
+        if args.embed_by_rows and library == "fsdp2":
+            _embed_by_rows(model.embedding, args.tokens, mesh=mesh, mp_policy=options.get("mp_policy"))
         for unit in _together([*models.units(model)], args.blocks):
             module.fully_shard(unit, **options)
         module.fully_shard(model, **options)
@@ -106,6 +109,21 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         for param in model.parameters():
             (param.to_local() if isinstance(param, DTensor) else param).data.zero_()
     return model, shape
+
+
+def _embed_by_rows(embedding: nn.Module, tokens: int, **options: Any) -> None:
+    """Has each rank get as many ids from each rank as it would on the average: memory here has no numbers to read."""
+    rows: Any = importlib.import_module("fsdp2.features.row_embedding")
+    exchange = rows.exchange_counts
+
+    def exchange_counts(counts: Any, process_group: Any) -> tuple[list[int], list[int]]:
+        exchange(counts, process_group)  # the host waits as it does on a device
+        return [tokens // len(counts)] * len(counts), [tokens // len(counts)] * len(counts)
+
+    rows.exchange_counts = exchange_counts
+    importlib.import_module("fsdp2").embed_by_rows(
+        embedding, **{name: value for name, value in options.items() if value is not None}
+    )
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:

@@ -222,6 +222,12 @@ def steps_beside_forward(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
 
 
+@guide("An embedding by rows")
+def embedding_by_rows(names: Names) -> None:
+    assert_equal(names["model"], trained(names, steps=3))
+    assert "rows are looked up" in str(fsdp2.describe(names["model"]))
+
+
 @guide("Flat optimizer steps and averages")
 def flat_steps(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))

@@ -1,0 +1,218 @@
+"""Looks rows of an embedding up at the ranks that own them, in place of gathering the whole table (`embed_by_rows`).
+
+Each rank sends each of its ids to the rank whose shard has that row, and receives the row, in the compute dtype. In
+backward each rank sends the gradients of its rows the same way. The owner sums them in the reduce dtype, and autograd
+accumulates the sum, which is this rank's shard of the gradient, into `.grad` of the sharded parameter.
+
+The table is the only parameter of a group like any other, so that optimizers, state dicts and tools see it as they see
+all parameters. But its module runs without the engine: no forward or backward gathers the group, or reduces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..engine.collectives import choice_of
+from ..engine.compat import new_dtensor, peek_local, untraced
+from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
+from ..engine.policy import BY_ROWS
+from ..engine.rank_facts import all_reduce_now
+from ..engine.state import STATE
+from ..engine.user_code import hides_modes
+
+if TYPE_CHECKING:
+    from ..engine.parameter import FSDPParam
+    from ..engine.root import Root
+
+
+class RowEmbedding(nn.Embedding):
+    """The class that `fsdp2.embed_by_rows` gives to an nn.Embedding. Without `fully_shard`'s state it is one."""
+
+    runs_without_gather = True
+
+    @untraced
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the rows of `input`, ids of any shape. Every rank of the mesh must call it, as often as the others;
+        each with as many ids as it has.
+
+        Raises:
+            IndexError: on all ranks, if some rank has an id that the table has no row for.
+            NotImplementedError, RuntimeError: see `_refuse`.
+        """
+        state = self.__dict__.get(STATE)
+        if state is None:  # while a copy of it is being made
+            return super().forward(input)
+        output: Tensor = _embed(state.groups[0], input)
+        dtype = state.policy.output_dtype
+        return output if dtype is None else output.to(dtype)
+
+
+class Route(NamedTuple):
+    """Says how the ids of one forward travel.
+
+    `order`: the places of this rank's ids in ascending order of ids, and so of owners. `rows`: the rows of this rank's
+    shard that it sends, one rank's after the other's. `sent`, `received`: how many ids go to each rank, and come from.
+    """
+
+    order: Tensor
+    rows: Tensor
+    sent: list[int]
+    received: list[int]
+
+
+@hides_modes
+def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{group}: expected ids of dtype torch.int64 or torch.int32, got {ids.dtype}")
+    _refuse(group)
+    if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
+        group.adopt_replacements(may_be_meta=False)
+    for wait in group.writers:
+        wait(group)
+    (param,) = group.params
+    output: Tensor = _Rows.apply(param.sharded, group, param, ids)
+    return output
+
+
+def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
+    mesh, num_rows = group.mesh, param.shape[0]
+    # From here on ids ascend.
+    sorted_ids, order = ids.reshape(-1).to(torch.int64).sort(stable=True)
+    if mesh.size == 1 and not mesh.replicate_axes:
+        return Route(order, sorted_ids, [], [])
+    chunk = -(-num_rows // mesh.size)
+    edges = torch.arange(mesh.size + 1, device=ids.device) * chunk
+    counts = torch.searchsorted(sorted_ids, edges).diff()
+    is_wrong = (sorted_ids[:1] < 0).any() | (sorted_ids[-1:] >= num_rows).any()
+    if mesh.replicate_group is not None:  # the other replicas raise, too
+        is_wrong = is_wrong.to(torch.int64)
+        all_reduce_now(is_wrong, mesh.replicate_group, largest=True)
+    sent, received = exchange_counts(counts.masked_fill(is_wrong.bool(), -1), mesh.shard_group)
+    if -1 in received:
+        wrong = [rank for rank, count in enumerate(received) if count < 0]
+        raise IndexError(
+            f"{param.name}: expected ids from 0 to {num_rows - 1}, got others on rank {wrong[0]} along the axis that "
+            "shards" + (", or on a replica of it" if mesh.replicate_axes else "")
+        )
+    owned = sorted_ids.new_empty(sum(received))
+    dist.all_to_all_single(owned, sorted_ids, received, sent, group=mesh.shard_group)
+    return Route(order, owned - mesh.rank * chunk, sent, received)
+
+
+def exchange_counts(counts: Tensor, process_group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
+    """Returns how many ids this rank sends to each rank, `counts`, and how many each sends to this one.
+
+    The host waits for both: memory and messages have these sizes.
+    """
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=process_group)
+    both: list[list[int]] = torch.stack((counts, received)).tolist()
+    return both[0], both[1]
+
+
+class _Rows(torch.autograd.Function):
+    """Returns the rows of ids, from the shards of all ranks; its backward returns this rank's shard of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Tensor, group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Tensor:
+        route = _find_route(group, param, ids)
+        local = peek_local(sharded)  # behind what writes to it, for which this stream waits, and the host need not
+        dtype = local.dtype if param.keeps_dtype else group.settings.policy.compute_dtype(local.dtype)
+        rows = local.index_select(0, route.rows).to(dtype)
+        if route.sent:
+            arrived = rows.new_empty(len(route.order), rows.shape[1])
+            dist.all_to_all_single(arrived, rows, route.sent, route.received, group=group.mesh.shard_group)
+            rows = arrived
+        ctx.save_for_backward(route.order, route.rows)
+        ctx.group, ctx.param, ctx.route = group, param, (route.sent, route.received)
+        ctx.padding = group.modules[0].padding_idx
+        output = torch.empty_like(rows).index_copy_(0, route.order, rows)
+        return output.view(*ids.shape, rows.shape[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @hides_modes
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (order, rows), (sent, received) = ctx.saved_tensors, ctx.route
+        group, param = ctx.group, ctx.param
+        mesh, settings = group.mesh, group.settings
+        gradients = gradient.reshape(-1, gradient.shape[-1]).index_select(0, order)
+        if sent:
+            arrived = gradients.new_empty(len(rows), gradients.shape[1])
+            dist.all_to_all_single(arrived, gradients, received, sent, group=mesh.shard_group)
+            gradients = arrived
+        dtype = settings.policy.reduce_dtype or torch.promote_types(param.sharded.dtype, torch.float32)
+        total = torch.zeros(param.local_shape, dtype=dtype, device=gradients.device)
+        total.index_add_(0, rows, gradients.to(dtype))
+        if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
+            total[ctx.padding - param.bounds[0]] = 0
+        divisor = settings.divide_factor or mesh.num_ranks
+        if group.comms.replicas is None:
+            total.div_(divisor)
+        else:
+            group.comms.replicas.all_reduce(total, divisor, param.name).wait()
+        return new_dtensor(param.tensor_class, total.to(param.delivered_dtype), param.gradient_spec), None, None, None
+
+
+# ---- what is refused
+
+
+def by_rows(group: FSDPParamGroup) -> bool:
+    """Returns True if the parameter of a group is looked up by rows."""
+    return BY_ROWS in group.settings.extras
+
+
+def refuse_rows(root: Root, what: str, why: str) -> None:
+    """Raises NotImplementedError if a table of `root` is looked up by rows, with which `what` does not work."""
+    for group in root.groups:
+        if by_rows(group):
+            raise NotImplementedError(
+                f"{what}: {group.params[0].name} is looked up by rows, and {why} Shard that embedding with "
+                "fully_shard instead of embed_by_rows."
+            )
+
+
+def refuse_tied(name: str, group: FSDPParamGroup) -> None:
+    """Raises NotImplementedError if `name`, of another call, is a parameter of `group` that is looked up by rows."""
+    if by_rows(group):
+        raise NotImplementedError(
+            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody "
+            "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
+        )
+
+
+def refuse_beside_conditional(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises NotImplementedError if one of `groups`, in a model with conditional modules, is looked up by rows."""
+    for group in groups:
+        if by_rows(group):
+            raise NotImplementedError(
+                f"{group.params[0].name}: it is looked up by rows, which all ranks do together, and under the same "
+                "root as conditional modules ranks may come to it in different orders. Shard that embedding with "
+                "fully_shard instead of embed_by_rows."
+            )
+
+
+def _refuse(group: FSDPParamGroup) -> None:
+    """Raises an error, on all ranks, if a setting is in force that lookups by rows do not follow."""
+    settings, choice, why = group.settings, choice_of(group), ""
+    if group.phase is COPIED:
+        raise RuntimeError(
+            f"{group}: its parameters are copies that full_params has made, with which no sharded module runs. Leave "
+            "that block first."
+        )
+    if settings.reduce_hook is not None or settings.comm_hook is not None:
+        why = "a hook for reductions"
+    elif choice.all_gather is not None or choice.reduce_scatter is not None:
+        why = "a collective of your own"
+    elif group.root.consensus is not None:
+        why = "a block of join, or conditional modules"
+    if why:
+        raise NotImplementedError(
+            f"{group.params[0].name}: it is looked up by rows, which {why} can't change. Shard that embedding with "
+            "fully_shard instead of embed_by_rows."
+        )

@@ -1,0 +1,52 @@
+"""Follows the advice of `embed_by_rows`."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from advised.registry import follows, refused, same
+from helpers import full
+
+
+def trains_as(model: Any, plain: Any, ids: Tensor) -> None:
+    """Compares one step on the ids of all ranks, of which each has a half."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    model(ids.chunk(dist.get_world_size())[dist.get_rank()]).square().mean().backward()
+    plain(ids).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        same(full(param), expected)
+
+
+def embedding(cls: Any = nn.Embedding, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return cls(6, 4, **options)
+
+
+@follows("Shard that embedding with fully_shard instead of embed_by_rows")
+def a_tied_table() -> None:
+    model = nn.Sequential(embedding(), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    plain, by_rows = copy.deepcopy(model), copy.deepcopy(model)
+    fsdp2.embed_by_rows(by_rows[0])
+    refused(lambda: fsdp2.fully_shard(by_rows), NotImplementedError)
+    fsdp2.fully_shard(model[0])
+    trains_as(fsdp2.fully_shard(model), plain, torch.tensor([[1, 2], [2, 5]]))
+
+
+@follows("Shard others with fully_shard")
+def a_bag() -> None:
+    bag, plain = embedding(nn.EmbeddingBag), embedding(nn.EmbeddingBag)
+    refused(lambda: fsdp2.embed_by_rows(bag), TypeError)
+    trains_as(fsdp2.fully_shard(bag), plain, torch.tensor([[1, 2], [2, 5]]))
+
+
+@follows("Build the embedding without it")
+def a_table_with_an_option() -> None:
+    refused(lambda: fsdp2.embed_by_rows(embedding(sparse=True)), NotImplementedError)
+    trains_as(fsdp2.embed_by_rows(embedding()), embedding(), torch.tensor([[1, 2], [2, 5]]))
