@@ -82,7 +82,7 @@ def _names_of_views(group: FSDPParamGroup) -> Iterator[str]:
     parameters = group.parameters
     buffers = parameters.buffers
     if buffers is not None:
-        own = _tensors_of([buffers, parameters.bases, parameters.unsharded])
+        own = _tensors_of([buffers, parameters.bases, parameters.views, parameters.unsharded])
         for each in gc.get_objects():
             is_other = type(each) in PLAIN and id(each) not in own and has_storage(each)
             if is_other and storage_address(each) == buffers.storage_id:

@@ -88,7 +88,7 @@ def two_hops() -> None:
 
 
 ELSEWHERE["Write fsdp2.two_hop_mesh(ranks_per_machine={})"] = (
-    "tests/trace/test_two_hops.py::test_apply_asks_for_the_mesh_of_two_hops"
+    "tests/trace/test_hops.py::test_apply_asks_for_the_mesh_of_two_hops"
 )
 
 

@@ -394,11 +394,6 @@ def test_weights_travel_encoded(ranks: int, tmp_path: Path) -> None:
     run_checks(ranks, checks, timeout=120)
 
 
-def test_plans_refuse_it() -> None:
-    with pytest.raises(NotImplementedError, match="expected no gather_codec"):
-        fsdp2.plan(nn.Linear(4, 4), ranks=2, batch=lambda: torch.ones(1, 4), mp_policy=policy_of())
-
-
 def test_float8_keeps_what_it_can_represent() -> None:
     """And each row has the scale of its largest number; infinities, NaN and zeros."""
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
