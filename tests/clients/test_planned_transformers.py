@@ -62,7 +62,10 @@ def test_gpt2_trains_as_planned(policy: Any) -> None:
     run_ranks(2, body)
 
 
-def test_the_command_line_takes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # tables fit the terminal
     gpt2().config.save_pretrained(tmp_path)
     arguments = [
         str(tmp_path),
