@@ -26,7 +26,7 @@ that follow forwards are there only while some group is due.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,10 @@ from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import gather_by_rank
 from ..engine.unsharded_versions import refuse_written
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
+
+if TYPE_CHECKING:
+    from ..engine.root import Root
+    from ..engine.state import FSDPState
 
 _PERIOD = 128
 _UNKNOWN = object()
@@ -89,22 +93,22 @@ class RankCheck(Check, RankObserver):
 class ForwardCheck(Check):
     """Checks some forwards of each group. What it computes on a device, the host reads when the pass ends."""
 
-    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         """Is called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
 
-    def after_cast(self, state: Any, inputs: HandedInputs) -> None:
+    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
         """Is called when a forward of `state` has returned that got such inputs, if its first group was due."""
 
-    def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
+    def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:
         """Is called when a forward of `group` begins, if the group is due.
 
         `is_first`: it is the group's first. `is_thorough`: each forward is checked, at the debug level.
         """
 
-    def after_forward(self, group: Any) -> None:
+    def after_forward(self, group: FSDPParamGroup) -> None:
         """Is called when that forward has returned."""
 
-    def after_failure(self, group: Any) -> None:
+    def after_failure(self, group: FSDPParamGroup) -> None:
         """Is called when a forward of `group` has raised, also if the group was not due."""
 
 
@@ -118,7 +122,7 @@ class RankComparisons(Observer):
     may be gathered from ranks that differ.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         # The group whose gathers are counted; None: there is no such group. It is known when all are attached.
         self._group: Any = _UNKNOWN
@@ -159,7 +163,7 @@ class RankComparisons(Observer):
     def loaded(self, group: FSDPParamGroup) -> None:
         self._begins_anew = True  # all ranks have loaded
 
-    def out_of_step(self, root: Any) -> None:
+    def out_of_step(self, root: Root) -> None:
         # Ranks may have counted different numbers, and compare from the beginning, but not what they began with.
         self._times, self._next, self._begins_anew, self._evaluations = 0, 1, False, 0
 
@@ -202,7 +206,7 @@ class RankComparisons(Observer):
         self._next = number + 1 if any(each.always for each in checks) else next_check_time(number)
 
 
-def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Any) -> RuntimeError | None:
+def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Root) -> RuntimeError | None:
     """Compares numbers over several meshes; returns the first error, of which ranks of other meshes know nothing."""
     problem = None
     for mesh, compared in by_mesh.items():
@@ -237,7 +241,7 @@ class ReplicaComparisons(RankComparisons):
         super().before_gather(group)
 
 
-def make_rank_comparisons(root: Any) -> RankComparisons:
+def make_rank_comparisons(root: Root) -> RankComparisons:
     """Returns the RankComparisons that the root's mesh needs."""
     return (ReplicaComparisons if widest_mesh(root.groups).size == 1 else RankComparisons)(root)
 
@@ -252,7 +256,7 @@ class ForwardChecks(Observer):
     each forward: it has the debug level, or the group has.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         # How many passes have begun, and the next one at which all groups are due.
         self._passes, self._next = 0, 1
@@ -262,15 +266,15 @@ class ForwardChecks(Observer):
         self._is_debug = False
         self._beginnings, self.checked = _Beginnings(self), _CheckedForwards(self)
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         self.due = dict.fromkeys(root.groups, True)
         self.refresh()
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         root.remove(self._beginnings)
         root.remove(self.checked)
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         number = self._passes = self._passes + 1
         if number >= self._next:
             self._next = next_check_time(number)
@@ -287,7 +291,7 @@ class ForwardChecks(Observer):
         for check in self.checks():
             check.after_failure(group)
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         if not in_backward:
             self.checked.drop_numbers()
 
@@ -320,17 +324,17 @@ class AtTimes(Observer):
     def __init__(self, checks: ForwardChecks) -> None:
         self._checks = checks
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         self.is_there = True
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         self.is_there = False
 
 
 class _Beginnings(AtTimes):
     """Begins to check forwards of groups that are due."""
 
-    def inputs_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         is_due = state.groups[0] in self._checks.due
         for check in self._checks.checks():
             if (is_due or check.always) and not is_capturing():
@@ -381,7 +385,7 @@ class _CheckedForwards(AtTimes):
         self.waiting.append((numbers, judge))
         self._checks.follow()
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         """Has the host judge all numbers; then raises what the first judge has raised, if any has."""
         waiting = self.drop_numbers()
         errors = []
@@ -403,7 +407,7 @@ class _CheckedForwards(AtTimes):
 NO_NUMBERS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def judge_at_end(root: Any, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
+def judge_at_end(root: Root, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
     """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends that runs under `root`. It may raise."""
     root.events.of(ForwardChecks).checked.judge_at_end(numbers, judge)
 
@@ -468,7 +472,7 @@ class MovedData(ForwardCheck):
     def before_reshard(self, group: FSDPParamGroup) -> None:
         refuse_lost([name for each in _resharded_with(group) for name in self.take_moved(each)])
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         for group in root.groups if in_backward else ():
             self.take_moved(group)
 
