@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..shards.runs import in_runs
 from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
 from .folders import NewFolder
 from .load import BUCKET_NBYTES
@@ -219,7 +220,7 @@ def _write(
         own = [each for each in files.checkpoint.tensors.values() if each.file == file]
         with (folder / file).open("xb") as opened:
             opened.write(header)
-            for together in _buckets(own, stored):
+            for together in in_runs([(each, _read_nbytes(each, stored)) for each in own], READ_NBYTES):
                 values = {
                     stored[each.name][0]: torch.empty(each.shape, dtype=stored[each.name][1].properties.dtype)
                     for each in together
@@ -231,20 +232,10 @@ def _write(
                         bar.add(len(part))
 
 
-def _buckets(
-    tensors: Sequence[FileTensor], stored: Mapping[str, tuple[str, TensorStorageMetadata]]
-) -> Iterator[list[FileTensor]]:
-    """Yields tensors that are read together, in their order: several up to READ_NBYTES, or a larger one."""
-    bucket: list[FileTensor] = []
-    used = 0
-    for each in tensors:
-        nbytes = max(each.nbytes, each.nbytes // each.dtype.itemsize * stored[each.name][1].properties.dtype.itemsize)
-        if bucket and used + nbytes > READ_NBYTES:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(each)
-        used += nbytes
-    yield bucket
+def _read_nbytes(tensor: FileTensor, stored: Mapping[str, tuple[str, TensorStorageMetadata]]) -> int:
+    """Returns the bytes of a tensor, as it is read or as it is written: the larger number."""
+    itemsize: int = stored[tensor.name][1].properties.dtype.itemsize
+    return max(tensor.nbytes, tensor.nbytes // tensor.dtype.itemsize * itemsize)
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype, memory: bytearray) -> Iterator[memoryview]:

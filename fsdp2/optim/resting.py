@@ -168,19 +168,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_buckets(sizes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Returns indices of neighbours whose sizes add up to `bucket_bytes` at most, or one that is larger by itself."""
-    found: list[list[int]] = []
-    total = 0
-    for i, size in enumerate(sizes):
-        if not found or total + size > bucket_bytes:
-            found.append([])
-            total = 0
-        found[-1].append(i)
-        total += size
-    return found
-
-
 def check_bucket_bytes(name: str, nbytes: Any) -> None:
     """Raises TypeError or ValueError if it is no positive number of bytes."""
     if not isinstance(nbytes, int) or isinstance(nbytes, bool):

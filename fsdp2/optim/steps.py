@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards.find import before_write, is_unsynchronized
+from ..shards.runs import in_runs
 from ..shards.tensors import local_if_any, local_of, no_torch_function, peek_local, spec_of
 from . import kernels, resting, states
 from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
@@ -495,8 +496,7 @@ class FlatSteps:
         numbers = {id(span.flat) for span in at_rest}
         others = [[each for each in chosen if id(each) not in numbers] for chosen in plan.stepped]
         result = self._step_on(others, args, options) if any(others) else None
-        sizes = [self._state_nbytes(span) for span in at_rest]
-        buckets = [[at_rest[i] for i in some] for some in resting.in_buckets(sizes, self.bucket_bytes)]
+        buckets = in_runs([(span, self._state_nbytes(span)) for span in at_rest], self.bucket_bytes)
         for device in dict.fromkeys(span.device for span in at_rest):
             own = [some for bucket in buckets if (some := [span for span in bucket if span.device == device])]
             held = [[entry for span in bucket for entry in self._resting_state(span)] for bucket in own]

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards.find import before_write
+from ..shards.runs import in_runs
 from ..shards.tensors import dtensor, local_if_any, spec_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan
-from .resting import StateStream, in_buckets, load_to_rest, rests_apart, to_rest
+from .resting import StateStream, load_to_rest, rests_apart, to_rest
 
 BUFFER = "momentum_buffer"
 BUCKET_BYTES = 64 << 20
@@ -307,10 +308,11 @@ class _Step:
                 of_device.setdefault(local_if_any(self.optimizer._params[i]).device, []).append(i)
         for device, numbers in of_device.items():
             tensors = [local_if_any(self.optimizer.state[self.optimizer._params[i]][BUFFER]) for i in numbers]
-            buckets = in_buckets([each.nbytes for each in tensors], self.optimizer.bucket_bytes)
-            stream = StateStream(device, [[tensors[i] for i in bucket] for bucket in buckets])
+            sized = [((i, each), each.nbytes) for i, each in zip(numbers, tensors, strict=True)]
+            buckets = in_runs(sized, self.optimizer.bucket_bytes)
+            stream = StateStream(device, [[each for _, each in bucket] for bucket in buckets])
             for number, bucket in enumerate(buckets):
-                self._resting.update((numbers[i], (stream, number, place)) for place, i in enumerate(bucket))
+                self._resting.update((i, (stream, number, place)) for place, (i, _) in enumerate(bucket))
 
     def close(self) -> None:
         """Sends momentum buffers back that are on the device, also after an error."""

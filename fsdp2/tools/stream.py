@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..shards.find import shards_of
 from ..shards.protocol import ShardGroup
 from ..shards.ranks import Purpose, all_reduce_over, gather_objects
+from ..shards.runs import in_runs
 from ..shards.tensors import hides_modes, some_of
 from .stream_buckets import (
     ChangedBucket,
@@ -394,7 +395,7 @@ class ParamStream:
                 alike.setdefault(key, []).append((source, min(changed, nbytes)))
         buckets: list[WholeBucket | ChangedBucket] = []
         for (kind, *_), sized in alike.items():
-            for each in _cut(sized, bucket_bytes):
+            for each in in_runs(sized, bucket_bytes):
                 if kind is None:
                     buckets.append(WholeBucket(each, self._route_of, self._receives))
                 else:
@@ -439,16 +440,3 @@ class ParamStream:
         delivered, self._delivered = self._delivered, None
         if delivered is not None:
             delivered._free()
-
-
-def _cut(sized: Sequence[tuple[Source, int]], bucket_bytes: int) -> list[list[Source]]:
-    """Returns the sources in runs of at most `bucket_bytes`, or of one."""
-    runs: list[list[Source]] = []
-    used = 0
-    for source, nbytes in sized:
-        if not runs or used + nbytes > bucket_bytes:
-            runs.append([])
-            used = 0
-        runs[-1].append(source)
-        used += nbytes
-    return runs
