@@ -186,3 +186,5 @@ def test_what_the_plan_predicted() -> None:
     assert f"predicted {size_text(resting + taken.step_peak)}: {size_text(resting)} at rest, and" in note
     assert f"{size_text(taken.step_peak)} above that, at the {taken.peak_at}" in note
     assert "fsdp2.plan(" not in note
+    step(model)  # which ends what the plan measures: its profiler would run in later tests
+    assert not torch.autograd._profiler_enabled()
