@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.engine import group as groups
+from fsdp2.engine.group_parameters import GroupParameters
 from fsdp2.engine.mesh import DataMesh
 
 DEVICE = torch.device("cpu", 0)
@@ -157,10 +158,18 @@ class SimulatedTransfers:
 
 @contextmanager
 def simulated_device() -> Iterator[SimulatedTransfers]:
-    """In it, models are sharded on the stand-in: with CPUOffloadPolicy, shards and gradients rest apart from it."""
+    """In it, models are sharded on the stand-in: with CPUOffloadPolicy, shards and gradients rest apart from it.
+
+    No tensor says that it lies on the stand-in. So what does not rest apart from it is expected on `cpu`, too.
+    """
     transfers = SimulatedTransfers()
+
+    def on_cpu(params: Any, gradients: Any, mesh: Any, device: Any, transfers: Any) -> Any:
+        return GroupParameters(params, gradients, mesh, torch.device("cpu"), transfers)
+
     with (
         mock.patch.object(DataMesh, "device", DEVICE),
+        mock.patch.object(groups, "GroupParameters", on_cpu),
         mock.patch.object(groups, "make_transfers", return_value=transfers),
     ):
         yield transfers

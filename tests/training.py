@@ -35,9 +35,11 @@ from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadBudget,
     OffloadPolicy,
     cheapest_placement,
     clip_grad_norm_,
+    flatten_optimizer,
     join,
     replicate,
 )
@@ -198,18 +200,28 @@ PLACES: dict[str, Place | None] = {
     "various": lambda p: Shard(sum(p.shape) % p.dim()) if p.dim() else None,
     "cheapest": lambda p: cheapest_placement()(p),
 }
-OFFLOADS: dict[str, OffloadPolicy] = {
-    "on the device": OffloadPolicy(),
-    "on the CPU": CPUOffloadPolicy(),  # on a mesh of CPUs there is nothing to do
-    "staged": CPUOffloadPolicy(),  # copied to and from a device that is simulated
-    "staged, unpinned": CPUOffloadPolicy(pin_memory=False),
+
+
+def vectors_on_the_cpu(name: str, param: nn.Parameter) -> OffloadPolicy | None:
+    return CPUOffloadPolicy() if param.dim() == 1 else None
+
+
+OFFLOADS: dict[str, Callable[[], Any]] = {
+    "on the device": OffloadPolicy,
+    "on the CPU": CPUOffloadPolicy,  # on a mesh of CPUs there is nothing to do
+    "staged": CPUOffloadPolicy,  # copied to and from a device that is simulated
+    "staged, unpinned": functools.partial(CPUOffloadPolicy, pin_memory=False),
+    "staged, all but 100 bytes": functools.partial(OffloadBudget, 100),
+    "staged, vectors alone": lambda: vectors_on_the_cpu,
 }
+"""Makes what all calls of one model are given."""
 TRAVELS = ("packed", "direct", "in pieces", "all to all", "hostile", "late")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     # By powers of two only: a fused multiply-add in some vector lanes changes no bit.
     "sgd": lambda params: torch.optim.SGD(params, lr=2.0**-2, foreach=True),
     # With a large `eps`: where the true gradient is 0 (a key bias), g / (|g| + 1e-8) would blow rounding up.
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
+    "flat adamw": lambda params: flatten_optimizer(torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True)),
 }
 
 
@@ -309,11 +321,10 @@ class Draw:
         return not (
             (encodes and (topology.function is replicate or self.topology == "2x2 in two hops"))
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
-            or (self.setting.startswith("own") and (topology.function is replicate or self.topology == "2x1"))
+            or (self.setting.startswith("own") and topology.function is replicate)
+            or (self.setting.startswith("own") and self.topology in ("2x1", "2x2 in two hops"))
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
-            # The hook sums over all ranks in one hop, in another order.
-            or (self.setting == "own hook" and self.topology == "2x2 in two hops")
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
             or (self.model in CONDITIONAL and topology.dims is not None and topology.dims.shard_at_rest)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
@@ -371,7 +382,7 @@ class Draw:
         if TOPOLOGIES[self.topology].function is not replicate:
             reshard = self.shards // 2 if self.reshard == "half" else RESHARDS[self.reshard]
             options |= {"reshard_after_forward": reshard, "shard_placement_fn": PLACES[self.place]}
-            options |= {"offload_policy": OFFLOADS[self.rests], "dp_mesh_dims": TOPOLOGIES[self.topology].dims}
+            options |= {"offload_policy": OFFLOADS[self.rests](), "dp_mesh_dims": TOPOLOGIES[self.topology].dims}
         if isinstance(model, Conditional):
             for module, conditional in model.groups():
                 TOPOLOGIES[self.topology].function(module, conditional=conditional, **options)

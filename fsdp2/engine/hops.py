@@ -34,7 +34,8 @@ class _SecondHop:
     """Is a collective of two hops over a backend without streams, where the host begins the second hop.
 
     All ranks begin second hops in the same order, that of the first hops, whatever they wait for first: `waiting` has
-    those of all groups of a mesh. Otherwise ranks that wait in different orders would mix up their messages.
+    those of all groups of a mesh. Otherwise ranks that wait in different orders would mix up their messages. It begins
+    when its rank waits for it, or before ranks that may be at different places reach consensus.
     """
 
     def __init__(self, first: Work, begin: Callable[[], Work], waiting: Waiting) -> None:
@@ -62,6 +63,16 @@ class _SecondHop:
         second, self._second = self._second, None
         if second is not None:
             second.wait()
+
+
+def begin_second_hops(waiting: Waiting) -> None:
+    """Begins the second hops that have not begun, so that no other rank has to wait for this one to do so.
+
+    Whoever is about to have the host wait for something else that ranks do together, at which they may arrive by
+    different ways, calls it before.
+    """
+    while waiting:
+        waiting.popleft().begin()
 
 
 class HopsComm:
