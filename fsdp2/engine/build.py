@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -71,15 +71,17 @@ class Plan:
     """Says what one call is about to do. Extensions may refuse or change it: no module has been changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `inside`: the states of inner calls; `parameters`: by FQN; `tied`: those that earlier calls have sharded, as
-    parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their
-    parameters; extensions fill it. `budget_left`: what the call leaves of an OffloadBudget.
+    FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
+    `tied`: those that earlier calls have sharded, as parameters of modules of theirs. `submodules`: those that get a
+    state of their own, with the FQNs of their parameters; extensions fill it. `budget_left`: what the call leaves of an
+    OffloadBudget.
     """
 
     roots: list[nn.Module]
     given: Arguments
     mesh: DataMesh
     managed: dict[nn.Module, str]
+    names: dict[nn.Module, str]
     inside: list[FSDPState]
     parameters: dict[str, ParameterPlan]
     tied: dict[str, ParameterPlan]
@@ -103,7 +105,7 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
         _join_owners(plan, states[0])
-        attach(states[0], [*states, *plan.inside], classes)
+        attach(states[0], [*states, *plan.inside], classes, plan.names)
         for state in states:
             if state.cast_buffers is not None:
                 state.cast_buffers.cast()
@@ -161,12 +163,19 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
         raise
 
 
-def attach(state: FSDPState, below: Iterable[FSDPState], classes: Sequence[type]) -> None:
-    """Gives the modules of `state` their state and class, and makes it the root of all states `below`."""
+def attach(
+    state: FSDPState,
+    below: Iterable[FSDPState],
+    classes: Sequence[type],
+    names: Mapping[nn.Module, str] | None = None,
+) -> None:
+    """Gives the modules of `state` their state and class, and makes it the root of all states `below`. `names`: what
+    `names_below` returns for its modules, if the caller has that.
+    """
     for module, cls in zip(state.modules, classes, strict=True):
         module.__dict__[STATE] = state
         module.__class__ = cls
-    Root(state, below, names_below(state.modules))
+    Root(state, below, names_below(state.modules) if names is None else names)
 
 
 # ---- the plan
@@ -182,9 +191,10 @@ def _plan(module: Any, given: Arguments) -> Plan:
     nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
     roots = [each for each in roots if each not in nested]
     shared = given.mesh if isinstance(given.mesh, DataMesh) else data_mesh(given.mesh)
-    inside = list(states_among(names_below(roots)))
-    managed: dict[nn.Module, str] = {}
-    for i, root in enumerate(roots):
+    names = names_below(roots)
+    inside = list(states_among(names))
+    managed: dict[nn.Module, str] = {} if inside or len(roots) > 1 else {**names}
+    for i, root in enumerate(roots if not managed else ()):
         here = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
         managed.update((each, name) for each, name in here.items() if each not in managed)
     found = _collect_slots(managed, given.ignored_params or ())
@@ -197,7 +207,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
         if getattr(each, MARK, None) is not None
     }
     tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
-    plan = Plan(roots, given, shared, managed, inside, parameters, tied)
+    plan = Plan(roots, given, shared, managed, names, inside, parameters, tied)
     if of_all is None:
         _plan_offload(plan)
     return plan

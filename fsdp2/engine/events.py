@@ -149,16 +149,19 @@ EVENTS = tuple(
     for name, method in vars(Observer).items()
     if callable(method) and not name.startswith("_") and name not in ("attached", "detached")
 )
+_EVENTS = frozenset(EVENTS)
 
 
 @cache
-def _events_of(cls: type) -> list[str]:
+def _events_of(cls: type) -> frozenset[str]:
     """Returns the names of the events that observers of class `cls` follow."""
-    return [name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name)]
+    return frozenset(name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name))
 
 
 class Events:
-    """Holds one attribute for each event: the list of observers' methods to call."""
+    """Holds one attribute for each event: the list of observers' methods to call. A list is made when it is first asked
+    for: most roots are replaced by that of an outer module before anything happens.
+    """
 
     observers: tuple[Observer, ...]
 
@@ -166,15 +169,17 @@ class Events:
         self._call((*observers,))
 
     def __getattr__(self, name: str) -> list[Any]:
-        raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
+        if name not in _EVENTS:
+            raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
+        found = [getattr(each, name) for each in self.observers if name in _events_of(type(each))]  # type: ignore[arg-type]
+        vars(self)[name] = found
+        return found
 
     def _call(self, observers: tuple[Observer, ...]) -> None:
         """Calls these observers from the next time on that something happens."""
-        lists: dict[str, list[Any]] = {name: [] for name in EVENTS}  # new ones: what happens now walks along an old one
-        for each in observers:
-            for name in _events_of(type(each)):  # type: ignore[arg-type]
-                lists[name].append(getattr(each, name))
-        vars(self).update(lists, observers=observers, _of_class={type(each): each for each in observers})
+        self.observers = observers
+        for name in _EVENTS.intersection(vars(self)):
+            vars(self).pop(name, None)  # what happens now walks along the old list
 
     def add(self, observer: Observer, behind: Observer | None = None) -> None:
         """Calls `observer`, too, behind another one or behind all. `Root.add` tells it that it follows."""
@@ -187,7 +192,7 @@ class Events:
 
     def of(self, cls: type) -> Any:
         """Returns the observer of that class, or None."""
-        return vars(self)["_of_class"].get(cls)
+        return next((each for each in reversed(self.observers) if type(each) is cls), None)
 
 
 NO_EVENTS = Events()

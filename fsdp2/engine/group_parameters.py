@@ -104,14 +104,16 @@ class Registration:
 
     # ---- noticing
 
-    def watch(self, params: Sequence[FSDPParam]) -> None:
-        """Remembers what is registered where, and from where version counters are read."""
+    def watch(self, params: Sequence[FSDPParam], locals_: Sequence[Tensor]) -> None:
+        """Remembers what is registered where, and from where version counters are read. `locals_`: of `params`."""
         rows = [
-            (slot.module._parameters, slot.name, param.sharded, param.local) for param in params for slot in param.slots
+            (slot.module._parameters, slot.name, param.sharded, local)
+            for param, local in zip(params, locals_, strict=True)
+            for slot in param.slots
         ]
         self.watched = tuple(zip(*rows, strict=True)) or ((),) * 4
-        self._sharded = [*(param.sharded for param in params), self._replacements]
-        self._locals = [*(param.local for param in params), self._replacements]
+        self._sharded = [*[param.sharded for param in params], self._replacements]
+        self._locals = [*locals_, self._replacements]
 
     def is_replaced(self) -> bool:
         """Returns True if a sharded parameter that should be registered is not, or has another local tensor."""
@@ -239,7 +241,7 @@ class GroupParameters:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
         self.readability.allow(True)
         self.registration.prepare(())
-        if any(param.local.device != self.storage_device for param in self.params):
+        if {param.local.device for param in self.params} - {self.storage_device}:
             self.drop_memory(replaced)
             return
         self.specs = self._find_specs()
@@ -370,8 +372,9 @@ class GroupParameters:
         return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
     def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        self.registration.watch(self.params)
-        note_shards(self.params)
+        locals_ = [param.local for param in self.params]
+        self.registration.watch(self.params, locals_)
+        note_shards(self.params, locals_)
         guards = self.unsharded_versions.guards
         self.unsharded_versions = UnshardedVersions(self.params, self.registration.versions(), guards)
         group = self._gradients.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,12 +115,13 @@ def _find_in(leaf: Tensor, known: dict[int, weakref.ref[FSDPParamGroup]]) -> Own
 _shard_in: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 
-def note_shards(params: Iterable[FSDPParam]) -> None:
-    """Remembers the storages of shards, and has a sharded parameter and its local tensor share one version counter."""
-    pairs = [(param.sharded, param.local) for param in params]
-    for param, (_, local) in zip(params, pairs, strict=True):
+def note_shards(params: Sequence[FSDPParam], locals_: Sequence[Tensor]) -> None:
+    """Remembers the storages of shards, and has a sharded parameter and its local tensor, one of `locals_`, share one
+    version counter.
+    """
+    for param, local in zip(params, locals_, strict=True):
         _shard_in[storage_id(local)] = param
-    share_versions(pairs)
+    share_versions(zip([param.sharded for param in params], locals_, strict=True))
 
 
 def sharded_in(local: Tensor) -> FSDPParam | None:

@@ -132,7 +132,8 @@ class FSDPParam:
         extended, codec = gathers_itself(local), None
         if policy.gather_codec is not None and not extended and not self._keeps_dtype:
             codec = policy.gather_codec_for(local.dtype, self.shape)
-        spec = self._spec_of(local.dtype, self.compute_dtype(policy), extended, codec)
+        compute_dtype = local.dtype if self._keeps_dtype else policy.compute_dtype(local.dtype)
+        spec = self._spec_of(local.dtype, compute_dtype, extended, codec)
         if self.grad_choice is not None:
             spec = with_grad_dtype(spec, self.grad_choice, policy)
             self._deliver_in(spec.delivered_dtype)
