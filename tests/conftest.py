@@ -2,7 +2,9 @@
 
 import gc
 import importlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,19 @@ for kind in (torch.cuda, torch.xpu, torch.mtia):
         kind.manual_seed_all = lambda seed: None
 
 
+_REPLACED: list[Callable[..., object]] = []
+"""What runs backwards, while `_no_backward_before_forks` has something else in its place."""
+
+
+def _restore() -> None:
+    """Gives a forked rank back what it shall run, and what dynamo knows."""
+    for run_backward in _REPLACED:
+        torch.autograd._engine_run_backward = run_backward
+
+
+os.register_at_fork(after_in_child=_restore)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -32,6 +47,27 @@ def _no_leaked_process_group() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this test left its default process group initialised")
+
+
+@pytest.fixture(autouse=True)
+def _no_backward_before_forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that runs a backward in the process from which later tests fork their ranks.
+
+    A CUDA build of torch, and the fake device, start autograd's threads then. They do not survive a fork, and autograd
+    refuses to run in each later rank. A CPU build has no such threads, and would let the test pass.
+    """
+    if not _forks(request.node):
+        yield
+        return
+    _REPLACED[:] = [torch.autograd._engine_run_backward]
+    with mock.patch.object(torch.autograd, "_engine_run_backward", side_effect=_REPLACED[0]) as run_backward:
+        yield
+    _REPLACED.clear()
+    if run_backward.called:
+        pytest.fail(
+            "this test ran a backward in the process that forks the ranks of later tests, in which autograd then"
+            " refuses to run on a device: run it by run_ranks, by alone, or under @in_a_fork (helpers.py)"
+        )
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -67,8 +103,12 @@ def few_objects() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs tests that fork first: see `helpers.alone` for why nothing may run a backward in this process before."""
-    items.sort(key=lambda item: not {"ranks", "clients", "fake_gpu"} & set(item.path.parts))
+    """Runs tests that fork first, before those that run a backward in this process."""
+    items.sort(key=lambda item: not _forks(item))
+
+
+def _forks(item: pytest.Item) -> bool:
+    return bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts))
 
 
 class _Progress:

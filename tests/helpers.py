@@ -144,6 +144,20 @@ def alone(fn: Callable[[], Any]) -> Any:
     return run_ranks(1, lambda rank, world_size: fn())[0]
 
 
+def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: runs a test that needs a backward under `fake_world` in a process of its own, see `alone`."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        def body(rank: int, _: int) -> None:
+            dist.destroy_process_group()
+            test(*args, **kwargs)
+
+        run_ranks(1, body)
+
+    return run
+
+
 def run_checks(
     world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60, device: str = "cpu"
 ) -> None:

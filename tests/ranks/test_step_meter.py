@@ -15,7 +15,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.tools import step_meter
 from fsdp2.tools.step_meter import StepRecord
-from helpers import fake_world, run_ranks
+from helpers import fake_world, in_a_fork, run_ranks
 from models import TinyGPT
 
 
@@ -158,6 +158,7 @@ def _refused(self: torch.Tensor) -> float:
     raise AssertionError("the host reads a tensor in a step without a record")
 
 
+@in_a_fork
 def test_train_gpt_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the model, loss and batches of the example."""
     pytest.importorskip("tqdm")

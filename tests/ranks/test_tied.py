@@ -24,7 +24,7 @@ from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard, re
 from fsdp2.engine.events import Observer
 from fsdp2.engine.state import groups_below, require_state
 from fsdp2.features import large_submodules
-from helpers import NIGHTLY, assert_same, fake_world, run_checks, shard_batch
+from helpers import NIGHTLY, assert_same, fake_world, in_a_fork, run_checks, shard_batch
 
 VOCAB, WIDTH, ROWS = 11, 5, 12
 Way = Callable[[Any], list[Any]]
@@ -438,6 +438,7 @@ class Seen(Observer):
 
 
 @pytest.mark.parametrize("way", ["the embedding first", "the head with the root"])
+@in_a_fork
 def test_it_is_gathered_where_it_is_used_and_reduced_once(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that the model's call finds, tied to an embedding that is sharded, uses that group only when it runs."""
     monkeypatch.setattr(large_submodules, "MIN_BYTES", 1)
@@ -460,6 +461,7 @@ def test_it_is_gathered_where_it_is_used_and_reduced_once(way: str, monkeypatch:
 # ---- refused
 
 
+@in_a_fork
 def test_users_without_a_common_root() -> None:
     with fake_world(2):
         model = Language()
@@ -481,6 +483,7 @@ def test_a_part_of_it_cannot_be_kept_where_ranks_may_leave_it_out() -> None:
             model(torch.ones(2, WIDTH, dtype=torch.float64))
 
 
+@in_a_fork
 def test_a_call_that_fails_leaves_the_owner_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(root: Any) -> None:
         raise MemoryError
