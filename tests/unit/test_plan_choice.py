@@ -161,7 +161,7 @@ def test_the_fastest_row_that_fits_is_the_best() -> None:
     ],
 )
 def test_offload_is_the_best_only_if_nothing_else_fits(optimizer: str | None, speeds: dict[str, Any]) -> None:
-    """Though it may take no time. The table says so, and what rests on the CPU."""
+    """Though it may take no time. The table says so, and what rests on the CPU: states alone, if that is enough."""
     rows = plan(memory="1GB", optimizer=optimizer, **speeds).rows
     least = min(row.total for row in rows if not row.setting.offload)
     made = plan(memory=least, optimizer=optimizer, **speeds)
@@ -170,10 +170,14 @@ def test_offload_is_the_best_only_if_nothing_else_fits(optimizer: str | None, sp
     assert fits == sorted(fits)
     made = plan(memory=least - 1, optimizer=optimizer, **speeds)
     assert made.fits
-    assert made.best.setting.offload
     numel = sum(param.numel() for param in stack().parameters())
     states = {"adamw": 2, "momentum": 1, None: 0}[optimizer]
-    assert made.best.host_nbytes == 4 * numel // RANKS * (2 + states)
+    assert made.best.setting.offload == (states == 0)
+    assert made.best.setting.offload_states == (states > 0)
+    if states:
+        assert made.best.host_nbytes == 4 * numel // RANKS * states
+    (whole,) = {row.host_nbytes for row in made.rows if row.setting.offload and row.setting.offload_budget is None}
+    assert whole == 4 * numel // RANKS * (2 + states)
     assert "of the CPU's memory" in str(made)
     assert any("read and write 93.1 GiB of the CPU's memory per second" in note for note in made.notes)
     without = plan(memory="1GB", settings=[{}])
@@ -315,8 +319,10 @@ def test_advice_for_plain_cases() -> None:
     assert (ample.checkpointing, ample.offload, ample.replicas) == (False, False, 1)
     tight = cluster(memory="4.5GB")
     assert (tight.checkpointing, tight.offload) == (True, False)
-    small = cluster(memory="3.4GB")
-    assert (small.checkpointing, small.offload) == (True, True)
+    small = cluster(memory="4.1GB")
+    assert (small.checkpointing, small.offload, small.offload_states) == (True, False, True)
+    smaller = cluster(memory="3.4GB")
+    assert (smaller.checkpointing, smaller.offload) == (True, True)
     assert cluster(memory="3.4GB", host_memory="4GB") is not None
 
 
