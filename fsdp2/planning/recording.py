@@ -138,18 +138,20 @@ class _Rows(torch.autograd.Function):
     """Looks rows of an embedding up without its table: neither forward nor backward takes memory for that."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, arrived: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, weight: Tensor, ids: Tensor, arrived: Callable[[], None]) -> Tensor:
         ctx.arrived = arrived
         return weight.new_empty(*ids.shape, weight.shape[1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.arrived()
-        return None, None, None
+        return None, None, None, None
 
 
 def _look_up(module: nn.Module, arrived: Callable[[], None], input: Tensor) -> Any:
-    return _Rows.apply(module.weight, input, arrived)
+    # Not the weight: its hook would be told of a gradient.
+    leaf = torch.empty(0, requires_grad=module.weight.requires_grad)
+    return _Rows.apply(leaf, module.weight.detach(), input, arrived)
 
 
 class _Hooks:

@@ -134,7 +134,7 @@ def _beside_forward(optimizer: Any) -> Any:
     steps: Any = importlib.import_module("fsdp2.optim.steps")
     probe, notices = steps.probe, importlib.import_module("fsdp2.engine.write_notices").notices
     steps.probe = lambda optimizer, cls, options, like: probe(optimizer, cls, options, like.cpu())
-    type(notices).sees_operations = True
+    notices.sees_operations = True
     return importlib.import_module("fsdp2").flatten_optimizer(optimizer, beside_forward=True)
 
 
