@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,9 @@ def record(
         hooks = _Hooks(counter, marks)
         for i, module, group in modules_of(groups):
             if group.by_rows:
-                stack.enter_context(_forward_as(module, partial(_look_up, module, partial(hooks.mark, ROWS, i))))
+                stack.enter_context(
+                    _forward_as(module, partial(_look_up, cast("nn.Embedding", module), partial(hooks.mark, ROWS, i)))
+                )
             stack.enter_context(hooks.on_module(module, i, *group.casts, counts_ids=group.by_rows))
         for module in checkpointed:
             again = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
@@ -148,7 +150,7 @@ class _Rows(torch.autograd.Function):
         return None, None, None, None
 
 
-def _look_up(module: nn.Module, arrived: Callable[[], None], input: Tensor) -> Any:
+def _look_up(module: nn.Embedding, arrived: Callable[[], None], input: Tensor) -> Any:
     # Not the weight: its hook would be told of a gradient.
     leaf = torch.empty(0, requires_grad=module.weight.requires_grad)
     return _Rows.apply(leaf, module.weight.detach(), input, arrived)
