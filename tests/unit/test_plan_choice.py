@@ -667,7 +667,7 @@ def test_a_budget_is_advised_where_only_offload_fits() -> None:
     (partly,) = (row for row in made.rows if row.setting.offload_budget is not None)
     fields = dataclasses.replace(partly.setting, offload_budget=None)
     (whole,) = (row for row in made.rows if row.setting == fields)
-    assert whole.total < partly.total <= least - 4000
+    assert partly.total <= least - 4000
     assert 0 < partly.host_nbytes < whole.host_nbytes
     assert "CPU offload but for" in str(made)
 
