@@ -239,7 +239,7 @@ def embed_by_rows(
     Call it before `fully_shard` of the modules around it. Every rank of the mesh must call it, and later run the module
     together with the others, each with as many ids as it has, also none. The result is that of `fully_shard`, but for
     the rounding of gradients of tokens that a rank has several times: they are summed once, by the owner. Each backward
-    communicates, also under `no_sync`. `fsdp2.plan` does not plan lookups by rows: its rows have gathered tables.
+    communicates, also under `no_sync`.
 
     Args:
         module: an nn.Embedding, whose weight no other module has. Modified in place.

@@ -219,6 +219,11 @@ class Memory:
             self.storage.resize_(0)
         return True
 
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes of the secondary shards that are kept now."""
+        return self.secondary.nbytes if self.secondary is not None else 0
+
     def hold_memory(self) -> bool:
         """Returns True if `free`, or dropping the secondary shards, would give memory back."""
         is_unsharded = self.is_allocated and not self.layout.aliased and not self.keeps_storage
@@ -288,6 +293,11 @@ class SecondaryShards:
         self._storage.resize_(self._nbytes)
         for copies in self._copies:
             compat.copy_all(*copies)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes now."""
+        return self._nbytes if self.is_filled else 0
 
     def drop(self) -> None:
         """Frees the secondary shards: the next gather is from the shards again."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .comm import Comm, Purpose
@@ -44,6 +45,10 @@ class SimulatedGroup(dist.ProcessGroup):
     @abstractmethod
     def among(self, ranks: Sequence[int]) -> SimulatedGroup:
         """Returns another group, of some of these ranks, by their indices; this rank is one of them."""
+
+    @abstractmethod
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """Begins an all-to-all of `source`, which fills `output`. The ranks send each other equally much."""
 
 
 simulated: ContextVar[Simulation | None] = ContextVar("simulated", default=None)

@@ -22,6 +22,7 @@ from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.policy import BY_ROWS
 from ..engine.rank_facts import all_reduce_now
+from ..engine.simulation import SimulatedGroup
 from ..engine.state import STATE
 from ..engine.user_code import hides_modes
 
@@ -92,7 +93,12 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
     if mesh.replicate_group is not None:  # the other replicas raise, too
         is_wrong = is_wrong.to(torch.int64)
         all_reduce_now(is_wrong, mesh.replicate_group, largest=True)
-    sent, received = exchange_counts(counts.masked_fill(is_wrong.bool(), -1), mesh.shard_group)
+    counts, ranks = counts.masked_fill(is_wrong.bool(), -1), mesh.shard_group
+    if isinstance(ranks, SimulatedGroup):  # ids have no values: equally many for each rank
+        _all_to_all(torch.empty_like(counts), counts, None, None, ranks)
+        sent = received = [len(part) for part in sorted_ids.tensor_split(mesh.size)]
+    else:
+        sent, received = exchange_counts(counts, ranks)
     if -1 in received:
         wrong = [rank for rank, count in enumerate(received) if count < 0]
         raise IndexError(
@@ -100,7 +106,7 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
             "shards" + (", or on a replica of it" if mesh.replicate_axes else "")
         )
     owned = sorted_ids.new_empty(sum(received))
-    dist.all_to_all_single(owned, sorted_ids, received, sent, group=mesh.shard_group)
+    _all_to_all(owned, sorted_ids, received, sent, ranks)
     return Route(order, owned - mesh.rank * chunk, sent, received)
 
 
@@ -110,9 +116,25 @@ def exchange_counts(counts: Tensor, process_group: dist.ProcessGroup | None) -> 
     The host waits for both: memory and messages have these sizes.
     """
     received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=process_group)
+    _all_to_all(received, counts, None, None, process_group)
     both: list[list[int]] = torch.stack((counts, received)).tolist()
     return both[0], both[1]
+
+
+def _all_to_all(
+    output: Tensor,
+    source: Tensor,
+    received: list[int] | None,
+    sent: list[int] | None,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Sends `sent` rows of `source` to the ranks, one after the other, and gets `received` rows from each; None:
+    equally many.
+    """
+    if isinstance(process_group, SimulatedGroup):
+        process_group.all_to_all(output, source).wait()
+    else:
+        dist.all_to_all_single(output, source, received, sent, group=process_group)
 
 
 class _Rows(torch.autograd.Function):
@@ -126,7 +148,7 @@ class _Rows(torch.autograd.Function):
         rows = local.index_select(0, route.rows).to(dtype)
         if route.sent:
             arrived = rows.new_empty(len(route.order), rows.shape[1])
-            dist.all_to_all_single(arrived, rows, route.sent, route.received, group=group.mesh.shard_group)
+            _all_to_all(arrived, rows, route.sent, route.received, group.mesh.shard_group)
             rows = arrived
         ctx.save_for_backward(route.order, route.rows)
         ctx.group, ctx.param, ctx.route = group, param, (route.sent, route.received)
@@ -144,7 +166,7 @@ class _Rows(torch.autograd.Function):
         gradients = gradient.reshape(-1, gradient.shape[-1]).index_select(0, order)
         if sent:
             arrived = gradients.new_empty(len(rows), gradients.shape[1])
-            dist.all_to_all_single(arrived, gradients, received, sent, group=mesh.shard_group)
+            _all_to_all(arrived, gradients, received, sent, mesh.shard_group)
             gradients = arrived
         dtype = settings.policy.reduce_dtype or torch.promote_types(param.sharded.dtype, torch.float32)
         total = torch.zeros(param.local_shape, dtype=dtype, device=gradients.device)

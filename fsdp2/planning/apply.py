@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from ..api import fully_shard
+from ..api import embed_by_rows, fully_shard
 from ..engine.compat import backend_name
 from ..engine.meshes import DataParallelMeshDims
-from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.policy import MixedPrecisionPolicy
 from .clocks import Machine
+from .outline import row_policy, usual_offload
 from .policies import WrapGroup
 from .settings import Setting
 
@@ -42,6 +43,11 @@ def check_mesh(mesh: Any, setting: Setting) -> None:
             f"mesh: the plan is for {_shape(expected)}, got a mesh of shape {tuple(mesh.shape)}. Write "
             f"init_device_mesh({mesh.device_type!r}, {expected}), or plan with other ranks."
         )
+    if setting.shard_at_rest and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"mesh: replicas are to share what rests, and the axes have no names. Write init_device_mesh("
+            f"{mesh.device_type!r}, {expected}, mesh_dim_names=('replicate', 'shard'))."
+        )
 
 
 def _shape(sizes: tuple[int, ...]) -> str:
@@ -62,16 +68,23 @@ def shard(
         "mesh": mesh,
         "reshard_after_forward": setting.reshard_after_forward,
         "mp_policy": setting.chosen(policy),
-        "offload_policy": CPUOffloadPolicy() if setting.offload else OffloadPolicy(),
+        "offload_policy": usual_offload(setting),
     }
     if setting.machines > 1:
         assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
         place, machine = mesh.mesh_dim_names
         options["dp_mesh_dims"] = DataParallelMeshDims(shard=place, shard_across=machine)
+    if setting.shard_at_rest:
+        assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
+        replicas, shards = mesh.mesh_dim_names
+        options["dp_mesh_dims"] = DataParallelMeshDims(shard=shards, shard_at_rest=replicas)
     if setting.checkpointing:
         for module in blocks(calls):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     for call in calls:
+        if call.by_rows:
+            embed_by_rows(call.module, mesh=mesh, mp_policy=row_policy(policy))  # type: ignore[arg-type]
+            continue
         own = dict(call.options)
         if "mp_policy" in own:
             own["mp_policy"] = setting.chosen(own["mp_policy"])

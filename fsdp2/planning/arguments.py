@@ -110,6 +110,21 @@ def read_headroom(value: Any, memory: float | None, machine: Machine) -> float:
     return kept
 
 
+def read_price(value: Any) -> float | None:
+    """Returns what a second of an optimizer's step costs the computation beside it.
+
+    Raises:
+        TypeError, ValueError: it is no number from 0 to 1.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"beside_price: expected a number from 0 to 1 or None, got {value!r}")
+    if not 0 <= value <= 1:
+        raise ValueError(f"beside_price: expected a number from 0 (it hides) to 1 (they take turns), got {value}")
+    return float(value)
+
+
 def read_policies(model: nn.Module, policy: Any) -> dict[str, Any]:
     """Returns policies by name: "" if there is one only."""
     if not isinstance(policy, Mapping) or not policy or not all(isinstance(name, str) for name in policy):

@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             headroom=_number(given.headroom) if given.headroom else None,
             host_memory=given.host_memory,
             host_memory_link=given.host_memory_link,
+            beside_price=given.beside_price,
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
@@ -110,6 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         "--host-memory-link",
         default="100GB/s",
         help="bytes per second between a machine's CPUs and their memory, in the optimizer's step (%(default)s)",
+    )
+    add(
+        "--beside-price",
+        type=float,
+        metavar="SHARE",
+        help="advise steps beside the next forward; each second of them costs computation so many, 0 to 1",
     )
     add("--flops", type=float, help="floating-point operations per second that a rank reaches in a whole step: 4e14")
     return parser

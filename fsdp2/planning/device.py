@@ -20,6 +20,7 @@ from ..checks.headers import HEADER_NBYTES
 from ..checks.levels import is_on
 from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..engine import events
+from ..engine.build import Plan
 from ..engine.comm import AnyComm, CoalescedComm, Comm, Purpose, Unwatched
 from ..engine.gloo import GATHERING, PairwiseComm
 from ..engine.mesh import DataMesh
@@ -170,6 +171,9 @@ class RanksOfSizes(SimulatedGroup):
     def allreduce(self, tensors: Any, *_: Any) -> Any:
         return self.begin("all_reduce", tensors)
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Any:
+        return self.begin("all_to_all", [source], is_ring=False)
+
 
 class _AnyOfSizes(AnyComm):
     """Begins collectives of one tensor: torch's functions for that take no group that torch does not know."""
@@ -230,10 +234,18 @@ _COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": _PairwiseOfSizes, "othe
 
 @dataclass(frozen=True)
 class MeshOfSizes(DataMesh):
-    """Is the mesh of rank 0 among ranks that this process does not have."""
+    """Is the mesh of rank 0 among ranks that this process does not have.
 
+    `on_device`: the same mesh for parameters that stay on the device, if those of this one may rest on the CPU.
+    """
+
+    on_device: MeshOfSizes | None = field(default=None, kw_only=True, repr=False)
     groups: tuple[RanksOfSizes, RanksOfSizes | None] = field(kw_only=True, compare=False, repr=False)
     groups_of_hops: tuple[RanksOfSizes, RanksOfSizes] | None = field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
+    # Inside each replica, and between them, if they share what rests.
+    groups_at_rest: tuple[RanksOfSizes, RanksOfSizes] | None = field(
         default=None, kw_only=True, compare=False, repr=False
     )
 
@@ -248,6 +260,18 @@ class MeshOfSizes(DataMesh):
     @property
     def replicate_group(self) -> Any:
         return self.groups[1]
+
+    @property
+    def shards_at_rest(self) -> Any:
+        return self.groups_at_rest is not None
+
+    @property
+    def inner_group(self) -> Any:
+        return self.groups_at_rest[0] if self.groups_at_rest is not None else self.groups[0]
+
+    @property
+    def outer_group(self) -> Any:
+        return self.groups_at_rest[1] if self.groups_at_rest is not None else None
 
     @property
     def rank(self) -> int:
@@ -302,15 +326,20 @@ class DeviceOfSizes:
 
     def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
         """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""
-        shards, ranks = setting.num_shards, setting.ranks
-        numbers = mesh_of_numbers((shards,) if setting.replicas == 1 else (setting.replicas, shards))
+        shards, ranks, at_rest = setting.num_at_rest, setting.ranks, None
+        numbers = mesh_of_numbers((shards,) if shards == ranks else (setting.replicas, shards))
         own = RanksOfSizes(self, shards, shards)
         replicas = RanksOfSizes(self, setting.replicas, ranks) if setting.replicas > 1 else None
+        if setting.shard_at_rest and replicas is not None:
+            inside = setting.num_shards
+            at_rest, replicas = (RanksOfSizes(self, inside, inside), replicas), None
         axes: Any = ((0,), ()) if replicas is None else ((1,), (0,))
         hops, places = None, shards // setting.machines
         if setting.machines > 1:
             hops = RanksOfSizes(self, setting.machines, shards), RanksOfSizes(self, places, places)
-        on_device, apart = (MeshOfSizes(numbers, *axes, groups=(own, replicas), groups_of_hops=hops) for _ in range(2))
+        kinds: Any = {"groups": (own, replicas), "groups_of_hops": hops, "groups_at_rest": at_rest}
+        on_device = MeshOfSizes(numbers, *axes, **kinds)
+        apart = MeshOfSizes(numbers, *axes, on_device=on_device, **kinds)
         object.__setattr__(apart, "_device", torch.device("meta", 0))  # which does not equal where shards rest
         return lambda offloads: apart if offloads else on_device
 
@@ -327,9 +356,18 @@ class DeviceOfSizes:
             simulated.reset(token)
 
 
+def _keep_on_device(plan: Plan) -> None:
+    """Gives parameters that stay on the device the mesh of those: on meta, a device and the CPU are one place."""
+    mesh = plan.mesh
+    if isinstance(mesh, MeshOfSizes) and mesh.on_device is not None:
+        for name, each in plan.parameters.items():
+            if not hasattr(each.offload, "pin_memory"):
+                plan.parameters[name] = each._replace(mesh=mesh.on_device)
+
+
 def _without_watchers() -> AbstractContextManager[None]:
     return events.chosen(
-        plan=(plan_large_submodules,),
+        plan=(plan_large_submodules, _keep_on_device),
         features=(gather_when_called,),
         observers=(),
         in_profiler=(),

@@ -6,10 +6,10 @@ of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from ..engine.build import Arguments, apply
 from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
-from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.offload import is_policy
+from ..engine.parameter import FSDPParam
+from ..engine.policy import BY_ROWS, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
+from ..engine.subclasses import is_packed
+from ..features.row_embedding import RowEmbedding
 from ..module import sharded_class
 from .compat import no_dispatch
 from .policies import WrapGroup
@@ -42,6 +46,23 @@ class EmbeddingShell(Shell, nn.Embedding):
     """Stands for an embedding: its backward reads no weight."""
 
 
+class RowShell(EmbeddingShell):
+    """Stands for an embedding that is looked up by rows. It does what such an embedding does, on ids without values.
+
+    `backwards`: of each forward, the node of its graph, and shape and dtype of what it has returned. That is dropped:
+    the recording has it.
+    """
+
+    runs_without_gather = True
+    padding_idx = None
+
+    def forward(self, ids: Tensor) -> Any:
+        output = RowEmbedding.forward(self, ids)  # type: ignore[arg-type]
+        self.__dict__.setdefault("backwards", []).append((output.grad_fn, output.shape, output.dtype))
+        del output
+        return self.play()
+
+
 class UnusualShell(Shell):
     """Stands for a module whose class says itself how it is called: its parameters get no group of their own."""
 
@@ -56,6 +77,31 @@ def _kind_of(module: nn.Module) -> type[Shell]:
     return EmbeddingShell if isinstance(module, nn.Embedding) else Shell
 
 
+class RememberedChoice:
+    """Is a function of a user's that chooses where each parameter rests, and is asked once: it may count.
+
+    `by_name`: FQN, as seen from the modules of the call -> what it has said.
+    """
+
+    def __init__(self, choose: Callable[[str, nn.Parameter], OffloadPolicy | None]) -> None:
+        self.choose, self.by_name = choose, dict[str, OffloadPolicy | None]()
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
+        if name not in self.by_name:
+            self.by_name[name] = self.choose(name, parameter)
+        return self.by_name[name]
+
+
+class Call(NamedTuple):
+    """Describes a `fully_shard` call, or with `by_rows` one of `embed_by_rows`: the indices of its modules, and what
+    the policy has chosen.
+    """
+
+    modules: tuple[int, ...]
+    options: dict[str, Any]
+    by_rows: bool = False
+
+
 @dataclass(frozen=True)
 class Outline:
     """Describes a model, and the `fully_shard` calls on it.
@@ -65,8 +111,7 @@ class Outline:
         children: the index of a module, a name in it, and the index of the module there.
         slots: the index of a module, a name in it, and the index of the parameter there.
         parameters: each distinct one, on meta.
-        calls: the indices of the modules of each call, and the options that the policy has chosen, in their order. The
-            last call is on the model.
+        calls: in their order. The last call is on the model.
         policy: dtypes, for calls whose options have none.
         compute_dtypes: the dtype in which each parameter computes.
     """
@@ -75,7 +120,7 @@ class Outline:
     children: tuple[tuple[int, str, int], ...]
     slots: tuple[tuple[int, str, int], ...]
     parameters: tuple[Tensor, ...]
-    calls: tuple[tuple[tuple[int, ...], dict[str, Any]], ...]
+    calls: tuple[Call, ...]
     policy: MixedPrecisionPolicy
     compute_dtypes: tuple[torch.dtype, ...] = ()
 
@@ -84,7 +129,7 @@ class Outline:
         mesh: Callable[[bool], DataMesh],
         setting: Setting,
         can_offload: bool,
-        compute_dtype: Callable[[int, MixedPrecisionPolicy], torch.dtype] | None = None,
+        originals: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Root, dict[FSDPState, dict[str, Any]]]:
         """Shards a new copy as `Plan.apply` shards the model. Returns its root, and the options of each state.
 
@@ -92,8 +137,8 @@ class Outline:
             mesh: returns the mesh of groups whose shards rest on the CPU (True), or on the device.
             setting: what is chosen.
             can_offload: shards can rest elsewhere than on the device.
-            compute_dtype: (index of a parameter, policy of its call) -> the dtype in which it computes. None:
-                `compute_dtypes` has it.
+            originals: the model's parameters, for functions of the user's that choose by parameter. None: they were
+                asked before, and `compute_dtypes` is known.
         """
         shells = [kind(i) for i, kind in enumerate(self.kinds)]
         for parent, name, child in self.children:
@@ -110,20 +155,31 @@ class Outline:
 
         def dtype_of(policy: MixedPrecisionPolicy, parameter: nn.Parameter) -> torch.dtype:
             i = number[id(parameter)]
-            return self.compute_dtypes[i] if compute_dtype is None else compute_dtype(i, policy)
+            return self.compute_dtypes[i] if originals is None else _compute_dtype(originals[i], policy)
 
-        for indices, chosen in self.calls:
+        def original(parameter: nn.Parameter) -> nn.Parameter:
+            return parameter if originals is None else originals[number[id(parameter)]]
+
+        budgets: dict[int, OffloadBudget] = {}
+        usual = usual_offload(setting)
+        for indices, chosen, by_rows in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            offload = chosen.get("offload_policy", CPUOffloadPolicy() if setting.offload else OffloadPolicy())
-            offloads = can_offload and hasattr(offload, "pin_memory")
-            modules = [shells[i] for i in indices]
+            offload = chosen.get("offload_policy", usual)
+            modules: list[Any] = [shells[i] for i in indices]
+            if by_rows:
+                rounding = replace(row_policy(policy), param_dtype_override_fn=partial(dtype_of, policy))
+                found = Arguments(mesh(False), mp_policy=rounding, extras={BY_ROWS: True})
+                apply(modules[0], found, lambda _: sharded_class(RowShell))
+                options[require_state(modules[0])] = chosen
+                continue
+            place, offloads = _without_pins(offload, budgets, original)
             apply(
                 modules if len(modules) > 1 else modules[0],
                 Arguments(
-                    mesh(offloads),
+                    mesh(can_offload and offloads),
                     chosen.get("reshard_after_forward", setting.reshard_after_forward),
                     mp_policy=replace(setting.chosen(policy), param_dtype_override_fn=partial(dtype_of, policy)),
-                    offload_policy=CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+                    offload_policy=place,
                 ),
                 sharded_class,
             )
@@ -131,6 +187,52 @@ class Outline:
             options |= dict.fromkeys([state, *state.parts], chosen)
         root: Root = require_state(shells[0]).root
         return root, options
+
+    def index_of(self, param: FSDPParam) -> int:
+        """Returns the index of a copy's parameter."""
+        slot = param.slots[0]
+        place = slot.module.index, slot.name
+        return next(i for module, name, i in self.slots if (module, name) == place)
+
+
+def row_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Returns the policy of an embedding that is looked up by rows: rows travel in `param_dtype`."""
+    return replace(
+        policy, output_dtype=None, wire_dtype=None, gradient_codec=None, gather_codec=None, replica_codec=None
+    )
+
+
+def usual_offload(setting: Setting) -> OffloadPolicy | OffloadBudget:
+    """Returns where parameters rest of which the policy does not say it. All calls of a model share a budget."""
+    if setting.offload_budget is not None:
+        return OffloadBudget(setting.offload_budget)
+    return CPUOffloadPolicy() if setting.offload else OffloadPolicy()
+
+
+def _without_pins(
+    offload: Any, budgets: dict[int, OffloadBudget], original: Callable[[nn.Parameter], nn.Parameter]
+) -> tuple[Any, bool]:
+    """Returns the same choice without page-locked memory, and whether parameters may rest on the CPU by it.
+
+    `budgets`: those of this copy, by the identity of the user's, which are for the model. `original`: returns the
+    model's parameter.
+    """
+
+    def unpinned(policy: OffloadPolicy | None) -> OffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=False) if hasattr(policy, "pin_memory") else OffloadPolicy()
+
+    if is_policy(offload):
+        return unpinned(offload), hasattr(offload, "pin_memory")
+    if isinstance(offload, OffloadBudget):
+        return budgets.setdefault(id(offload), OffloadBudget(offload.nbytes, pin_memory=False)), True
+    if isinstance(offload, Mapping):
+        return {pattern: unpinned(policy) for pattern, policy in offload.items()}, True
+    return lambda name, parameter: unpinned(offload(name, original(parameter))), True
+
+
+def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
+    keeps = is_packed(parameter) or policy.keeps_dtype(parameter)
+    return parameter.dtype if keeps else policy.compute_dtype(parameter.dtype)
 
 
 def _check_codecs(policy: MixedPrecisionPolicy) -> None:
@@ -182,10 +284,9 @@ def outline_of(
         torch.empty(tuple(p.shape), dtype=p.dtype, device="meta", requires_grad=p.requires_grad) for p in parameters
     ]
     copy_grad_dtypes([*parameters], light)
-    found = [(tuple(modules[each] for each in call.modules), call.options) for call in calls]
-    outline = Outline(
-        tuple(map(_kind_of, modules)), tuple(children), tuple(slots), tuple(light), (*found, ((0,), {})), policy
-    )
+    found = [Call(tuple(modules[each] for each in call.modules), call.options, call.by_rows) for call in calls]
+    kinds, last = tuple(map(_kind_of, modules)), Call((0,), {})
+    outline = Outline(kinds, tuple(children), tuple(slots), tuple(light), (*found, last), policy)
     return outline, [*modules], [*parameters]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,20 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.out_of_memory import OutOfMemory
-from ..engine.layout import ParamSpec
 from ..engine.offload import is_policy
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import require_state
 from ..tools.describe import size_text
 from . import apply, arguments, saved, table
+from .advice import Adviser, large_tables, line_of_optimizer
 from .check import PlanCheck, SecondStep
 from .clocks import Machine
-from .outline import Outline
-from .policies import WrapGroup, join_blocks, wrap_groups
+from .outline import Outline, RememberedChoice
+from .policies import WrapGroup, join_blocks, look_up_by_rows, wrap_groups
 from .prediction import Prediction, ShardedCopy, key_of
-from .recording import Recording, record, renumbered, without_activations
+from .recording import Recording, record, without_activations
 from .settings import Setting, read_bytes, read_optimizer
-from .structure import PlannedGroup, find_groups, modules_of
+from .structure import PlannedGroup, find_groups
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -39,7 +40,7 @@ class PlanRow:
     Args:
         setting: what the row chooses.
         prediction: shards, peaks, bytes moved, order, and time of a step.
-        optimizer_nbytes: optimizer states, which rest where the shards do.
+        optimizer_nbytes: optimizer states, on the device and on the CPU.
         memory: what the device has; None: nobody has said.
         has_activations: False if the forward could not be recorded: peaks are those of parameters and gradients alone.
         host_nbytes: bytes of the CPU's memory in which shards, gradients and optimizer states rest with CPU offload.
@@ -59,12 +60,12 @@ class PlanRow:
     @property
     def resting(self) -> int:
         """Bytes on the device between steps: shards, optimizer states and buffers; without offloaded ones."""
-        return self.prediction.resting + (0 if self.setting.offload else self.optimizer_nbytes)
+        return self.prediction.resting + self.prediction.states
 
     @property
     def total(self) -> int:
         """Most bytes on the device in a step. The context of the device and fragmentation come on top."""
-        return self.resting + self.prediction.step_peak
+        return self.resting + self.prediction.peak
 
     @property
     def missing(self) -> int:
@@ -95,8 +96,8 @@ class _Wrapping:
     has_activations: bool
 
 
-# The name of a wrap policy, and how many blocks are in one call.
-_Key = tuple[str, int]
+# The name of a wrap policy, how many blocks are in one call, and the FQNs of embeddings by rows.
+_Key = tuple[str, int, tuple[str, ...]]
 
 
 class Plan:
@@ -116,8 +117,10 @@ class Plan:
         notes: Iterable[str],
         machine: Machine,
         optimizer: str | float | None = None,
+        beside_price: float = 1.0,
     ) -> None:
-        self._model, self._wrappings, self._machine, self._optimizer = model, dict(wrappings), machine, optimizer
+        self._model, self._wrappings, self._machine = model, dict(wrappings), machine
+        self._optimizer, self._beside_price = optimizer, beside_price
         self.rows, self.notes = tuple(rows), tuple(notes)
         self._meter: SecondStep | None = None
         self._applied: tuple[PlanRow, Prediction] | None = None
@@ -148,12 +151,15 @@ class Plan:
         With checkpointing, the `forward` of each wrapped module that has submodules, but none that is checkpointed, is
         replaced by one that runs it in `torch.utils.checkpoint.checkpoint`; FQNs stay as they are.
 
+        What concerns the optimizer alone (`offload_states`, `beside_forward`) it can't do: it logs the line to write,
+        as a warning, on rank 0.
+
         The second step after this is measured for `check`: on CUDA by torch's memory statistics, whose peaks are reset
         for it; elsewhere by torch's profiler, which makes that step slower.
 
         Args:
             mesh: a DeviceMesh of as many ranks as the row; of two axes, (replicas, ranks that shard), if it replicates.
-                That of `fsdp2.two_hop_mesh()` for two hops.
+                That of `fsdp2.two_hop_mesh()` for two hops. If replicas share what rests, its axes have names.
             row: one of `rows`. None: the best.
 
         Raises:
@@ -174,10 +180,14 @@ class Plan:
         wrapping = self._wrapping_of(row)
         machine = apply.machine_of(mesh, self._machine)
         # What runs may differ from what was planned for: by its device, or its process group.
-        prediction = _Predictor(self._model, machine, self._optimizer).predict(row.setting, wrapping)
+        predictor = _Predictor(self._model, machine, self._optimizer, self._beside_price)
+        prediction = predictor.predict(row.setting, wrapping)
         model = apply.shard(self._model, wrapping.calls, self.groups(row)[0].policy, row.setting, mesh)
         self._applied = row, prediction
         self._meter = SecondStep(model)
+        line = line_of_optimizer(row.setting)
+        if line is not None and mesh.get_rank() == 0:
+            logging.getLogger("fsdp2").warning(f"plan.apply: the plan also says how the optimizer steps. Write {line}")
         watcher = require_state(model).root.events.of(OutOfMemory)
         if watcher is not None:
             watcher.predicted = table.prediction_text(row, prediction)
@@ -255,6 +265,7 @@ def plan(
     headroom: str | float | None = None,
     host_memory: str | float | None = None,
     host_memory_link: str | float = 100e9,
+    beside_price: float | None = None,
 ) -> Plan:
     """Predicts memory, communication and time of training `model` with several settings, and chooses one.
 
@@ -274,14 +285,18 @@ def plan(
     optimizer's step reads and writes (AdamW in fp32: 28 for each parameter of a shard). The collectives of one
     communicator run one after the other, beside computation, which waits for what it needs; those of several
     communicators share the links. With CPU offload the optimizer's step reads and writes the CPU's memory, which the
-    ranks of a machine share (`host_memory_link`). A step that runs beside the next forward (`flatten_optimizer(...,
-    beside_forward=True)`) is not planned: its time is that of a step behind backward, which it undercuts. All of it is
-    a model. Other operations count as nothing.
+    ranks of a machine share (`host_memory_link`); states that rest on the CPU alone come and go by `host_link`. All of
+    it is a model. Other operations count as nothing.
 
     The best row is the fastest that fits, with the headroom. Without `link` and `flops` it is the one that moves the
     fewest bytes, then the one that computes least, then the one with the smallest peak. Rows with CPU offload come
     behind all others that fit: what they take depends most on what a plan knows least, the CPU. If none fits, it is the
     one that misses least.
+
+    If it chooses the settings itself, a plan adds some to the table: lookups by rows of large embeddings that are not
+    tied, if the best row is faster with them by more than the host waits for them; HSDP whose replicas share what
+    rests, where HSDP does not fit; optimizer states on the CPU, and an `OffloadBudget`, where nothing else fits. The
+    text says what they gain and cost.
 
     Args:
         model: a plain module, on meta or any other device. Parameters may be frozen and tied.
@@ -328,12 +343,14 @@ def plan(
             default is 3.6 billion parameters per second of AdamW, about what ZeRO-Offload (Ren et al. 2021) reports of
             DeepSpeed's CPU Adam on a machine with two sockets. Pass what yours reaches: two sockets with 16 channels of
             DDR5-4800 have 614 GB/s at most.
+        beside_price: what a second of the optimizer's step beside the next forward costs what is computed meanwhile, in
+            seconds: 1 if they take turns, 0 if AdamW hides behind matrix products. No GPU has measured it. A number
+            lets the plan advise such steps (`beside_forward`). None: it does not, and predicts named ones at 1.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already.
-        NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have; a wrap
-            policy chooses `offload_policy` by parameter.
+        NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have.
 
     Example:
         ```python
@@ -358,15 +375,28 @@ def plan(
             raise TypeError(f"expected functions for batch and loss, got {type(each).__name__}")
     chosen = arguments.read_settings(settings, worlds, [*policies], machine)
     read_optimizer(optimizer, 1)
+    price = arguments.read_price(beside_price)
     notes: list[str] = []
     with _without_collections():
-        recorder = _Recorder(model, precision, batch, loss, any(setting.checkpointing for setting in chosen), notes)
-        wrappings = recorder.wrap_all(policies, chosen)
-        predictor = _Predictor(model, machine, optimizer)
+        checkpoints = any(setting.checkpointing for setting in chosen)
+        recorder = _Recorder(model, policies, precision, batch, loss, checkpoints, notes)
+        for name in policies:
+            recorder.wrapping((name, 1, ()))
+        predictor = _Predictor(model, machine, optimizer, 1.0 if price is None else price)
         kept = arguments.read_headroom(headroom, budget, machine)
         on_host = read_bytes("host_memory", host_memory)
-        possible = _possible(chosen, wrappings, are_users=settings is not None)
-        rows = [predictor.row(each, wrappings[_key_of(each)], budget, kept, on_host) for each in possible]
+
+        def row(setting: Setting) -> PlanRow:
+            wrapping = recorder.wrapping(_key_of(setting))
+            assert wrapping is not None, "it is possible"
+            return predictor.row(setting, wrapping, budget, kept, on_host)
+
+        rows = [row(each) for each in _possible(chosen, recorder, are_users=settings is not None)]
+        if settings is None:
+            adviser = Adviser(row, _cost, large_tables(model), price is not None and machine.can_offload)
+            alike = dict.fromkeys((each.setting.ranks, each.setting.policy) for each in rows)
+            for key in alike:
+                rows += adviser.more([each for each in rows if (each.setting.ranks, each.setting.policy) == key])
     if any(row.setting.offload for row in rows):
         notes.append(
             "CPU offload: such a setting is the best only if nothing else fits. In its time the optimizer's steps of "
@@ -376,7 +406,7 @@ def plan(
     if not rows:
         why = " ".join(notes) or "Each wrapped module is a single layer."
         raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
-    return Plan(model, wrappings, sorted(rows, key=_cost), notes, machine, optimizer)
+    return Plan(model, recorder.wrappings, sorted(rows, key=_cost), notes, machine, optimizer, predictor.beside_price)
 
 
 @contextmanager
@@ -394,17 +424,17 @@ def _without_collections() -> Iterator[None]:
 
 
 def _key_of(setting: Setting) -> _Key:
-    return setting.policy, setting.blocks_per_call
+    return setting.policy, setting.blocks_per_call, setting.by_rows
 
 
-def _possible(chosen: Sequence[Setting], wrappings: Mapping[_Key, _Wrapping], are_users: bool) -> Iterator[Setting]:
+def _possible(chosen: Sequence[Setting], recorder: _Recorder, are_users: bool) -> Iterator[Setting]:
     """Yields the settings that the model can have. `are_users`: the user has named them.
 
     Raises:
         ValueError: the user has named several blocks in one call, and there are none side by side.
     """
     for setting in chosen:
-        wrapping = wrappings.get(_key_of(setting))
+        wrapping = recorder.wrapping(_key_of(setting))
         if wrapping is None:
             if are_users:
                 raise ValueError(
@@ -425,6 +455,7 @@ class _Recorder:
 
     Args:
         model: the plain module.
+        policies: the wrap policies, by their names.
         precision: dtypes, for calls whose options have none.
         batch, loss: as for `plan`.
         checkpoints: also record a step with checkpointing.
@@ -434,69 +465,77 @@ class _Recorder:
     def __init__(
         self,
         model: nn.Module,
+        policies: Mapping[str, Any],
         precision: MixedPrecisionPolicy,
         batch: Callable[[], Any] | None,
         loss: Callable[[Any], Tensor] | None,
         checkpoints: bool,
         notes: list[str],
     ) -> None:
-        self._model, self._precision, self._batch = model, precision, batch
+        self._model, self._policies, self._precision, self._batch = model, policies, precision, batch
         self._loss, self._checkpoints, self._notes = loss or arguments.default_loss, checkpoints, notes
+        self._found: dict[_Key, _Wrapping | None] = {}
 
-    def wrap_all(self, policies: Mapping[str, Any], chosen: Sequence[Setting]) -> dict[_Key, _Wrapping]:
-        """Returns the wrappings of policies, by their names, and by how many blocks are in one call."""
-        found: dict[_Key, _Wrapping] = {}
-        for name, policy in policies.items():
-            counts = {setting.blocks_per_call for setting in chosen if setting.policy == name}
-            found |= {(name, count): wrapping for count, wrapping in self._wrap(policy, counts - {1}).items()}
-        return found
+    @property
+    def wrappings(self) -> dict[_Key, _Wrapping]:
+        """Those that were asked for."""
+        return {key: wrapping for key, wrapping in self._found.items() if wrapping is not None}
 
-    def _wrap(self, policy: Any, counts: Iterable[int]) -> dict[int, _Wrapping]:
-        """Returns the wrapping of a policy under 1, and under each of `counts` that in which so many blocks are in one
-        call, unless there are no such blocks.
-        """
+    def wrapping(self, key: _Key) -> _Wrapping | None:
+        """Returns the wrapping under a key. None: the model has no blocks that could be in one call."""
+        if key not in self._found:
+            name, count, by_rows = key
+            if count == 1 and not by_rows:
+                self._found[key] = self._record_with(self._calls_of(self._policies[name]), self._notes)
+            else:
+                self._found[key] = self._change(name, count, by_rows)
+        return self._found[key]
+
+    def _calls_of(self, policy: Any) -> list[WrapGroup]:
+        """Returns the calls of a policy."""
         calls = wrap_groups(self._model, policy)
         for call in calls:
-            if "offload_policy" in call.options and not is_policy(call.options["offload_policy"]):
-                raise NotImplementedError(
-                    f"policy: {call.name}: a plan counts one OffloadPolicy for each call, and no function, mapping or "
-                    "OffloadBudget. Pass an OffloadPolicy in its place, or leave it out."
-                )
+            offload = call.options.get("offload_policy")
+            if callable(offload) and not is_policy(offload):
+                call.options["offload_policy"] = RememberedChoice(offload)
         if not calls:
             why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
             self._notes.append(f"Nothing but the model itself is wrapped: {why}.")
         if self._batch is None:
             self._notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
-        outline, groups = find_groups(self._model, calls, self._precision)
-        found = {1: self._record_with(calls, outline, groups, self._notes)}
-        for count in counts:
-            joined = join_blocks(self._model, calls, count)
-            if len(joined) < len(calls):
-                outline, own = find_groups(self._model, joined, self._precision)
-                same = _renumbered(found[1], groups, joined, outline, own)
-                found[count] = same or self._record_with(joined, outline, own, [])
-        return found
+        return calls
 
-    def _record_with(
-        self, calls: list[WrapGroup], outline: Outline, groups: list[PlannedGroup], notes: list[str]
-    ) -> _Wrapping:
-        """Records a step with these calls. `notes`: gets what could not be recorded."""
+    def _change(self, name: str, count: int, by_rows: tuple[str, ...]) -> _Wrapping | None:
+        """Returns the wrapping of a policy in which up to `count` blocks are in one call, and embeddings by rows."""
+        before = self.wrapping((name, 1, by_rows if count > 1 else ()))
+        assert before is not None, "there are calls"
+        if count == 1:
+            return self._record_with(look_up_by_rows(self._model, before.calls, by_rows), [])
+        calls = join_blocks(self._model, before.calls, count)
+        return self._record_with(calls, [], before) if len(calls) < len(before.calls) else None
+
+    def _record_with(self, calls: list[WrapGroup], notes: list[str], like: _Wrapping | None = None) -> _Wrapping:
+        """Records a step with these calls. `notes`: gets what could not be recorded. `like`: of other calls, whose
+        recordings are the same if these mark the same modules. What is a large submodule depends on the groups beside.
+        """
+        outline, groups = find_groups(self._model, calls, self._precision)
+        light = [group.on_meta() for group in groups]
+        if like is not None and _modules_in(groups) == _modules_in(like.groups):
+            return _Wrapping(calls, outline, light, like.plain, like.checkpointed, like.has_activations)
         plain = again = None
         if self._batch is not None:
             blocks = apply.blocks(calls)
             plain = self._record(self._batch, groups, (), notes)
             again = self._record(self._batch, groups, blocks, notes) if self._checkpoints and blocks and plain else None
         recording = plain or without_activations(self._model, groups)
-        return _Wrapping(calls, outline, [group.on_meta() for group in groups], recording, again, plain is not None)
+        return _Wrapping(calls, outline, light, recording, again, plain is not None)
 
     def _record(
         self, batch: Callable[[], Any], groups: Sequence[PlannedGroup], blocks: Sequence[nn.Module], notes: list[str]
     ) -> Recording | None:
         """Records a step, in which `blocks` run again in backward. Returns None if it can't run without values."""
-        modules = [(module, *group.casts) for module, group in modules_of(groups)]
-        dtypes = {p: dtype for group in groups for p, dtype in zip(group.parameters, group.compute_dtypes, strict=True)}
         try:
-            return record(self._model, modules, dtypes, batch, self._loss, blocks)
+            return record(self._model, groups, batch, self._loss, blocks)
         except Exception as error:  # whatever the user's forward raises without values
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             left_out = "Peaks are those of parameters and gradients alone: the"
@@ -505,27 +544,8 @@ class _Recorder:
             return None
 
 
-def _renumbered(
-    wrapping: _Wrapping,
-    groups: list[PlannedGroup],
-    calls: list[WrapGroup],
-    outline: Outline,
-    own: list[PlannedGroup],
-) -> _Wrapping | None:
-    """Returns the wrapping of other calls on the same modules, with the same recordings: all modules are marked as they
-    were. Returns None if others have groups of their own: what is a large submodule depends on the groups beside it.
-
-    `groups`, `own`: the groups of both, with parameters that are not on meta yet.
-    """
-    modules = {module: i for i, (module, _) in enumerate(modules_of(own))}
-    before = [module for module, _ in modules_of(groups)]
-    if modules.keys() != {*before}:
-        return None
-    parameters = {p: i for i, p in enumerate(p for group in own for p in group.parameters)}
-    numbers = [modules[module] for module in before], [parameters[p] for group in groups for p in group.parameters]
-    again = renumbered(wrapping.checkpointed, *numbers) if wrapping.checkpointed is not None else None
-    light = [group.on_meta() for group in own]
-    return _Wrapping(calls, outline, light, renumbered(wrapping.plain, *numbers), again, wrapping.has_activations)
+def _modules_in(groups: Sequence[PlannedGroup]) -> set[int]:
+    return {i for group in groups for i in group.indices[0]}
 
 
 # ---- predictions
@@ -538,10 +558,11 @@ class _Predictor:
         model: the plain module.
         machine: what each rank computes and communicates with.
         optimizer: its name, or bytes for each element, as for `plan`.
+        beside_price: of a step beside the next forward, as for `plan`.
     """
 
-    def __init__(self, model: nn.Module, machine: Machine, optimizer: str | float | None) -> None:
-        self._machine, self._optimizer = machine, optimizer
+    def __init__(self, model: nn.Module, machine: Machine, optimizer: str | float | None, beside_price: float) -> None:
+        self._machine, self._optimizer, self.beside_price = machine, optimizer, beside_price
         self._buffers = sum(buffer.nbytes for buffer in model.buffers())
         self._copies: dict[Setting, ShardedCopy] = {}
 
@@ -551,57 +572,25 @@ class _Predictor:
         """Returns what a setting takes, beside what there is: the `memory` of a device, of which `headroom` is kept,
         and the CPU's memory of a machine.
         """
-        states = sum(_optimizer_nbytes(group, setting, self._optimizer) for group in wrapping.groups)
-        on_host = states + sum(_host_nbytes(group, setting) for group in wrapping.groups) if setting.offload else 0
-        prediction = self.predict(setting, wrapping)
+        taken = self.predict(setting, wrapping)
+        on_host = taken.on_host + taken.states_on_host
+        states = taken.states + taken.states_on_host
         sharing = min(setting.ranks, self._machine.ranks_per_machine)
         of_rank = None if host_memory is None else host_memory / sharing
-        has_activations = wrapping.has_activations
-        return PlanRow(setting, prediction, states, memory, has_activations, on_host, headroom, of_rank)
+        return PlanRow(setting, taken, states, memory, wrapping.has_activations, on_host, headroom, of_rank)
 
     def predict(self, setting: Setting, wrapping: _Wrapping) -> Prediction:
         """Returns what a step takes."""
         recording = (wrapping.checkpointed if setting.checkpointing else None) or wrapping.plain
-        traffic = sum(_optimizer_traffic(group, setting, self._optimizer) for group in wrapping.groups)
         key = key_of(setting)
         if key not in self._copies:
             self._copies[key] = ShardedCopy(wrapping.outline, setting, self._machine)
-        return self._copies[key].predict(setting, recording, self._buffers, traffic)
-
-
-def _optimizer_nbytes(group: PlannedGroup, setting: Setting, optimizer: str | float | None) -> int:
-    return sum(
-        int(s.shard_numel * read_optimizer(optimizer, s.storage_dtype.itemsize)) for s in _stepped(group, setting)
-    )
-
-
-def _optimizer_traffic(group: PlannedGroup, setting: Setting, optimizer: str | float | None) -> float:
-    """Returns the bytes that a fused step reads and writes: it reads gradients, and reads and writes parameters and
-    states. AdamW in fp32: 28 for each element.
-    """
-    traffic = 0.0
-    for spec in _stepped(group, setting):
-        stored, gradient = spec.storage_dtype.itemsize, spec.delivered_dtype.itemsize
-        traffic += spec.shard_numel * (2 * stored + gradient + 2 * read_optimizer(optimizer, stored))
-    return traffic
-
-
-def _stepped(group: PlannedGroup, setting: Setting) -> list[ParamSpec]:
-    """Returns what is known of a group's parameters that an optimizer changes."""
-    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
-    return [spec for parameter, spec in pairs if parameter.requires_grad]
-
-
-def _host_nbytes(group: PlannedGroup, setting: Setting) -> int:
-    """Returns the bytes of a rank's shards, and of the gradients of those that are trained."""
-    pairs = zip(group.parameters, group.specs(setting.num_shards), strict=True)
-    return sum(
-        s.storage_nbytes + (s.shard_numel * s.delivered_dtype.itemsize if p.requires_grad else 0) for p, s in pairs
-    )
+        return self._copies[key].predict(setting, recording, self._buffers, self._optimizer, self.beside_price)
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:
-    """Returns by what rows are sorted. Offload comes behind all that fits without."""
-    taken = row.prediction
+    """Returns by what rows are sorted. What rests on the CPU comes behind all that fits without: states first."""
+    taken, setting = row.prediction, row.setting
     first = sum(taken.moved.values()) if taken.time is None else taken.time
-    return row.missing + row.host_missing, row.setting.offload, first, taken.flops, row.total
+    on_host = 2 if setting.offload else int(setting.offload_states)
+    return row.missing + row.host_missing, on_host, first, taken.flops, row.total

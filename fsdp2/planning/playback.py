@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from ..engine.compat import post_accumulate_hooks_of
+from ..engine.compat import peek_local, post_accumulate_hooks_of
 from ..engine.root import Root
 from .compat import no_dispatch
 from .device import DeviceOfSizes
-from .recording import BEGIN, END, GRADIENT, INPUTS, REACHED, Mark, Recording
+from .outline import Outline
+from .recording import BEGIN, END, GRADIENT, INPUTS, REACHED, ROWS, Mark, Recording
+from .stepping import OptimizerStep
 
 # A call of a module: the index of the module, and which of its calls it is.
 _Call = tuple[int, int]
@@ -36,16 +39,21 @@ class Playback:
     `order`: names of the groups in the order of the last forward. `forward_peak`: most bytes alive until it returned.
 
     Args:
-        root: of the copy. Its groups' modules and parameters are those that the marks number.
+        root: of the copy.
+        outline: of which it is a copy. Marks number its modules and parameters.
         recording: of a step of the plain model.
         device: where the copy is.
+        step: of the optimizer, which may run beside.
     """
 
-    def __init__(self, root: Root, recording: Recording, device: DeviceOfSizes) -> None:
-        self._meter, self._clocks, self._recording = device.meter, device.clocks, recording
-        self._modules: list[Any] = [module for group in root.groups for module in group.modules]
-        self._groups = [group for group in root.groups for _ in group.modules]
-        self._parameters = [param for group in root.groups for param in group.params]
+    def __init__(
+        self, root: Root, outline: Outline, recording: Recording, device: DeviceOfSizes, step: OptimizerStep
+    ) -> None:
+        self._meter, self._step, self._recording = device.meter, step, recording
+        shells: Any = [(module, group) for group in reversed(root.groups) for module in group.modules]
+        self._modules = {shell.index: shell for shell, _ in shells}
+        self._groups = {shell.index: group for shell, group in shells}
+        self._parameters = {outline.index_of(param): param for group in root.groups for param in group.params}
         self.order: list[str] = []
         self.forward_peak = 0
         self._forward, self._backward = _split(recording.marks)
@@ -55,12 +63,14 @@ class Playback:
         # The marks of the forward that runs, and the index of the next one.
         self._marks: Sequence[Mark] = ()
         self._next = 0
-        for module in self._modules:
+        for module in self._modules.values():
             module.play = self._play
 
-    def drop_gradients(self) -> None:
-        """Drops the sharded gradients, between steps."""
-        for param in self._parameters:
+    def end_step(self) -> None:
+        """Writes to the sharded parameters, as an optimizer does, and drops their gradients."""
+        for param in self._parameters.values():
+            if param.sharded.requires_grad:
+                increment_version(param.sharded)
             param.sharded.grad = None
 
     def run(self) -> None:
@@ -85,7 +95,7 @@ class Playback:
             kind, subject, call = marks[0].kind, marks[0].subject, marks[0].call
             dtype = (self._groups[subject].state.input_dtype or torch.float32) if kind == INPUTS else x.dtype
             x = _Node.apply(x, self, marks, dtype)
-            if kind == GRADIENT:
+            if kind in (GRADIENT, ROWS):
                 continue
             x.register_hook(_Arrival(self, marks[0]))
             if kind == INPUTS:
@@ -102,7 +112,7 @@ class Playback:
     def _compute(self, peak: int, flops: int) -> None:
         meter = self._meter
         meter.note(peak - meter.activations)
-        self._clocks.compute(flops)
+        self._step.compute(flops)
 
     def go_back(self, marks: Sequence[Mark]) -> None:
         """Does what a node of the chain stands for, when backward has come to it."""
@@ -117,6 +127,21 @@ class Playback:
             for each in marks:
                 self.follow(each)
                 self._accumulate(self._parameters[each.subject].unsharded)
+        elif mark.kind == ROWS:
+            self.follow(mark)
+            self._return_rows(self._modules[mark.subject], self._groups[mark.subject].params[0])
+
+    def _return_rows(self, module: Any, param: Any) -> None:
+        """Does the backward of a lookup by rows, and accumulates its gradient."""
+        node, shape, dtype = module.backwards.pop()
+        with no_dispatch():  # the recording has it
+            gradient = torch.empty(shape, dtype=dtype, device="meta")
+        with torch.no_grad():
+            found, *_ = node.apply(gradient)
+            if param.sharded.grad is None:
+                param.sharded.grad = found
+            else:
+                peek_local(param.sharded.grad).add_(peek_local(found))
 
     def _accumulate(self, unsharded: nn.Parameter) -> None:
         """Does what autograd does when it has computed the gradient of a parameter. Only `.grad` holds it then."""
@@ -144,6 +169,9 @@ class Playback:
                 self._meter.doing = f"forward of {name}"
                 self.order.append(name)
                 inputs = self._inputs.get((mark.subject, mark.call))
+            if mark.num_ids:
+                with no_dispatch():
+                    inputs = torch.empty(mark.num_ids, dtype=torch.int64, device="meta")
             with torch.set_grad_enabled(mark.has_grad):
                 self._modules[mark.subject](torch.empty(0, device="meta") if inputs is None else inputs)
         return mark
@@ -162,7 +190,7 @@ def _split(marks: Sequence[Mark]) -> tuple[list[Mark], list[list[Mark]]]:
     """Returns the marks of the forward, and those of backward: a list for each node of the chain, which has one mark,
     those of a forward that runs again, or those of gradients that come one after the other.
     """
-    kinds = (REACHED, INPUTS, GRADIENT)
+    kinds = (REACHED, INPUTS, GRADIENT, ROWS)
     first = next(
         (i for i, mark in enumerate(marks) if mark.kind in kinds or (mark.flag and mark.kind == BEGIN)), len(marks)
     )

@@ -33,11 +33,13 @@ class WrapGroup:
         name: FQN of the first module.
         modules: one module, or several that share parameters.
         options: arguments of `fully_shard` that the policy has chosen for them, by name.
+        by_rows: it is a call of `embed_by_rows` instead.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     options: dict[str, Any] = field(default_factory=dict)
+    by_rows: bool = False
 
     @property
     def module(self) -> nn.Module | list[nn.Module]:
@@ -270,6 +272,45 @@ def _follows(call: WrapGroup, before: WrapGroup) -> bool:
     if list_of != list_before or not (index.isdecimal() and index_before.isdecimal()):
         return False
     return int(index) == int(index_before) + 1 and type(call.modules[0]) is type(before.modules[0])
+
+
+# ---- embeddings by rows
+
+
+def tables_of(model: nn.Module) -> dict[str, nn.Embedding]:
+    """Returns the embeddings that `embed_by_rows` takes, by FQN."""
+    num_holders = {parameter: len(holders) for parameter, holders in _holders(model).items()}
+    return {
+        name: module
+        for module, name in modules_below(model).items()
+        if type(module) is nn.Embedding
+        and "forward" not in vars(module)
+        and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
+        and num_holders[module.weight] == 1
+    }
+
+
+def look_up_by_rows(model: nn.Module, calls: Sequence[WrapGroup], names: Sequence[str]) -> list[WrapGroup]:
+    """Returns calls before which the embeddings of these names are looked up by rows.
+
+    Raises:
+        ValueError: there is no such embedding that could be.
+    """
+    known = tables_of(model)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"by_rows: {unknown[0]}: expected embeddings of class nn.Embedding, not tied, without max_norm, sparse and "
+            f"scale_grad_by_freq: {', '.join(known) or 'the model has none'}"
+        )
+    tables = [known[name] for name in names]
+    left = []
+    for call in calls:
+        modules = tuple(module for module in call.modules if module not in tables)
+        if len(modules) == len(call.modules):
+            left.append(call)
+        elif modules:
+            left.append(WrapGroup(modules_below(model)[modules[0]], modules, call.options))
+    return [*(WrapGroup(name, (known[name],), by_rows=True) for name in names), *left]
 
 
 # ---- tied parameters, order

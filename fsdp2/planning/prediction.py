@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from .clocks import Machine
@@ -10,6 +11,7 @@ from .outline import Outline
 from .playback import Playback
 from .recording import Recording
 from .settings import Setting
+from .stepping import OptimizerStep
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class Prediction:
     Args:
         shards: bytes of the parameters' shards, on whichever device they rest.
         buffers: bytes of the model's buffers, which rest on the device.
-        resting: bytes on the device between steps: shards that are not offloaded, buffers, and what codecs with
-            feedback keep; no optimizer states.
+        resting: bytes on the device between steps: shards that are not offloaded, buffers, what codecs with feedback
+            keep, and secondary shards of replicas that share what rests; no optimizer states.
         forward_peak: most bytes above resting until the model's forward has returned.
         step_peak: most bytes above resting until backward ends, which includes all sharded gradients.
         peak_at: what ran when the step had its peak.
@@ -31,8 +33,11 @@ class Prediction:
         flops: floating-point operations of one step in matrix products, convolutions and attention.
         compute_time, time: seconds of computation alone, and of the step with the optimizer's; None without speeds.
         launched: how many collectives a step launches, by their kind.
-        optimizer_time: seconds of the optimizer's step; None without speeds.
+        optimizer_time: seconds by which the optimizer's step makes the step longer; None without speeds.
         feedback: bytes that codecs with feedback keep between steps.
+        states, states_on_host: bytes of optimizer states that rest on the device, and on the CPU.
+        on_host: bytes of shards and gradients that rest on the CPU.
+        optimizer_peak: bytes above resting in an optimizer's step whose states come from the CPU; else 0.
     """
 
     shards: int
@@ -50,6 +55,10 @@ class Prediction:
     launched: dict[str, int] = field(default_factory=dict)
     optimizer_time: float | None = None
     feedback: int = 0
+    states: int = 0
+    states_on_host: int = 0
+    on_host: int = 0
+    optimizer_peak: int = 0
 
     @property
     def exposed_time(self) -> float | None:
@@ -61,13 +70,19 @@ class Prediction:
     @property
     def total(self) -> int:
         """Most bytes on the device in a step, without optimizer states."""
-        return self.resting + self.step_peak
+        return self.resting + self.peak
+
+    @property
+    def peak(self) -> int:
+        """Most bytes above resting, in a step or the optimizer's."""
+        return max(self.step_peak, self.optimizer_peak)
 
 
 class ShardedCopy:
     """Holds a copy of a model that the engine has sharded, on a device without memory, and predicts steps of it.
 
-    Settings that differ in checkpointing, or in whether groups are resharded after forward, share one: see `key_of`.
+    Settings that differ in checkpointing, in whether groups are resharded after forward, or in what an optimizer does,
+    share one: see `key_of`.
 
     Args:
         outline: the model, and the `fully_shard` calls on it.
@@ -76,7 +91,7 @@ class ShardedCopy:
     """
 
     def __init__(self, outline: Outline, setting: Setting, machine: Machine) -> None:
-        self._machine, self._device = machine, DeviceOfSizes(machine)
+        self._machine, self._device, self._outline = machine, DeviceOfSizes(machine), outline
         with self._device.runs():
             mesh = self._device.mesh(setting)
             self._root, options = outline.shard(mesh, key_of(setting), machine.can_offload)
@@ -85,42 +100,52 @@ class ShardedCopy:
         self._groups = [group for state in states for group in state.groups]
         self._knows_order = False
 
-    def predict(self, setting: Setting, recording: Recording, buffers: int, optimizer_traffic: float) -> Prediction:
+    def predict(
+        self,
+        setting: Setting,
+        recording: Recording,
+        buffers: int,
+        optimizer: str | float | None,
+        beside_price: float = 1.0,
+    ) -> Prediction:
         """Returns what a step in steady state takes: the second one, or a later one, in which the order is known.
 
         Args:
             setting: one with the key of this copy.
-            recording: a step of the plain model, of which marks number the modules and parameters of the groups.
+            recording: a step of the plain model.
             buffers: bytes of the model's buffers, which rest on the device.
-            optimizer_traffic: bytes of memory that the optimizer's step reads and writes: the device's, or with offload
-                the CPU's.
+            optimizer: its name, or bytes for each element, as for `plan`.
+            beside_price: what a step beside the next forward costs, see `OptimizerStep`.
         """
         clocks, meter, root = self._device.clocks, self._device.meter, self._root
         kept = setting.reshard_after_forward
         with self._device.runs():
             for group in self._groups if kept is None or isinstance(kept, bool) else ():
                 group.set(reshard_after_forward=kept)
-            playback = Playback(root, recording, self._device)
-            for _ in range(1 if self._knows_order else 2):
-                playback.drop_gradients()
+            step = OptimizerStep(root, setting, optimizer, clocks, beside_price)
+            playback = Playback(root, self._outline, recording, self._device, step)
+            for _ in range(1 if self._knows_order and not step.is_beside else 2):
+                if step.is_beside:
+                    step.hold_gradients()
+                playback.end_step()
                 clocks.begin_step()
                 meter.begin()
-                resting = meter.live
-                playback.run()
-                if setting.offload:
-                    optimizer_time = clocks.touch_host(optimizer_traffic, setting.ranks)
-                else:
-                    optimizer_time = clocks.touch(optimizer_traffic)
-            playback.drop_gradients()
+                resting = meter.live - step.held_nbytes
+                with step.beside() if step.is_beside else nullcontext():
+                    playback.run()
+                if not step.is_beside:
+                    step.run()
+            playback.end_step()
         self._knows_order = True
         has_speeds = self._machine.has_speeds
         buffers_of = [(group.parameters.buffers, group.transfers) for group in root.groups if group.params]
         feedback = sum(group.gradients.kept_nbytes for group in root.groups)
+        secondary = sum(each.secondary_nbytes for each, _ in buffers_of if each is not None)
         shards = [(each.shards.nbytes, transfers) for each, transfers in buffers_of if each is not None]
         return Prediction(
             shards=sum(nbytes for nbytes, _ in shards),
             buffers=buffers,
-            resting=sum(nbytes for nbytes, transfers in shards if transfers is None) + buffers + feedback,
+            resting=sum(nbytes for nbytes, transfers in shards if transfers is None) + buffers + feedback + secondary,
             forward_peak=playback.forward_peak - resting,
             step_peak=meter.peak - resting,
             peak_at=meter.peak_at,
@@ -131,8 +156,12 @@ class ShardedCopy:
             compute_time=clocks.computed if has_speeds else None,
             time=clocks.now - clocks.began if has_speeds else None,
             launched=dict(clocks.launched),
-            optimizer_time=optimizer_time if has_speeds else None,
+            optimizer_time=step.seconds if has_speeds else None,
             feedback=feedback,
+            states=step.states,
+            states_on_host=step.states_on_host,
+            on_host=step.on_host,
+            optimizer_peak=step.peak,
         )
 
 
@@ -142,6 +171,6 @@ _KEPT = "reshard_after_forward"
 def key_of(setting: Setting) -> Setting:
     """Returns what settings that share a ShardedCopy have in common, as a setting."""
     kept = setting.reshard_after_forward
-    return replace(
-        setting, checkpointing=False, reshard_after_forward=None if kept is None or isinstance(kept, bool) else kept
-    )
+    kept = None if isinstance(kept, bool) else kept
+    alike = replace(setting, checkpointing=False, reshard_after_forward=kept)
+    return replace(alike, offload_states=False, beside_forward=False)

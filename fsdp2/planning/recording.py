@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,13 @@ from ..engine.nested import map_tensors, tensors_in
 from ..engine.step import cast_floating
 from .compat import fake_mode, flop_formulas, is_fake
 from .meter import StorageMeter
-from .structure import PlannedGroup
+from .structure import PlannedGroup, compute_dtypes, modules_of
 
 if TYPE_CHECKING:
     from .compat import FakeTensorMode
 
-# Kinds of marks. `subject` is the index of a group's module, or of a parameter for GRADIENT.
-BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gradient"
+# Kinds of marks. `subject` is the index of a group's module in the outline, or of a parameter for GRADIENT.
+BEGIN, END, REACHED, INPUTS, GRADIENT, ROWS = "begin", "end", "reached", "inputs", "gradient", "rows"
 
 
 class Mark(NamedTuple):
@@ -36,7 +36,8 @@ class Mark(NamedTuple):
 
     Args:
         kind: BEGIN or END of a module's forward, REACHED: backward comes to its outputs, INPUTS: the gradients of its
-            inputs are computed, GRADIENT: that of a parameter is.
+            inputs are computed, GRADIENT: that of a parameter is, ROWS: those of the rows are that an embedding has
+            looked up.
         subject: index of the module, or of the parameter.
         peak: most bytes alive since the mark before, in activations and gradients that are not complete.
         live: such bytes at this moment. A gradient that is complete counts in `peak` only.
@@ -44,6 +45,7 @@ class Mark(NamedTuple):
         call: of a module, which of its calls in the forward it is about, from 0 on.
         has_grad: of BEGIN: grad is enabled.
         flag: of END: outputs have a gradient to come. Of BEGIN: the forward runs again, in backward.
+        num_ids: of BEGIN of an embedding by rows, how many rows it looks up.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class Mark(NamedTuple):
     flag: bool = False
     call: int = 0
     has_grad: bool = True
+    num_ids: int = 0
 
 
 @dataclass
@@ -63,13 +66,6 @@ class Recording:
     marks: list[Mark] = field(default_factory=list)
     last_peak: int = 0
     last_flops: int = 0
-
-
-def renumbered(recording: Recording, modules: Sequence[int], parameters: Sequence[int]) -> Recording:
-    """Returns a recording of the same step for groups in another order: the new index of each module and parameter."""
-    numbers = [parameters if mark.kind == GRADIENT else modules for mark in recording.marks]
-    marks = [mark._replace(subject=of[mark.subject]) for mark, of in zip(recording.marks, numbers, strict=True)]
-    return Recording(marks, recording.last_peak, recording.last_flops)
 
 
 class _Counter(StorageMeter):
@@ -92,8 +88,7 @@ class _Counter(StorageMeter):
 
 def record(
     model: nn.Module,
-    modules: Sequence[tuple[nn.Module, torch.dtype | None, torch.dtype | None]],
-    compute_dtypes: dict[Tensor, torch.dtype],
+    groups: Sequence[PlannedGroup],
     batch: Callable[[], Any],
     loss: Callable[[Any], Tensor],
     checkpointed: Iterable[nn.Module] = (),
@@ -102,8 +97,7 @@ def record(
 
     Args:
         model: any module, also on meta.
-        modules: the module of each group, and the dtypes to which its floating-point inputs and outputs are cast.
-        compute_dtypes: the dtype in which each parameter computes.
+        groups: of which it notes the modules, and the parameters.
         batch: makes the arguments of the model: a tensor, a tuple or list of arguments, or a dict of named ones.
         loss: computes a scalar of what the model returns.
         checkpointed: modules whose forward runs again in backward.
@@ -112,16 +106,21 @@ def record(
     arguments = batch()
     with ExitStack() as stack, torch.enable_grad():
         mode = fake_mode(counter.count)
-        parameters = stack.enter_context(_on_fakes(model, mode, compute_dtypes))
+        parameters = stack.enter_context(_on_fakes(model, mode, compute_dtypes(groups)))
         args, kwargs = _as_call(_to_fake(arguments, mode))
         counter.leave_out(tensors_in(args, kwargs))
         counter.leave_out(parameters)
         counter.leave_out(model.buffers())
-        for module in checkpointed:
-            stack.enter_context(_forward_again(module))
         hooks = _Hooks(counter, marks)
-        for i, (module, into, out) in enumerate(modules):
-            stack.enter_context(hooks.on_module(module, i, into, out))
+        for i, module, group in modules_of(groups):
+            if group.by_rows:
+                stack.enter_context(
+                    _forward_as(module, partial(_look_up, cast("nn.Embedding", module), partial(hooks.mark, ROWS, i)))
+                )
+            stack.enter_context(hooks.on_module(module, i, *group.casts, counts_ids=group.by_rows))
+        for module in checkpointed:
+            again = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+            stack.enter_context(_forward_as(module, again))
         for i, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(hooks.gradient, i))
@@ -137,6 +136,26 @@ def record(
     return marks
 
 
+class _Rows(torch.autograd.Function):
+    """Looks rows of an embedding up without its table: neither forward nor backward takes memory for that."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, weight: Tensor, ids: Tensor, arrived: Callable[[], None]) -> Tensor:
+        ctx.arrived = arrived
+        return weight.new_empty(*ids.shape, weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.arrived()
+        return None, None, None, None
+
+
+def _look_up(module: nn.Embedding, arrived: Callable[[], None], input: Tensor) -> Any:
+    # Not the weight: its hook would be told of a gradient.
+    leaf = torch.empty(0, requires_grad=module.weight.requires_grad)
+    return _Rows.apply(leaf, module.weight.detach(), input, arrived)
+
+
 class _Hooks:
     """Notes marks when modules are called, when backward comes to them, and when gradients are complete."""
 
@@ -146,9 +165,10 @@ class _Hooks:
         # How often each module has been called.
         self._calls: Counter[int] = Counter()
 
-    def mark(self, kind: str, subject: int, flag: bool = False, call: int = 0) -> None:
+    def mark(self, kind: str, subject: int, flag: bool = False, call: int = 0, num_ids: int = 0) -> None:
         counter, has_grad = self._counter, torch.is_grad_enabled()
-        self._marks.append(Mark(kind, subject, counter.peak, counter.live, counter.flops, flag, call, has_grad))
+        numbers = counter.peak, counter.live, counter.flops
+        self._marks.append(Mark(kind, subject, *numbers, flag, call, has_grad, num_ids))
         counter.peak, counter.flops = counter.live, 0
 
     def gradient(self, i: int, parameter: Tensor) -> None:
@@ -156,7 +176,9 @@ class _Hooks:
         self.mark(GRADIENT, i)
 
     @contextmanager
-    def on_module(self, module: nn.Module, i: int, into: torch.dtype | None, out: torch.dtype | None) -> Iterator[None]:
+    def on_module(
+        self, module: nn.Module, i: int, into: torch.dtype | None, out: torch.dtype | None, counts_ids: bool
+    ) -> Iterator[None]:
         begun: list[int] = []  # calls that run, the innermost last
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -164,7 +186,8 @@ class _Hooks:
                 args, kwargs = cast_floating(args, into), cast_floating(kwargs, into)
             inputs = [t for t in tensors_in(args, kwargs) if t.grad_fn is not None]
             call = self._calls[i]
-            self.mark(BEGIN, i, self.in_backward, call)
+            num_ids = sum(t.numel() for t in tensors_in(args, kwargs)) if counts_ids else 0
+            self.mark(BEGIN, i, self.in_backward, call, num_ids)
             if not self.in_backward:
                 self._calls[i] += 1
                 begun.append(call)
@@ -190,9 +213,9 @@ class _Hooks:
 
 
 @contextmanager
-def _forward_again(module: nn.Module) -> Iterator[None]:
+def _forward_as(module: nn.Module, other: Callable[..., Any]) -> Iterator[None]:
     had, forward = "forward" in module.__dict__, module.forward
-    module.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    module.forward = other
     try:
         yield
     finally:
@@ -264,14 +287,14 @@ def _as_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def without_activations(model: nn.Module, groups: Sequence[PlannedGroup]) -> Recording:
     """Returns a recording of a model that computes nothing: modules run in the order in which they are registered, and
-    only complete gradients take memory. Marks number the modules and the parameters of `groups`.
+    only complete gradients take memory. Embeddings by rows look none up.
     """
-    modules = [module for group in groups for module in group.modules]
-    parameters = [p for group in groups for p in group.parameters]
-    dtypes = [dtype for group in groups for dtype in group.compute_dtypes]
-    nbytes = [p.numel() * dtype.itemsize for p, dtype in zip(parameters, dtypes, strict=True)]
-    recording, indices = Recording(), {module: i for i, module in enumerate(modules)}
-    numbers = {parameter: i for i, parameter in enumerate(parameters)}
+    dtypes = compute_dtypes(groups)
+    parameters = [*dtypes]
+    nbytes = [p.numel() * dtype.itemsize for p, dtype in dtypes.items()]
+    recording, indices = Recording(), {module: i for i, module, group in modules_of(groups) if not group.by_rows}
+    by_rows = {p for group in groups for p in group.parameters if group.by_rows}
+    numbers = {parameter: i for i, parameter in enumerate(parameters) if parameter not in by_rows}
     backward: list[list[Mark]] = []
     seen: set[nn.Module] = set()
 

@@ -44,6 +44,7 @@ def to_dict(
         "calls": [
             {
                 "modules": [names[module] for module in call.modules],
+                **({"by_rows": True} if call.by_rows else {}),
                 **{name: _plain(name, value) for name, value in call.options.items()},
             }
             for call in calls
@@ -62,7 +63,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
         model: one whose modules have the names of the planned one's.
         plan: a file, of YAML if its name ends so (`.yaml`, `.yml`), else of JSON; or what `Plan.to_dict` has returned.
         mesh: a DeviceMesh of as many ranks as the plan; of two axes, (replicas, ranks that shard), if it replicates.
-            That of `fsdp2.two_hop_mesh()` for two hops.
+            That of `fsdp2.two_hop_mesh()` for two hops. If replicas share what rests, its axes have names.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -93,7 +94,8 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
         if unknown := [name for name in names if name not in modules]:
             raise ValueError(f"plan: {unknown[0]}: the plan shards it, and {type(model).__name__} has no such module")
         options = {name: _value(each) for name, each in call.items() if name in OPTIONS}
-        groups.append(WrapGroup(names[0], tuple(modules[name] for name in names), options))
+        by_rows = call.get("by_rows", False)
+        groups.append(WrapGroup(names[0], tuple(modules[name] for name in names), options, by_rows))
     sharded = apply.shard(model, groups, policy, setting, mesh)
     watcher, total = require_state(sharded).root.events.of(OutOfMemory), saved.get("predicted", {}).get("total")
     if watcher is not None and total is not None:
@@ -144,6 +146,8 @@ def _plain(name: str, value: Any) -> Any:
     """Returns a value as JSON has it."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, tuple):
+        return [_plain(name, each) for each in value]
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,6 +33,11 @@ class Setting:
         blocks_per_call: up to so many neighbouring blocks are in one `fully_shard` call, and gathered and reduced
             together; the first ones are fewer.
         machines: gathers go between so many machines first, then inside each (`shard_across`). 1: they take one hop.
+        offload_budget: with `offload`, so many bytes of a rank's shards stay on the device (`OffloadBudget`).
+        shard_at_rest: replicas share what rests: all ranks hold a part of shards, gradients and optimizer states.
+        by_rows: FQNs of embeddings whose rows are looked up at the ranks that own them (`embed_by_rows`).
+        offload_states: optimizer states rest on the CPU (`flatten_optimizer(offload_states=True)`).
+        beside_forward: the optimizer steps beside the next forward (`flatten_optimizer(beside_forward=True)`).
     """
 
     ranks: int
@@ -44,6 +49,11 @@ class Setting:
     policy: str = ""
     blocks_per_call: int = 1
     machines: int = 1
+    offload_budget: int | None = None
+    shard_at_rest: bool = False
+    by_rows: tuple[str, ...] = ()
+    offload_states: bool = False
+    beside_forward: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "blocks_per_call", "machines"):
@@ -72,6 +82,27 @@ class Setting:
             raise ValueError(
                 f"reshard_after_forward: expected a divisor of {of_machine} ranks of a machine, got {kept}"
             )
+        self._check_what_rests()
+
+    def _check_what_rests(self) -> None:
+        is_int = isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool)
+        budget, names = self.offload_budget, cast("Any", self.by_rows)
+        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+            raise TypeError(f"by_rows: expected names of embeddings, got {names!r}")
+        object.__setattr__(self, "by_rows", tuple(names))
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise TypeError(f"offload_budget: expected an int or None, got {budget!r}")
+        if budget is not None and (budget < 0 or not self.offload):
+            raise ValueError(f"offload_budget: expected bytes beside offload=True, got {budget}, {self.offload}")
+        if self.shard_at_rest and (self.replicas == 1 or self.num_shards == 1 or is_int):
+            raise ValueError(
+                "shard_at_rest: expected several replicas of several ranks, and no int for reshard_after_forward, got "
+                f"{self.replicas} of {self.num_shards}, {self.reshard_after_forward}"
+            )
+        if names and (self.machines > 1 or self.shard_at_rest):
+            raise ValueError("by_rows: expected machines=1 and no shard_at_rest: embed_by_rows shards over one axis")
+        if self.beside_forward and (self.offload or self.offload_states):
+            raise ValueError("beside_forward: expected neither offload nor offload_states: such steps are not late")
 
     def chosen(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Returns the policy of a call under this setting: it has the wire dtype of the setting, if that has one, and
@@ -88,6 +119,11 @@ class Setting:
     def num_shards(self) -> int:
         """How many ranks share one copy of the parameters."""
         return self.ranks // self.replicas
+
+    @property
+    def num_at_rest(self) -> int:
+        """Among how many ranks shards, gradients and optimizer states are cut."""
+        return self.ranks if self.shard_at_rest else self.num_shards
 
 
 def candidates(

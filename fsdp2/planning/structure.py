@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from ..engine.layout import ParamSpec, param_spec
 from ..engine.parameter import grad_choice, with_grad_dtype
 from ..engine.policy import MixedPrecisionPolicy
-from ..engine.subclasses import is_packed
 from .clocks import Machine
 from .device import DeviceOfSizes
-from .outline import Outline, copy_grad_dtypes, outline_of
+from .outline import Outline, RowShell, copy_grad_dtypes, outline_of
 from .policies import WrapGroup
 from .settings import Setting
 
@@ -32,7 +31,9 @@ class PlannedGroup:
         compute_dtypes: the dtype in which each of them computes.
         policy: dtypes of compute and reduction.
         options: what the wrap policy has chosen for it.
+        indices: those of its modules, and of its parameters, in the outline.
         is_part: it is a large submodule of an outer call (see features/large_submodules.py), not a call of its own.
+        by_rows: its embedding is looked up by rows.
     """
 
     name: str
@@ -41,7 +42,9 @@ class PlannedGroup:
     compute_dtypes: tuple[torch.dtype, ...]
     policy: MixedPrecisionPolicy
     options: dict[str, Any]
+    indices: tuple[tuple[int, ...], tuple[int, ...]]
     is_part: bool = False
+    by_rows: bool = False
 
     @property
     def numel(self) -> int:
@@ -65,7 +68,7 @@ class PlannedGroup:
     @property
     def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """The dtypes to which floating-point inputs and outputs of its modules are cast."""
-        if self.is_part:
+        if self.is_part or self.by_rows:
             return None, None
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None, self.policy.output_dtype
 
@@ -85,38 +88,46 @@ def find_groups(
                 f"{name}: expected plain parameters, got a DTensor. Plan before parallelize_module."
             )
     outline, modules, parameters = outline_of(model, calls, policy)
-    numbers = {(module, name): i for module, name, i in outline.slots}
     device = DeviceOfSizes(Machine("cpu", "nccl"))
     with device.runs():
-        root, options = outline.shard(
-            device.mesh(Setting(1)), Setting(1), False, lambda i, own: _compute_dtype(parameters[i], own)
-        )
+        root, options = outline.shard(device.mesh(Setting(1)), Setting(1), False, parameters)
     parts = {part for state in root.states for part in state.parts}
     groups, dtypes = [], [parameter.dtype for parameter in parameters]
     for group in root.groups:
-        indices = [numbers[param.slots[0].module.index, param.slots[0].name] for param in group.params]  # type: ignore[index]
+        indices = tuple(map(outline.index_of, group.params))
+        shells: Any = group.modules
+        of_modules = tuple(shell.index for shell in shells)
         for i, param in zip(indices, group.params, strict=True):
             dtypes[i] = param.unsharded.dtype
         chosen = options[group.state]
         groups.append(
             PlannedGroup(
                 group.name,
-                tuple(modules[shell.index] for shell in group.modules),  # type: ignore[index]
+                tuple(modules[i] for i in of_modules),
                 tuple(parameters[i] for i in indices),
                 tuple(dtypes[i] for i in indices),
                 chosen.get("mp_policy", policy),
                 chosen,
+                (of_modules, indices),
                 is_part=group.state in parts,
+                by_rows=isinstance(shells[0], RowShell),
             )
         )
     return replace(outline, compute_dtypes=tuple(dtypes)), groups
 
 
-def modules_of(groups: Sequence[PlannedGroup]) -> list[tuple[nn.Module, PlannedGroup]]:
-    """Returns the modules of all groups, each with its group, in the order in which marks number them."""
-    return [(module, group) for group in groups for module in group.modules]
+def modules_of(groups: Sequence[PlannedGroup]) -> Iterator[tuple[int, nn.Module, PlannedGroup]]:
+    """Yields the modules of all groups, each with its index and its group."""
+    for group in groups:
+        for i, module in zip(group.indices[0], group.modules, strict=True):
+            yield i, module, group
 
 
-def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
-    keeps = is_packed(parameter) or policy.keeps_dtype(parameter)
-    return parameter.dtype if keeps else policy.compute_dtype(parameter.dtype)
+def compute_dtypes(groups: Sequence[PlannedGroup]) -> dict[Tensor, torch.dtype]:
+    """Returns the dtype in which each parameter computes, in the order of the outline."""
+    found = [
+        (i, parameter, dtype)
+        for group in groups
+        for i, parameter, dtype in zip(group.indices[1], group.parameters, group.compute_dtypes, strict=True)
+    ]
+    return {parameter: dtype for _, parameter, dtype in sorted(found, key=lambda each: each[0])}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..tools.columns import ruled, wrapped
 from ..tools.describe import dtype_text, dtypes_text, size_text
+from .advice import texts
 from .settings import Setting
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
         f"order in forward: {', '.join(_short(order))}; backward in reverse, each gather one group ahead",
         f"step peak: {size_text(best.prediction.step_peak)} above resting, at the {best.prediction.peak_at}",
         _verdict(plan),
+        *texts(plan.best, plan.rows),
         *(f"note: {note}" for note in plan.notes),
     ]
     if width is not None:
@@ -62,12 +64,22 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
     parts.append(f"reshard_after_forward={setting.reshard_after_forward}")
     if setting.replicas > 1:
         parts.append(f"{setting.replicas} replicas of {setting.num_shards}")
+    if setting.shard_at_rest:
+        parts.append("shards at rest over both")
+    if setting.by_rows:
+        parts.append(f"rows of {', '.join(setting.by_rows)}")
     if setting.machines > 1:
         parts.append(f"two hops over {setting.machines} machines")
     if setting.checkpointing:
         parts.append("checkpointing")
-    if setting.offload:
+    if setting.offload_budget is not None:
+        parts.append(f"CPU offload but for {size_text(setting.offload_budget)} of shards")
+    elif setting.offload:
         parts.append("CPU offload")
+    if setting.offload_states:
+        parts.append("states on the CPU")
+    if setting.beside_forward:
+        parts.append("steps beside forward")
     if setting.blocks_per_call > 1:
         parts.append(f"{setting.blocks_per_call} blocks a call")
     if setting.wire_dtype is not None:
@@ -78,10 +90,10 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
 def prediction_text(row: PlanRow, taken: Prediction) -> str:
     """Returns what a plan has predicted, for an error of memory that ran out. `taken`: for the mesh in use."""
     total = row.resting - row.prediction.resting + taken.total
-    peak = f"{size_text(taken.step_peak)} above that, at the {taken.peak_at}"
+    peak = f"{size_text(taken.peak)} above that, at the {taken.peak_at}"
     return (
         f"The plan that was applied ({setting_text(row.setting)}) predicted {size_text(total)}: "
-        f"{size_text(total - taken.step_peak)} at rest, and {peak}. What the plan does not count comes on top; "
+        f"{size_text(total - taken.peak)} at rest, and {peak}. What the plan does not count comes on top; "
         "plan.check() compares."
     )
 
@@ -116,7 +128,7 @@ def _group_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _group_cells(group: PlannedGroup, setting: Setting) -> tuple[str, ...]:
-    specs, policy = group.specs(setting.num_shards), group.policy
+    specs, policy = group.specs(setting.num_at_rest), group.policy
     trainable = [s for s, p in zip(specs, group.parameters, strict=True) if p.requires_grad]
     dtypes = [
         dict.fromkeys(s.storage_dtype for s in specs),

@@ -223,16 +223,12 @@ def optimizers_whose_states_cannot_rest() -> None:
     train_with(model, plain, resting)
 
 
-@follows("Pass an OffloadPolicy in its place, or leave it out")
-def plans_with_a_choice_of_places() -> None:
-    def planned(offload: Any) -> Any:
-        options = {} if offload is None else {"offload_policy": offload}
-        return fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cpu", policy={TanhBlock: options})
-
-    for choice in (lambda name, parameter: None, {"*": fsdp2.OffloadPolicy()}, fsdp2.OffloadBudget(0)):
-        refused(lambda choice=choice: planned(choice), NotImplementedError)
-    for choice in (fsdp2.OffloadPolicy(), None):
-        train(planned(choice).apply(init_device_mesh("cpu", (2,))), build(stack))
+@follows("Write init_device_mesh({}, {}, mesh_dim_names=('replicate', 'shard'))", ranks=4)
+def plans_whose_replicas_share_what_rests() -> None:
+    shared = [{"replicas": 2, "shard_at_rest": True}]
+    plan = fsdp2.plan(build(stack), ranks=4, batch=lambda: batch(), device="cpu", settings=shared)
+    refused(lambda: plan.apply(init_device_mesh("cpu", (2, 2))))
+    train(plan.apply(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))), build(stack))
 
 
 # ---- optimizers of whole matrices

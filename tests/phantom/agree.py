@@ -1,4 +1,4 @@
-"""Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in twenty cases.
+"""Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in twenty-six cases.
 
     python -m phantom.agree --out FOLDER      (with any Python; it records what FOLDER lacks, and prints a table)
 
@@ -36,6 +36,7 @@ COLLECTIVES = ("gather", "reduce", "collective")  # kinds that the timeline coun
 DEFAULT, KEEP, FEW, HSDP = "default", "keep", "k=8", "HSDP"
 TWO, FOUR = "two blocks", "four blocks"
 WIRE, BF16 = "wire bf16", "reduce bf16"
+ROWS, LATE = "by rows", "beside forward"
 OPTIONS = {
     DEFAULT: (),
     KEEP: ("--keep",),
@@ -45,6 +46,8 @@ OPTIONS = {
     BF16: ("--reduce-bf16",),
     TWO: ("--blocks", "2"),
     FOUR: ("--blocks", "4"),
+    ROWS: ("--embed-by-rows",),
+    LATE: ("--optimizer", "--beside-forward"),
 }
 
 
@@ -60,11 +63,13 @@ class Case:
     cards: int
     settings: tuple[str, ...]
     tokens: int = TOKENS
+    steps: bool = False  # the optimizer's kernels are recorded; else they have a price
 
     @property
     def name(self) -> str:
         tokens = f", {self.tokens} tokens" if self.tokens != TOKENS else ""
-        return f"{self.model}, N={self.ranks}, {self.cards} card{'s' * (self.cards > 1)}{tokens}"
+        steps = ", AdamW" if self.steps else ""
+        return f"{self.model}, N={self.ranks}, {self.cards} card{'s' * (self.cards > 1)}{tokens}{steps}"
 
 
 CASES = (
@@ -88,6 +93,12 @@ CASES = (
     Case("8B", 64, 8, (DEFAULT, KEEP, TWO), FEW_TOKENS),
     Case("8B", 512, 8, (DEFAULT, HSDP, TWO), FEW_TOKENS),
     Case("moe", 64, 8, (DEFAULT, KEEP, FEW), FEW_TOKENS),
+    Case("1B", 8, 8, (DEFAULT, KEEP, ROWS)),
+    Case("1B", 64, 8, (DEFAULT, FEW, ROWS)),
+    Case("8B", 8, 8, (DEFAULT, ROWS)),
+    Case("8B", 64, 8, (DEFAULT, ROWS)),
+    Case("1B", 8, 8, (DEFAULT, LATE), steps=True),
+    Case("8B", 8, 8, (DEFAULT, LATE), steps=True),
 )
 
 
@@ -99,11 +110,13 @@ def options_of(case: Case, setting: str) -> list[str]:
     shards = 8 if setting == HSDP else case.ranks
     sizes = {"--ranks": shards, "--replicas": case.ranks // shards, "--tokens": case.tokens, "--steps": 1}
     sizes["--layers"] = LAYERS.get(case.model, 0)
-    return ["--model", case.model, *(str(each) for size in sizes.items() for each in size), *OPTIONS[setting]]
+    options = OPTIONS[setting] or (("--optimizer",) if case.steps else ())
+    return ["--model", case.model, *(str(each) for size in sizes.items() for each in size), *options]
 
 
 def path_of(out: Path, case: Case, setting: str) -> Path:
-    return out / f"{case.model} {case.ranks} {setting} {case.tokens}" / "fsdp2.json"
+    steps = " AdamW" if case.steps else ""
+    return out / f"{case.model} {case.ranks} {setting} {case.tokens}{steps}" / "fsdp2.json"
 
 
 def path_of_plain(out: Path, case: Case) -> Path:
@@ -113,7 +126,7 @@ def path_of_plain(out: Path, case: Case) -> Path:
 def record(out: Path, cases: Iterable[Case]) -> None:
     """Records a step of each setting of the cases into `out`, several at a time; what lies there is kept."""
     wanted = {path_of(out, case, setting): options_of(case, setting) for case in cases for setting in case.settings}
-    wanted |= {path_of_plain(out, case): options_of(case, DEFAULT) for case in cases}
+    wanted |= {path_of_plain(out, case): options_of(replace(case, steps=False), DEFAULT) for case in cases}
     missing = [path for path in wanted if not path.exists()]
 
     def start(path: Path) -> None:
@@ -160,6 +173,8 @@ def predictions(case: Case, flops: float) -> dict[str, fsdp2.Prediction]:
         BF16: {},
         TWO: {"blocks_per_call": 2},
         FOUR: {"blocks_per_call": 4},
+        ROWS: {"by_rows": ("embedding",)},
+        LATE: {"beside_forward": True},
     }
     found = {}
     for reduce_dtype in (torch.float32, torch.bfloat16):

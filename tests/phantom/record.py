@@ -33,7 +33,7 @@ from . import models
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
-    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks", "embed_by_rows"),
+    *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks", "embed_by_rows", "beside_forward"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--embed-by-rows", action="store_true", help="look rows of the embedding up at their owners: fsdp2 alone")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
+    add("--beside-forward", action="store_true", help="it is flat, and steps beside the next forward: fsdp2 alone")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -124,6 +125,17 @@ def _embed_by_rows(embedding: nn.Module, tokens: int, **options: Any) -> None:
     importlib.import_module("fsdp2").embed_by_rows(
         embedding, **{name: value for name, value in options.items() if value is not None}
     )
+
+
+def _beside_forward(optimizer: Any) -> Any:
+    """Has it step beside the next forward. The phantom has no numbers to try it with. torch 2.11 announces no writes to
+    gradients, of which a recorded step has none.
+    """
+    steps: Any = importlib.import_module("fsdp2.optim.steps")
+    probe, notices = steps.probe, importlib.import_module("fsdp2.engine.write_notices").notices
+    steps.probe = lambda optimizer, cls, options, like: probe(optimizer, cls, options, like.cpu())
+    notices.sees_operations = True
+    return importlib.import_module("fsdp2").flatten_optimizer(optimizer, beside_forward=True)
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
@@ -228,6 +240,8 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     """Trains and logs. It calls `turn` before each step that is measured."""
     model, shape = build(library, args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if args.optimizer else None
+    if args.beside_forward and library == "fsdp2":
+        optimizer = _beside_forward(optimizer)
     ids = models.make_ids(shape, args.rows, args.tokens)
     for _ in range(3):
         run_step(model, ids, optimizer, _mark_nothing)

@@ -1,6 +1,6 @@
 """Tests that `fsdp2.plan` takes the setting for the best that is the fastest in the timeline of recorded calls.
 
-Both are models with the same prices; no collective was measured on a GPU. At night only: it records 54 steps on the
+Both are models with the same prices; no collective was measured on a GPU. At night only: it records 62 steps on the
 phantom.
 """
 

@@ -4,6 +4,7 @@ tests/trace/test_plan.py compares the predictions with real steps.
 """
 
 import copy
+import dataclasses
 import gc
 import json
 import re
@@ -161,7 +162,7 @@ def test_the_fastest_row_that_fits_is_the_best() -> None:
     ],
 )
 def test_offload_is_the_best_only_if_nothing_else_fits(optimizer: str | None, speeds: dict[str, Any]) -> None:
-    """Though it may take no time. The table says so, and what rests on the CPU."""
+    """Though it may take no time. The table says so, and what rests on the CPU: states alone, if that is enough."""
     rows = plan(memory="1GB", optimizer=optimizer, **speeds).rows
     least = min(row.total for row in rows if not row.setting.offload)
     made = plan(memory=least, optimizer=optimizer, **speeds)
@@ -170,10 +171,14 @@ def test_offload_is_the_best_only_if_nothing_else_fits(optimizer: str | None, sp
     assert fits == sorted(fits)
     made = plan(memory=least - 1, optimizer=optimizer, **speeds)
     assert made.fits
-    assert made.best.setting.offload
     numel = sum(param.numel() for param in stack().parameters())
     states = {"adamw": 2, "momentum": 1, None: 0}[optimizer]
-    assert made.best.host_nbytes == 4 * numel // RANKS * (2 + states)
+    assert made.best.setting.offload == (states == 0)
+    assert made.best.setting.offload_states == (states > 0)
+    if states:
+        assert made.best.host_nbytes == 4 * numel // RANKS * states
+    (whole,) = {row.host_nbytes for row in made.rows if row.setting.offload and row.setting.offload_budget is None}
+    assert whole == 4 * numel // RANKS * (2 + states)
     assert "of the CPU's memory" in str(made)
     assert any("read and write 93.1 GiB of the CPU's memory per second" in note for note in made.notes)
     without = plan(memory="1GB", settings=[{}])
@@ -315,8 +320,10 @@ def test_advice_for_plain_cases() -> None:
     assert (ample.checkpointing, ample.offload, ample.replicas) == (False, False, 1)
     tight = cluster(memory="4.5GB")
     assert (tight.checkpointing, tight.offload) == (True, False)
-    small = cluster(memory="3.4GB")
-    assert (small.checkpointing, small.offload) == (True, True)
+    small = cluster(memory="4.1GB")
+    assert (small.checkpointing, small.offload, small.offload_states) == (True, False, True)
+    smaller = cluster(memory="3.4GB")
+    assert (smaller.checkpointing, smaller.offload) == (True, True)
     assert cluster(memory="3.4GB", host_memory="4GB") is not None
 
 
@@ -591,3 +598,88 @@ def test_plans_count_gradients_in_their_own_dtype() -> None:
     moved = [row.prediction.moved["reduce_scatter"] for row in rows]
     assert moved[1] == 2 * moved[0]
     assert rows[1].prediction.step_peak >= rows[0].prediction.step_peak + 2 * sharded_nbytes
+
+
+# ---- settings that a plan adds by itself
+
+
+class Words(nn.Module):
+    """Has a table that is much larger than a rank's tokens."""
+
+    def __init__(self, tied: bool = False, rows: int = 32000) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
+        self.blocks = stack()
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(tokens))[:, :4])
+
+
+SLOW: dict[str, Any] = {"link": 1e8, "flops": 1e14, "batch": lambda: torch.zeros(2, 16, dtype=torch.long)}
+
+
+def test_rows_are_advised_where_they_gain() -> None:
+    """Of large embeddings that are not tied, where they gain more than the host waits for them."""
+    made = plan(Words(), **SLOW)
+    assert made.best.setting.by_rows == ("embed",)
+    usual = next(row for row in made.rows if not row.setting.by_rows)
+    gain = usual.prediction.time - made.best.prediction.time  # type: ignore[operator]
+    assert gain > 1e-3
+    assert f"rows of embed (embed_by_rows): {gain * 1e3:.1f} ms less" in str(made)
+    assert "one wait of the host in each forward, up to 1 ms" in str(made)
+    for other in (
+        plan(Words(tied=True), **SLOW),
+        plan(Words(rows=500), **SLOW),
+        plan(Words(), **{**SLOW, "link": 1e12, "latency": 0}),
+        plan(Words(), **{**SLOW, "link": None}),
+        plan(Words(), **SLOW, settings=[{}]),
+    ):
+        assert not any(row.setting.by_rows for row in other.rows)
+
+
+def test_late_steps_are_advised_where_the_user_allows() -> None:
+    speeds = {"flops": 1e9, "link": 1e6, "memory_link": 1e6}
+    assert not any(row.setting.beside_forward for row in plan(**speeds).rows)
+    made = plan(**speeds, beside_price=1)
+    assert made.best.setting.beside_forward
+    assert "No GPU has measured AdamW beside matrix products" in str(made)
+    assert "Write optimizer = fsdp2.flatten_optimizer(optimizer, beside_forward=True)" in str(made)
+    assert not any(row.setting.beside_forward for row in plan(**speeds, beside_price=1, device="cpu").rows)
+
+
+def test_replicas_share_what_rests_where_hsdp_does_not_fit() -> None:
+    speeds = {"flops": 1e12, "link": 1e8, "machine_link": 1e11, "ranks": 16}
+    ample = plan(**speeds, memory="1GB")
+    assert not any(row.setting.shard_at_rest for row in ample.rows)
+    hybrid = min(row.total for row in ample.rows if row.setting.replicas > 1 and not row.setting.offload)
+    made = plan(**speeds, memory=hybrid - 1)
+    (shared,) = (row for row in made.rows if row.setting.shard_at_rest)
+    assert shared.optimizer_nbytes == pytest.approx(only(ranks=16).optimizer_nbytes)
+
+
+def test_a_budget_is_advised_where_only_offload_fits() -> None:
+    """As much stays on the device as fits there, with its gradients and states."""
+    least = min(row.total for row in plan(memory="1GB", optimizer=None).rows if not row.setting.offload)
+    made = plan(memory=least - 4000, optimizer=None, flops=1e9, link=1e12)
+    assert made.fits
+    (partly,) = (row for row in made.rows if row.setting.offload_budget is not None)
+    fields = dataclasses.replace(partly.setting, offload_budget=None)
+    (whole,) = (row for row in made.rows if row.setting == fields)
+    assert partly.total <= least - 4000
+    assert 0 < partly.host_nbytes < whole.host_nbytes
+    assert "CPU offload but for" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"offload_budget": 5}, ValueError, "expected bytes beside offload=True"),
+        ({"offload": True, "offload_budget": -5}, ValueError, "expected bytes beside offload=True"),
+        ({"offload": True, "offload_budget": 1.5}, TypeError, "offload_budget: expected an int or None"),
+    ],
+)
+def test_wrong_budgets(fields: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        fsdp2.Setting(8, **fields)
