@@ -20,7 +20,8 @@ from .agree import LAYERS, TOKENS, _loss
 from .prices import Machine
 
 CASES = (("1B", 64, 8), ("1B", 512, 8), ("8B", 64, 8), ("8B", 64, 1), ("moe", 64, 8), ("moe", 64, 1))
-FLOPS = 300e12  # about what the plain model reaches in a whole step of the timeline
+# What the plain model reaches in a whole step of the timeline: benchmarks/results/2026-11-26-plan-agrees.md.
+FLOPS = {"1B": 546e12, "8B": 631e12, "moe": 446e12}
 FIELDS: dict[str, dict[str, Any]] = {"one hop": {}, "k=8": {"reshard_after_forward": 8}}
 LATENCIES = {"half": 0.5, "as is": 1.0, "double": 2.0}
 
@@ -42,7 +43,7 @@ def seconds(model: str, ranks: int, cards: int, latency: float) -> dict[str, flo
         machine_link=machine.nvlink * 1e9,
         cards_per_machine=cards,
         latency=(times.base, times.inside, times.between),
-        flops=FLOPS,
+        flops=FLOPS[model],
     )
     rows = {row.setting: row.prediction.time for row in plan.rows}
     return {name: rows[fsdp2.Setting(ranks, **each)] or 0.0 for name, each in fields.items()}
