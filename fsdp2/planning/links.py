@@ -22,7 +22,7 @@ class End:
     until `Links.run` has come to it.
     """
 
-    __slots__ = ("_demand", "_followers", "_missing", "_passing", "_parts", "time")
+    __slots__ = ("_demand", "_followers", "_missing", "_parts", "_passing", "time")
 
     def __init__(self, time: float | None = None) -> None:
         self.time = time

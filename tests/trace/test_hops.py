@@ -154,7 +154,8 @@ def test_two_groups_are_gathered_ahead() -> None:
         memory_link=1e30,
     )
     one, two = sorted(plan.rows, key=lambda row: row.setting.machines)
-    assert two.prediction.time is not None and one.prediction.time is not None
+    assert two.prediction.time is not None
+    assert one.prediction.time is not None
     assert two.prediction.time < 1.3 * one.prediction.time  # twice as many collectives
     meshes = {1: None, 2: fsdp2.two_hop_mesh("cpu", ranks_per_machine=PLACES)}
     for number, mesh in meshes.items():

@@ -42,7 +42,7 @@ def test_links_are_shared_from_when_a_collective_can_begin(
 
 
 def test_a_link_is_never_idle_while_bytes_wait() -> None:
-    """Of any collectives, and of one after the other: a link is through when it has passed all, whatever their order."""
+    """Of any collectives, and of one after the other: a link has passed all at the same time, whatever their order."""
     draw = random.Random(0)
     for _ in range(200):
         needed = [draw.random() for _ in range(draw.randint(1, 6))]
