@@ -270,10 +270,10 @@ class FSDPModule:
         """Bounds how many reductions of gradients may be in flight while the next one is packed.
 
         Each reduction in flight holds its input, a bucket of unsharded gradients. The default, 1, costs the least
-        memory. With 2 or more, compute waits less for a slow network; each step up costs the gradients of about one
-        more group. Small reductions do not count one by one: up to a quarter of a typical group's gradients may be in
-        flight in any case. The largest number that was set below the root holds, from the next forward on. It has no
-        effect on one rank.
+        memory; where reductions take two hops (`shard_across`), it is 2. With 2 or more, compute waits less for a slow
+        network; each step up costs the gradients of about one more group. Small reductions do not count one by one: up
+        to a quarter of a typical group's gradients may be in flight in any case. The largest number that was set below
+        the root holds, from the next forward on. It has no effect on one rank.
 
         Args:
             max_input_buffers: at least 1.
@@ -671,7 +671,7 @@ class FSDPModule:
 
         Args:
             nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical group.
+                they are together no larger than a typical group; than two where gathers take two hops.
 
         Raises:
             TypeError: neither an int nor None.

@@ -105,6 +105,7 @@ class FSDPParamGroup:
         self.untied: list[FSDPParam] = []
         # How many blocks of full_params have used it outside of forwards.
         self.num_blocks = 0
+        self.num_hops = mesh.num_hops
         self.events: Events = NO_EVENTS
         self.empty = EmptyTensors()
         self.writers: list[Callable[[FSDPParamGroup], None]] = []

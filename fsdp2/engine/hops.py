@@ -9,7 +9,9 @@ contiguous piece, S / G, and the pieces of a machine follow one another:
     reduce    machine: to the sum of this rank's piece, a buffer of S / G       rail: to the sum of this rank's shard
 
 Each hop has a process group of its own, and reductions have others than gathers. Two short latencies take the place of
-a long one, and network cards and the links inside a machine work for different groups at once.
+a long one, and network cards and the links inside a machine work for different groups at once. So two groups are
+gathered ahead, and two reductions may be in flight, unless the user chooses otherwise (`num_hops` in `schedule.py` and
+`root.py`): with one, a hop would wait for both hops of the group before.
 """
 
 from __future__ import annotations

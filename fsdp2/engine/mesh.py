@@ -187,6 +187,11 @@ class DataMesh:
         return None if rail is None or machine is None else (rail, machine)
 
     @property
+    def num_hops(self) -> int:
+        """How many collectives a gather or a reduction takes, one behind the other."""
+        return 1 if self.hops is None else 2
+
+    @property
     def replicas_may_grow(self) -> bool:
         """True if ranks may join and leave the replica group."""
         group = self.replicate_group

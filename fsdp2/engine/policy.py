@@ -353,7 +353,7 @@ class GroupSettings:
         reduce_unused: reduce zeros for parameters without a gradient.
         reduce_when: chosen by extensions.
         bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
-        max_reductions: how many reductions may be in flight while the next is packed.
+        max_reductions: how many reductions may be in flight while the next is packed. None: one for each hop.
         divide_factor: what the sum over all ranks is divided by. None: their number.
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
@@ -377,7 +377,7 @@ class GroupSettings:
     reduce_unused: bool = False
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
     bucket_bytes: int | None = None
-    max_reductions: int = 1
+    max_reductions: int | None = None
     divide_factor: float | None = None
     divide_late: Callable[[Tensor], None] | None = None
     reduce_hook: Callable[[Tensor], None] | None = None
@@ -403,7 +403,7 @@ class RootSettings:
 
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
-            several that together are no larger than a typical one.
+            several that together are no larger than a typical one; than two where gathers take two hops.
         prefetches_late: backward gathers ahead when it is done with a group, not when it reaches one.
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .links import Behind, End, Links
 from .network import NO_LATENCY, Latency, Network
 
 
@@ -66,8 +67,11 @@ class Machine:
 class Clocks:
     """Holds what a step has taken so far: seconds, operations, bytes moved, collectives.
 
-    `now`: when the stream that issues work now is through. The collectives of one communicator follow one another;
-    those of several communicators share the links. A stream waits for the collectives and copies that it needs.
+    A stream runs its work in order, and waits for the collectives and copies that it needs. A collective begins when
+    the stream that issues it has come there, and the one before it on its communicator has ended. Those of several
+    communicators share the links (`links.py`). So its end is known when all is known that uses the links until then:
+    times are computed when `seconds` is asked for.
+
     `moved`: bytes by kind of collective, of all ranks; `sent`: bytes that this rank sends: of n ranks, each sends
     (n - 1) / n of what a ring all-gather or reduce-scatter moves, and of an all-reduce twice that. `launched`:
     collectives by kind.
@@ -75,11 +79,13 @@ class Clocks:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self._network = machine, machine.network
-        self.now = 0.0
-        # When each stream beside the one that computes is through.
-        self._beside: defaultdict[str, float] = defaultdict(float)
-        # When each is free: a communicator; the links inside and between machines; copies.
-        self._free: defaultdict[Any, float] = defaultdict(float)
+        self._links = Links()
+        # Where the stream is that issues work now: so many seconds behind an end. And streams beside the one that
+        # computes, by lane.
+        self._at: Behind = (End(0.0), 0.0)
+        self._beside: defaultdict[str, Behind] = defaultdict(lambda: (End(0.0), 0.0))
+        # The last collective of each communicator, and the last copy.
+        self._last: defaultdict[Any, End] = defaultdict(lambda: End(0.0))
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -88,20 +94,41 @@ class Clocks:
         self.launched: Counter[str] = Counter()
         self.sent = self.computed = 0.0
         self.flops = 0
-        self.began = self.now
+        self._began = self.now()
 
-    def compute(self, flops: int) -> None:
+    @property
+    def seconds(self) -> float:
+        """The time that the step has taken so far."""
+        return self.between(self._began, self.now())
+
+    def between(self, first: End, second: End) -> float:
+        """Returns the seconds between two ends, of which all must be known that uses the links until then."""
+        self._links.run()
+        return _time(second) - _time(first)
+
+    def now(self) -> End:
+        """Returns the end of all that the stream was given that issues work now."""
+        if self._at[1]:
+            self._at = self._links.add([self._at]), 0.0
+        return self._at[0]
+
+    def compute(self, flops: int, beside: End | None = None, price: float = 0.0) -> float:
+        """Computes; returns the seconds that this takes by itself.
+
+        `beside`: until that end something else runs on the device, each second of which costs `price` seconds more.
+        """
         seconds = flops / self.machine.flops if self.machine.flops else 0.0
         self.flops += flops
-        self.now += seconds
         self.computed += seconds
+        if beside is None:
+            return self._spend(seconds)
+        self._at = self._links.compute(self.now(), (beside, seconds, price)), 0.0
+        return seconds
 
     def touch(self, nbytes: float) -> float:
         """Reads and writes so many bytes of the device's memory. Returns the seconds."""
         speed = self.machine.memory_link if self.machine.has_speeds else None
-        seconds = nbytes / speed if speed else 0.0
-        self.now += seconds
-        return seconds
+        return self._spend(nbytes / speed if speed else 0.0)
 
     def touch_host(self, nbytes: float, num_ranks: int) -> float:
         """Reads and writes so many bytes of the CPU's memory, while other ranks of the machine do. Returns the seconds.
@@ -109,23 +136,28 @@ class Clocks:
         `num_ranks`: how many ranks train.
         """
         sharing = min(num_ranks, self.machine.ranks_per_machine)
-        seconds = nbytes * sharing / self.machine.host_memory_link if self.machine.has_speeds else 0.0
-        self.now += seconds
+        return self._spend(nbytes * sharing / self.machine.host_memory_link if self.machine.has_speeds else 0.0)
+
+    def _spend(self, seconds: float) -> float:
+        end, more = self._at
+        self._at = end, more + seconds
         return seconds
 
-    def wait(self, end: float) -> None:
-        self.now = max(self.now, end)
+    def wait(self, end: End) -> None:
+        if end is not self._at[0]:
+            self._at = self._links.add([self._at, (end, 0.0)]), 0.0
 
     @contextmanager
     def beside(self, lane: str = "") -> Iterator[None]:
         """Context: what is issued and waited for inside is on a stream beside the one that computes, behind all that
         this was given. `lane`: on which of several.
         """
-        computes, self.now = self.now, max(self.now, self._beside[lane])
+        computes, lanes = self._at, self._beside
+        self._at = self._links.add([computes, lanes[lane]]), 0.0
         try:
             yield
         finally:
-            self._beside[lane], self.now = self.now, computes
+            lanes[lane], self._at = self._at, computes
 
     def communicate(
         self,
@@ -136,16 +168,16 @@ class Clocks:
         communicator: object = None,
         launches: int = 1,
         is_ring: bool = True,
-    ) -> float:
+    ) -> End:
         """Begins a collective on tensors that have so many bytes together: those of all ranks, or of the sum of an
-        all-reduce. Returns when it ends.
+        all-reduce. Returns its end.
 
         `span`: among how many neighbouring ranks its ranks are; 0: they are neighbours. `communicator`: what the
         collective runs on, after those before. `launches`: in how many it is issued. `is_ring`: all ranks of a machine
         send by all its cards; else each sends to each by the card that is its own.
         """
         if num_ranks == 1:
-            return self.now
+            return self.now()
         self.moved[kind] += nbytes
         self.launched[kind] += launches
         passes = 2 if kind == "all_reduce" else 1
@@ -153,31 +185,47 @@ class Clocks:
         self.sent += sent
         network = self._network
         if network is None:
-            return self.now
+            return self.now()
         ranks = network.place(num_ranks, span or num_ranks)
-        inside, between = network.ring_seconds(sent, ranks) if is_ring else network.exchange_seconds(sent, ranks)
-        begin = max(self._free[communicator], self.now) + network.latency.seconds(ranks, passes) * launches
-        for link, seconds in (("inside", inside), ("between", between)):
-            if seconds:
-                begin = max(begin, self._free[link])
-        self._free["inside"] = max(self._free["inside"], begin + inside)
-        self._free["between"] = max(self._free["between"], begin + between)
-        self._free[communicator] = begin + max(inside, between)
-        return self._free[communicator]
+        demand = network.ring_seconds(sent, ranks) if is_ring else network.exchange_seconds(sent, ranks)
+        latency = network.latency.seconds(ranks, passes) * launches
+        end, more = self._at
+        begin = [(end, more + latency), (self._last[communicator], latency)]
+        self._last[communicator] = self._links.add(begin, demand)
+        return self._last[communicator]
 
-    def transfer(self, nbytes: int) -> float:
-        """Begins a copy between the CPU and the device. Returns when it ends."""
+    def transfer(self, nbytes: int) -> End:
+        """Begins a copy between the CPU and the device. Returns its end."""
         self.moved["transfer"] += nbytes
         if not self.machine.has_speeds:
-            return self.now
-        self._free["transfers"] = max(self._free["transfers"], self.now) + nbytes / self.machine.host_link
-        return self._free["transfers"]
+            return self.now()
+        seconds = nbytes / self.machine.host_link
+        end, more = self._at
+        self._last["transfers"] = self._links.add([(end, more + seconds), (self._last["transfers"], seconds)])
+        return self._last["transfers"]
+
+    def copy(self, direction: str, nbytes: int, behind: End) -> End:
+        """Begins a copy between the CPU and the device, behind `behind` and those before it in the same `direction`.
+        Returns its end.
+        """
+        self.moved["transfer"] += nbytes
+        if not self.machine.has_speeds:
+            return self.now()
+        seconds = nbytes / self.machine.host_link
+        self._last[direction] = self._links.add([(behind, seconds), (self._last[direction], seconds)])
+        return self._last[direction]
 
     @contextmanager
-    def behind(self, end: float) -> Iterator[None]:
+    def behind(self, end: End) -> Iterator[None]:
         """Context: what is issued inside runs on another stream, not before `end`."""
-        computes, self.now = self.now, max(self.now, end)
+        computes = self._at
+        self.wait(end)
         try:
             yield
         finally:
-            self.now = computes
+            self._at = computes
+
+
+def _time(end: End) -> float:
+    assert end.time is not None, "the links have run"
+    return end.time

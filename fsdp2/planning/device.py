@@ -30,6 +30,7 @@ from ..engine.user_code import hidden
 from ..features.large_submodules import gather_when_called, plan_large_submodules
 from .clocks import Clocks, Machine
 from .compat import mesh_of_numbers, no_dispatch
+from .links import End
 from .meter import StorageMeter
 from .settings import Setting
 
@@ -114,9 +115,9 @@ def _cast_nbytes(tensors: Sequence[Any]) -> int:
 
 
 class _Ends:
-    """Is a collective or a copy in flight, which ends at a time. A copy has a result."""
+    """Is a collective or a copy in flight, which has an end. A copy has a result."""
 
-    def __init__(self, clocks: Clocks, end: float, tensors: Sequence[Tensor] = (), result: Any = None) -> None:
+    def __init__(self, clocks: Clocks, end: End, tensors: Sequence[Tensor] = (), result: Any = None) -> None:
         self._clocks, self._end, self._tensors, self._result = clocks, end, tensors, result
 
     def wait(self) -> Any:
@@ -226,7 +227,7 @@ class _PairwiseOfSizes(PairwiseComm):
         most = MAX_RIDER_NBYTES // max(1, others)
         sent = HEADER_NBYTES + rider_nbytes if 0 < rider_nbytes <= most else 0
         nbytes = others * (HEADER_NBYTES + most + sent) if is_on("headers") else 0
-        return _Ends(self.group.device.clocks, 0.0, [torch.empty(nbytes, dtype=torch.uint8, device="meta")])
+        return _Ends(self.group.device.clocks, End(0.0), [torch.empty(nbytes, dtype=torch.uint8, device="meta")])
 
 
 _COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": _PairwiseOfSizes, "other": _AnyOfSizes}
@@ -322,7 +323,7 @@ class DeviceOfSizes:
         return self.clocks.beside(lane)
 
     def record_event(self) -> Work:
-        return _Ends(self.clocks, self.clocks.now)
+        return _Ends(self.clocks, self.clocks.now())
 
     def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
         """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""

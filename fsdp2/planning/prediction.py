@@ -154,7 +154,7 @@ class ShardedCopy:
             order=tuple(dict.fromkeys(playback.order)),
             flops=clocks.flops,
             compute_time=clocks.computed if has_speeds else None,
-            time=clocks.now - clocks.began if has_speeds else None,
+            time=clocks.seconds if has_speeds else None,
             launched=dict(clocks.launched),
             optimizer_time=step.seconds if has_speeds else None,
             feedback=feedback,

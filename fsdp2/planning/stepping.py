@@ -18,6 +18,7 @@ from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
 from ..shards.runs import in_runs
 from .clocks import Clocks
+from .links import End
 from .settings import Setting, read_optimizer
 
 # Of `flatten_optimizer(offload_states=True)`, see fsdp2/optim: bytes of a bucket of states, and how many are on the
@@ -76,18 +77,23 @@ class OptimizerStep:
             slots = max(self._buckets) * min(_NUM_SLOTS, len(self._buckets))
             self.peak = slots + sum(each.gradient for each in own)
         # Group -> when the step on it ends, and the gradients that it reads; and when all of them end.
-        self._late: dict[FSDPParamGroup, float] = {}
+        self._late: dict[FSDPParamGroup, End] = {}
         self._gradients: dict[FSDPParamGroup, list[Tensor]] = {}
-        self._end = 0.0
-        # Seconds by which it has made the step longer.
-        self.seconds = 0.0
+        self._end = clocks.now()
+        # Between which ends it may have made the step longer, and what else these would be apart.
+        self._spans: list[tuple[End, End, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds by which it has made the step longer."""
+        return sum(self._clocks.between(first, second) - usual for first, second, usual in self._spans)
 
     # ---- behind backward
 
     def run(self) -> None:
         """Steps behind backward."""
         clocks = self._clocks
-        began = clocks.now
+        began = clocks.now()
         traffic = sum(each.traffic for each in self._stepped if not each.on_host)
         if self._buckets:
             self._run_in_buckets(traffic)
@@ -96,21 +102,16 @@ class OptimizerStep:
         on_host = sum(each.traffic for each in self._stepped if each.on_host)
         if on_host:
             clocks.touch_host(on_host, self._setting.ranks)
-        self.seconds = clocks.now - began
+        self._spans = [(began, clocks.now(), 0.0)]
 
     def _run_in_buckets(self, traffic: int) -> None:
         """Has states come and go by two slots. Each direction of the link takes one bucket at a time."""
         clocks, total = self._clocks, sum(self._buckets)
-        clocks.moved["transfer"] += 2 * total
-        if not clocks.machine.has_speeds:
-            return
-        arrived, left = [clocks.now], [clocks.now, clocks.now]  # ends of copies; `left` of two buckets before the first
+        left = [clocks.now()] * _NUM_SLOTS  # when copies that leave end; of so many buckets before the first
         for nbytes in self._buckets:
-            copy = nbytes / clocks.machine.host_link
-            arrived.append(max(arrived[-1], left[-2]) + copy)
-            clocks.wait(arrived[-1])
+            clocks.wait(clocks.copy("states arrive", nbytes, left[-_NUM_SLOTS]))
             clocks.touch(traffic * nbytes / total)
-            left.append(max(left[-1], clocks.now) + copy)
+            left.append(clocks.copy("states leave", nbytes, clocks.now()))
         clocks.wait(left[-1])
 
     # ---- beside the next forward
@@ -130,14 +131,14 @@ class OptimizerStep:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Context: the step before runs beside what is computed inside, group by group in the order of forward."""
-        end, stepped = self._clocks.now, dict.fromkeys(self._root.groups, 0)
+        stepped = dict.fromkeys(self._root.groups, 0)
         for each in self._stepped:
             stepped[each.group] += each.traffic
         with self._clocks.beside("optimizer"):
             for group in dict.fromkeys([*self._root.prefetcher.last_order, *stepped]):
                 self._clocks.touch(stepped[group])
-                self._late[group] = end = self._clocks.now
-        self._end, self.seconds = end, 0.0
+                self._late[group] = self._clocks.now()
+            self._end, self._spans = self._clocks.now(), []
         self._root.writers.append(self._wait)
         try:
             yield
@@ -148,21 +149,21 @@ class OptimizerStep:
 
     def _wait(self, group: FSDPParamGroup) -> None:
         """Has the current stream wait for the step on a group, as the engine asks for before it reads shards."""
-        before = self._clocks.now
-        self._clocks.wait(self._late.pop(group, 0.0))
-        self.seconds += self._clocks.now - before
+        step = self._late.pop(group, None)
+        if step is not None:
+            before = self._clocks.now()
+            self._clocks.wait(step)
+            self._spans.append((before, self._clocks.now(), 0.0))
         self._gradients.pop(group, None)
 
     def compute(self, flops: int) -> None:
         """Computes, slower while the step runs beside."""
-        clocks = self._clocks
-        began = clocks.now
-        clocks.compute(flops)
-        seconds, left = clocks.now - began, self._end - began
-        if self.is_beside and seconds and left > 0:
-            beside = left if self._price == 1 else min(left, seconds / (1 - self._price))
-            clocks.now += self._price * beside
-            self.seconds += self._price * beside
+        if self.is_beside:
+            began = self._clocks.now()
+            seconds = self._clocks.compute(flops, self._end, self._price)
+            self._spans.append((began, self._clocks.now(), seconds))
+        else:
+            self._clocks.compute(flops)
 
 
 def _stepped_of(root: Root, optimizer: str | float | None) -> Iterator[_Stepped]:

@@ -140,12 +140,13 @@ def test_communicators_share_links_and_no_latency() -> None:
     assert replay(*calls, machine=machine, **apart)["step"] == pytest.approx(10 + 3 * 7 + 1)
 
 
-def test_bytes_fill_the_gaps_of_a_link() -> None:
-    """The second one begins before the first one, which waits for 30 us of compute, and ends after it."""
+def test_bytes_that_pass_a_link_together_share_it() -> None:
+    """The second one, of 42 us, begins before the first one, of 7 us, which waits for 30 us of compute."""
     first = (call("cudaEventRecord", 0, 1), call("cudaStreamWaitEvent", 7, 1), gather(1, 7, 1))
-    calls = (gemm(30), *first, gather(6, 8, 2), *waits(7, 8), gemm(1))
-    result = replay(*calls)  # bytes of the second: 10 to 40, and from 47 on; of the first: 40 to 47
-    assert result["step"] == pytest.approx(10 + 6 * 7 + 7 + 1)
+    calls = (gemm(30), *first, gather(6, 8, 2))
+    # The second is alone from 10 to 40; then both share the link until 54, when the first has passed; 5 us are left.
+    assert replay(*calls, *waits(7), gemm(1), *waits(8))["step"] == pytest.approx(59)
+    assert replay(*calls, *waits(7), gemm(9), *waits(8))["step"] == pytest.approx(54 + 9)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, codecs, fully_shard
 from fsdp2.engine.comm import CoalescedComm
 from fsdp2.engine.hops import HopsComm
-from fsdp2.engine.state import groups_below
+from fsdp2.engine.state import groups_below, require_state
 from helpers import fake_world
 
 MACHINES, PLACES = 2, 4
@@ -127,12 +127,47 @@ def plan_of(model: nn.Module, *settings: dict[str, Any]) -> fsdp2.Plan:
 
 
 def test_a_plan_predicts_the_collectives_of_two_hops() -> None:
-    plan = plan_of(make_blocks(), {}, {"machines": MACHINES})
+    free = {"reshard_after_forward": True}  # else two hops keep a group more for backward
+    plan = plan_of(make_blocks(), free, {**free, "machines": MACHINES})
     one, two = sorted(plan.rows, key=lambda row: row.setting.machines)
     for kind in ("all_gather", "reduce_scatter"):
         assert two.prediction.launched[kind] == 2 * one.prediction.launched[kind]
         assert two.prediction.moved[kind] * PLACES == one.prediction.moved[kind] * (PLACES + 1)
     assert "two hops over 2 machines" in str(plan)
+
+
+def test_two_groups_are_gathered_ahead() -> None:
+    """So the hops of two groups overlap: where each collective takes 1 ms and nothing else takes time, two hops take
+    little longer than one. With one group ahead each would wait for both hops of the group before: twice as long.
+    """
+    plan = fsdp2.plan(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(12))),
+        ranks=MACHINES * PLACES,
+        policy=nn.Linear,
+        batch=lambda: torch.zeros(2, WIDTH, device="meta"),
+        settings=[{"reshard_after_forward": True}, {"reshard_after_forward": True, "machines": MACHINES}],
+        link=1e30,
+        ranks_per_machine=PLACES,
+        latency=1e-3,
+        flops=1e30,
+        optimizer=None,
+        memory_link=1e30,
+    )
+    one, two = sorted(plan.rows, key=lambda row: row.setting.machines)
+    assert two.prediction.time is not None
+    assert one.prediction.time is not None
+    assert two.prediction.time < 1.3 * one.prediction.time  # twice as many collectives
+    meshes = {1: None, 2: fsdp2.two_hop_mesh("cpu", ranks_per_machine=PLACES)}
+    for number, mesh in meshes.items():
+        dims = {} if mesh is None else {"mesh": mesh, "dp_mesh_dims": ACROSS}
+        model = nn.Sequential(*(fully_shard(nn.Linear(4, 4), **dims) for _ in range(4)))
+        root = require_state(fully_shard(model, **dims)).root
+        model(torch.zeros(1, 4)).sum().backward()
+        model(torch.zeros(1, 4))
+        assert root.queue.max_running == number
+        model.set_reduce_scatter_max_input_buffers(3)
+        model(torch.zeros(1, 4))
+        assert root.queue.max_running == 3
 
 
 def test_apply_asks_for_the_mesh_of_two_hops() -> None:
