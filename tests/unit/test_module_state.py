@@ -45,7 +45,6 @@ ALLOWED = {
     "checks._levels": OF_COMM,
     "checks._purposes": OF_COMM,
     "checks.comms_of": OF_COMM,
-    "dtensor._assigned": OF_GROUP,
     "dtensor._explainers": OF_CLASS,
     "dtensor._handlers": OF_CLASS,
     "dtensor._inspected": CACHE,
