@@ -23,7 +23,7 @@ from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .root import Root
 from .simulation import SimulatedGroup
-from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
+from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
 from .tensor_parallel import distribute
 from .ties import MARK, find_owner, mark_originals, original_of
 from .user_code import hides_modes
@@ -73,7 +73,8 @@ class Plan:
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `inside`: the states of inner calls; `parameters`: by FQN; `tied`: those that earlier calls have sharded, as
     parameters of modules of theirs. `submodules`: those that get a state of their own, with the FQNs of their
-    parameters; extensions fill it. `budget_left`: what the call leaves of an OffloadBudget.
+    parameters; extensions fill it. `budget_left`: what the call leaves of an OffloadBudget. `notes`: what extensions
+    keep of it, which all states of the call get.
     """
 
     roots: list[nn.Module]
@@ -85,6 +86,7 @@ class Plan:
     tied: dict[str, ParameterPlan]
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
     budget_left: int = 0
+    notes: Notes = field(default_factory=Notes)
 
 
 @hides_modes
@@ -269,6 +271,8 @@ def _make_states(plan: Plan) -> list[FSDPState]:
         own = [plan.parameters[name] for name in names]
         states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
     states[0].parts = states[1:]
+    for state in states:
+        state.notes = plan.notes
     states[0].ignored = {*plan.given.ignored_modules}
     return states
 

@@ -297,8 +297,8 @@ class GroupParameters:
                 param.move_unsharded(self.buffers.unsharded_parameter(i))
 
     def note_assigned(self, param: FSDPParam) -> bool:
-        """Notes that a user has put the shard of `param` elsewhere. Returns True if no shard is in the buffers any more,
-        and their memory may be dropped.
+        """Notes that a user has put the shard of `param` elsewhere. Returns True if the buffers hold none any more, and
+        their memory may be dropped.
         """
         self._assigned.add(param)
         has_memory = self.buffers is not None and not self._settings.keep_storage
