@@ -27,28 +27,19 @@ class BeforeSharding:
         self.transformer_layers: list[weakref.ref[nn.TransformerEncoderLayer]] = []
 
 
-_NOTHING = BeforeSharding()  # nobody writes to it
-
-# By the first module of each state that a call makes.
-_calls: weakref.WeakKeyDictionary[nn.Module, BeforeSharding] = weakref.WeakKeyDictionary()
-
-
 def begin(plan: Plan) -> BeforeSharding:
     """Returns an object for facts of the parameters of the call that `plan` is about."""
-    facts = _calls[plan.roots[0]] = BeforeSharding()
+    facts = facts_of_call(plan)
     layers = [module for module in plan.managed if isinstance(module, nn.TransformerEncoderLayer)]
     facts.transformer_layers = [*map(weakref.ref, layers)]
     return facts
 
 
 def facts_of_call(plan: Plan) -> BeforeSharding:
-    """Returns the facts of that call, when its submodules with groups of their own are known: they share them."""
-    facts = _calls[plan.roots[0]]
-    for submodule in plan.submodules:
-        _calls[submodule] = facts
-    return facts
+    """Returns the facts of that call."""
+    return plan.notes.of(BeforeSharding)
 
 
 def facts_of(group: FSDPParamGroup) -> BeforeSharding:
     """Returns the facts of the call that made `group`."""
-    return _calls.get(group.state.modules[0], _NOTHING)
+    return group.state.notes.of(BeforeSharding)

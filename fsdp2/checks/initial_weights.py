@@ -110,7 +110,12 @@ def digest(known: Sequence[InitialValues]) -> Tensor | int:
 
 # ---- what is known of parameters
 
-_known: weakref.WeakKeyDictionary[FSDPParam, InitialValues] = weakref.WeakKeyDictionary()
+
+class KnownValues:
+    """Holds what is known of parameters of one call that ranks have not compared yet."""
+
+    def __init__(self) -> None:
+        self.of_params: dict[FSDPParam, InitialValues] = {}
 
 
 def keep_sample(samples: dict[Key, Any], each: ParameterPlan, parameter: nn.Parameter) -> None:
@@ -122,12 +127,13 @@ def keep_sample(samples: dict[Key, Any], each: ParameterPlan, parameter: nn.Para
 
 def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
     """Returns what is known of parameters of the group that ranks have not compared yet."""
-    return {param: _known[param] for param in group.params if param in _known}
+    known = _values_of(group)
+    return {param: known[param] for param in group.params if param in known}
 
 
-def forget(param: FSDPParam) -> None:
-    """Forgets what the parameter held: a user has assigned its local tensor."""
-    _known.pop(param, None)
+def _values_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
+    """Returns what is known of parameters of the call that made `group`."""
+    return group.state.notes.of(KnownValues).of_params
 
 
 class InitialWeights(RankCheck):
@@ -140,16 +146,16 @@ class InitialWeights(RankCheck):
                 slot = param.slots[0]
                 sample = samples.pop((id(slot.module), slot.name), None)
                 if sample is not None:
-                    _known[param] = InitialValues(param, sample, BUILT)
+                    _values_of(group)[param] = InitialValues(param, sample, BUILT)
 
     def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         for param, parameter in replaced.items():
-            forget(param)
+            _values_of(group).pop(param, None)
             if not isinstance(parameter, DTensor):
                 with torch.no_grad():
                     sample = _sample(param.gathered(parameter))
                 if sample is not None:
-                    _known[param] = InitialValues(param, sample, LOADED)
+                    _values_of(group)[param] = InitialValues(param, sample, LOADED)
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         if comparison.is_anew:
@@ -176,8 +182,9 @@ def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNum
         ((least, most),) = bounds
         if least != most:
             _refuse_different(mesh, groups)
-        for param in (param for group in groups for param in group.params):
-            forget(param)
+        for group in groups:
+            for param in group.params:
+                _values_of(group).pop(param, None)
 
     return ComparedNumbers("starting weights", [number], judge)
 
@@ -187,9 +194,10 @@ def _refuse_different(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> None:
     tensors.
     """
     params = [param for group in groups for param in group.params]
+    all_known = {param: known for group in groups for param, known in known_of(group).items()}
     numbers: list[Tensor | int] = []
     for param in params:
-        known = _known.get(param)
+        known = all_known.get(param)
         numbers += [digest([known] if known else []), known.origin() if known else UNKNOWN]
     bounds = bounds_over(mesh, numbers, "starting weights of parameters")
     for param, (least, most), (first, last) in zip(params, bounds[::2], bounds[1::2], strict=True):

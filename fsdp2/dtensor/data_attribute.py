@@ -7,20 +7,17 @@ state dicts hold, are counted here, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.compat import local_if_any, local_of, storage_id, untraced
-from ..engine.events import Observer
-from ..engine.group import COPIED, FSDPParamGroup
+from ..engine.group import COPIED
 from ..engine.owners import sharded_in, sharded_owner
-from ..engine.parameter import FSDPParam
 from ..engine.torch_names import share_versions
 from .compat import cut, set_local_and_spec
 from .sharded_dtensor import replace_attribute
@@ -39,29 +36,6 @@ def follow_data() -> None:
     replace_attribute("data", lambda _: property(_get, _set))
     replace_attribute("to_local", _counted)
     replace_attribute("detach", _outside_inference)
-
-
-# The parameters of each group whose `.data` was assigned since the group's shards were copied to its own memory.
-_assigned: WeakKeyDictionary[FSDPParamGroup, WeakSet[FSDPParam]] = WeakKeyDictionary()
-
-
-class AssignedData(Observer):
-    """Forgets which parameters were assigned when a group copies its shards to new memory."""
-
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        _assigned.pop(group, None)
-
-
-def _note_assigned(group: FSDPParamGroup, param: FSDPParam) -> None:
-    """Notes that the shard of `param` has left the group's memory, and frees that once no shard is in it."""
-    if group.phase is COPIED:
-        return
-    assigned = _assigned.setdefault(group, WeakSet())
-    assigned.add(param)
-    has_memory = group.parameters.buffers is not None and not group.settings.keep_storage
-    if has_memory and len(assigned) == len(group.params):
-        group.reshard()
-        group.parameters.drop_memory()
 
 
 def _counted(to_local: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -126,7 +100,10 @@ def _set(self: DTensor, value: Tensor) -> None:
     set_local_and_spec(self, local, value)
     owner = sharded_owner(self) if storage_id(local) != before else None
     if owner is not None and not (owner.group.num_running or owner.group.root.is_in_backward()):
-        _note_assigned(owner.group, owner.param)
+        group = owner.group
+        if group.phase is not COPIED and group.parameters.note_assigned(owner.param):
+            group.reshard()
+            group.parameters.drop_memory()
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from ..engine.torch_names import keep_out_of_graphs
 from ..engine.write_notices import notices
 from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
-from .data_attribute import AssignedData
 from .optimizer_steps import note_call
 from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
 from .table import FIXES, FORMER_NAMES, NAMES, Fix
@@ -52,7 +51,7 @@ def install() -> None:
     extend(
         tensor_class=ShardedDTensor,
         features=(join_fixes, note_call),
-        observers=(lambda root: Meshes(), lambda root: AssignedData()),
+        observers=(lambda root: Meshes(),),
     )
 
 

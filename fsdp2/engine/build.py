@@ -23,7 +23,7 @@ from .parameter import FSDPParam, Slot, fqn
 from .policy import GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .root import Root
 from .simulation import SimulatedGroup
-from .state import STATE, FSDPState, modules_below, names_below, state_of, states_among
+from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
 from .tensor_parallel import distribute
 from .ties import MARK, find_owner, mark_originals, original_of
 from .user_code import hides_modes
@@ -74,7 +74,7 @@ class Plan:
     FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
     `tied`: those that earlier calls have sharded, as parameters of modules of theirs. `submodules`: those that get a
     state of their own, with the FQNs of their parameters; extensions fill it. `budget_left`: what the call leaves of an
-    OffloadBudget.
+    OffloadBudget. `notes`: what extensions keep of it, which all states of the call get.
     """
 
     roots: list[nn.Module]
@@ -87,6 +87,7 @@ class Plan:
     tied: dict[str, ParameterPlan]
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
     budget_left: int = 0
+    notes: Notes = field(default_factory=Notes)
 
 
 @hides_modes
@@ -279,6 +280,8 @@ def _make_states(plan: Plan) -> list[FSDPState]:
         own = [plan.parameters[name] for name in names]
         states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
     states[0].parts = states[1:]
+    for state in states:
+        state.notes = plan.notes
     states[0].ignored = {*plan.given.ignored_modules}
     return states
 

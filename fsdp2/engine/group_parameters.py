@@ -196,6 +196,8 @@ class GroupParameters:
         # Identity of the storage whose views autograd saves as descriptions.
         self.described_storage: int | None = None
         self.nbytes = 0
+        # Those whose shards a user has put elsewhere (`p.data = x`) since they were copied to the buffers.
+        self._assigned: set[FSDPParam] = set()
         # How the ranks gather.
         self._comm: Comm = SoloComm()
         self._settings = GroupSettings()
@@ -296,6 +298,14 @@ class GroupParameters:
             for i, param in enumerate(self.plain):
                 param.move_unsharded(self.buffers.unsharded_parameter(i))
 
+    def note_assigned(self, param: FSDPParam) -> bool:
+        """Notes that a user has put the shard of `param` elsewhere. Returns True if the buffers hold none any more, and
+        their memory may be dropped.
+        """
+        self._assigned.add(param)
+        has_memory = self.buffers is not None and not self._settings.keep_storage
+        return has_memory and len(self._assigned) == len(self.params)
+
     def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `build` allocates some."""
         self.readability.allow(True)
@@ -372,6 +382,7 @@ class GroupParameters:
         return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
     def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        self._assigned.clear()
         locals_ = [param.local for param in self.params]
         self.registration.watch(self.params, locals_)
         note_shards(self.params, locals_)

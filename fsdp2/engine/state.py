@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -17,6 +17,24 @@ if TYPE_CHECKING:
 # The attribute of a sharded module that holds its state.
 STATE = "_fsdp2_state"
 
+_Kind = TypeVar("_Kind")
+
+
+class Notes:
+    """Holds what features and checks keep about the modules of one `fully_shard` call: one object of each class that
+    they ask for. The engine reads none of them.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[type[object], object] = {}
+
+    def of(self, kind: type[_Kind]) -> _Kind:
+        """Returns the object of that class, which is made without arguments the first time."""
+        found = self._found.get(kind)
+        if not isinstance(found, kind):
+            found = self._found[kind] = kind()
+        return found
+
 
 class FSDPState:
     """Holds the modules of one `fully_shard` call and their groups: one for each mesh that their parameters are on,
@@ -27,13 +45,14 @@ class FSDPState:
     is making has unregistered; where it fails, they stay here. `ignored`: modules in `ignored_params`, whose buffers
     stay as they are. `cast_buffers`: gives buffers another dtype, if the policy has one for them. `used`: the groups
     that a forward of the modules unshards: their own, and those that own parameters tied to some of theirs. `tied_to`:
-    the latter, when the call was made.
+    the latter, when the call was made. `notes`: what features and checks keep; all states of a call share it.
     """
 
     root: Root  # another one when an outer module is sharded
 
     def __init__(self, modules: list[nn.Module], groups: list[FSDPParamGroup], policy: MixedPrecisionPolicy) -> None:
         self.modules, self.groups, self.policy = modules, groups, policy
+        self.notes = Notes()
         self.used: Sequence[FSDPParamGroup] = groups
         self.tied_to: list[FSDPParamGroup] = []
         self.parts: list[FSDPState] = []

@@ -121,15 +121,19 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
     return param
 
 
-# State -> the description that is being copied: a list of modules shares one.
-_being_copied: WeakKeyDictionary[FSDPState, weakref.ref[Description]] = WeakKeyDictionary()
+class _BeingCopied:
+    """Holds the descriptions of the states of one call that are being copied, weakly: a list of modules shares one."""
+
+    def __init__(self) -> None:
+        self.descriptions: WeakKeyDictionary[FSDPState, weakref.ref[Description]] = WeakKeyDictionary()
 
 
 @hides_modes
 def _describe(module: nn.Module) -> Description:
     """Registers the sharded parameters, which a copy starts from, and returns a description of the module."""
     state = require_state(module)
-    reference = _being_copied.get(state)
+    descriptions = state.notes.of(_BeingCopied).descriptions
+    reference = descriptions.get(state)
     described = None if reference is None else reference()
     if described is None:
         _refuse_while_used(state)
@@ -137,7 +141,7 @@ def _describe(module: nn.Module) -> Description:
             group.reshard_if_idle()
             group.adopt_replacements()
         described = Description(state)
-        _being_copied[state] = weakref.ref(described)
+        descriptions[state] = weakref.ref(described)
     return described
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor
 
@@ -42,7 +42,6 @@ class Watcher(Protocol):
 
 # Position of the tensors of all ranks among the arguments of each method of a Comm.
 _METHODS = {"all_gather": 0, "reduce_scatter": 1, "exchange": 0, "all_reduce": 0}
-_watchers: WeakKeyDictionary[Any, list[Watcher]] = WeakKeyDictionary()
 _numbers = count(1)
 
 
@@ -54,9 +53,9 @@ def watch(groups: Iterable[FSDPParamGroup], watcher: Watcher) -> Callable[[], No
     comms = {id(comm): comm for group in groups for comm in group.comms if comm is not None and comm.size > 1}
     watched = [ref(comm) for comm in comms.values()]
     for comm in comms.values():
-        watchers = _watchers.setdefault(comm, [])
+        watchers = _watchers_of(comm)
         if not watchers:
-            vars(comm).update({kind: partial(_call, ref(comm), kind) for kind in _METHODS})
+            vars(comm).update({kind: _WatchedMethod(ref(comm), kind, watchers) for kind in _METHODS})
         if watcher not in watchers:
             watchers.append(watcher)
     return partial(_end, watched, watcher)
@@ -64,28 +63,41 @@ def watch(groups: Iterable[FSDPParamGroup], watcher: Watcher) -> Callable[[], No
 
 def _end(comms: list[ref[Comm]], watcher: Watcher) -> None:
     for comm in filter(None, [each() for each in comms]):
-        watchers = _watchers[comm]
+        watchers = _watchers_of(comm)
         if watcher in watchers:
             watchers.remove(watcher)
             for kind in () if watchers else _METHODS:
                 del vars(comm)[kind]
 
 
-def _call(watched: ref[Comm], kind: str, *arguments: Any) -> Any:
-    comm, whole = watched(), arguments[_METHODS[kind]]
-    assert comm is not None, "its method is called"
-    nbytes = sum(each.nbytes for each in ([whole] if isinstance(whole, Tensor) else whole))
-    # By an exchange gradients are reduced, too.
-    shown, watchers = "reduce_scatter" if kind == "exchange" else kind, (*_watchers[comm],)
-    collective = Collective(shown, comm.purpose.name, nbytes, next(_numbers))
-    with ExitStack() as stack:
-        for watcher in watchers:
-            stack.enter_context(watcher.launching(collective))
-        result = getattr(type(comm), kind)(comm, *arguments)
-        if kind == "exchange":
-            work, rows = result
-            return _WatchedWork(work, collective, watchers), rows
-        return _WatchedWork(result, collective, watchers)
+class _WatchedMethod(NamedTuple):
+    """Stands in for a method of a Comm on the object, and tells `watchers`, which a Comm's methods share, of calls."""
+
+    comm: ref[Comm]
+    kind: str
+    watchers: list[Watcher]
+
+    def __call__(self, *arguments: Any) -> Any:
+        comm, whole = self.comm(), arguments[_METHODS[self.kind]]
+        assert comm is not None, "its method is called"
+        nbytes = sum(each.nbytes for each in ([whole] if isinstance(whole, Tensor) else whole))
+        # By an exchange gradients are reduced, too.
+        shown, watchers = "reduce_scatter" if self.kind == "exchange" else self.kind, (*self.watchers,)
+        collective = Collective(shown, comm.purpose.name, nbytes, next(_numbers))
+        with ExitStack() as stack:
+            for watcher in watchers:
+                stack.enter_context(watcher.launching(collective))
+            result = getattr(type(comm), self.kind)(comm, *arguments)
+            if self.kind == "exchange":
+                work, rows = result
+                return _WatchedWork(work, collective, watchers), rows
+            return _WatchedWork(result, collective, watchers)
+
+
+def _watchers_of(comm: Comm) -> list[Watcher]:
+    """Returns the list of those who watch a Comm; a new one if nobody does."""
+    method = vars(comm).get("all_gather")
+    return method.watchers if isinstance(method, _WatchedMethod) else []
 
 
 class _WatchedWork:

@@ -23,7 +23,6 @@ FOR_THREADS = (threading.local, type(threading.Lock()), type(threading.RLock()))
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 THREADS = "ranks may be threads of one process"
-OF_GROUP = "to become state of the group or of its parameters"
 OF_COMM = "to become state of what communicates over the process group"
 OF_CLASS = "operations of a class of tensors, which torch has once for each process"
 OF_TORCH = "what of torch is replaced in this process"
@@ -37,15 +36,12 @@ ALLOWED = {
     "bridge._replaced": OF_TORCH,
     "bridge._undo": OF_TORCH,
     "checks._ONE_SEARCH": THREADS,
-    "checks._calls": OF_GROUP,
     "checks._checked": CACHE,
     "checks._conversations": OF_COMM,
     "checks._headers": OF_COMM,
-    "checks._known": OF_GROUP,
     "checks._levels": OF_COMM,
     "checks._purposes": OF_COMM,
     "checks.comms_of": OF_COMM,
-    "dtensor._assigned": OF_GROUP,
     "dtensor._explainers": OF_CLASS,
     "dtensor._handlers": OF_CLASS,
     "dtensor._inspected": CACHE,
@@ -75,7 +71,6 @@ ALLOWED = {
     "engine.hooks_of_all_modules": "torch's own table, under another name",
     "engine.notices": OF_CLASS,
     "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
-    "features._being_copied": OF_GROUP,
     "features._watching": OF_COMM,
     "module._lock": THREADS,
     "tools._endings": "a profiler is one for each process",
@@ -85,7 +80,6 @@ ALLOWED = {
     "tools._ranges": "a profiler is one for each process",
     "tools._steps": "a profiler is one for each process",
     "tools._steps_end": "a profiler is one for each process",
-    "tools._watchers": OF_COMM,
 }
 # Methods in which a class of the engine leaves something to a subclass.
 LEFT_TO_SUBCLASSES: set[str] = set()
