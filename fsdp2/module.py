@@ -295,8 +295,8 @@ class FSDPModule:
         Before gradients are reduced they are cast to the reduce dtype and copied into one buffer. With True, the next
         module's backward goes on meanwhile. It helps if such kernels run beside matrix products on the device, and
         costs memory: the unsharded gradients of up to two buckets, in the dtype in which they are computed, stay until
-        their reduction is through, instead of until they are packed. The buffers come from the memory of the stream that
-        computes. The default is False. Each bucket takes one wait between streams and one event more.
+        their reduction is through, instead of until they are packed. The buffers come from the memory of the stream
+        that computes. The default is False. Each bucket takes two waits between streams and two events more.
 
         It has no effect on the CPU, on one rank, for gradients that are sent from where they were computed, for those
         that a codec or `wire_dtype` encodes, and for collectives and hooks of your own. The pieces of a large embedding

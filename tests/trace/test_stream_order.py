@@ -825,7 +825,10 @@ def test_packing_beside_fails() -> None:
     with simulated_world(RANKS) as simulation, simulation:
         program = Program(simulation, MODELS["packed beside"]())
         program.step()
-        with mock.patch.object(comm.CoalescedComm, "reduce_scatter", fail), pytest.raises(RuntimeError, match="purpose"):
+        with (
+            mock.patch.object(comm.CoalescedComm, "reduce_scatter", fail),
+            pytest.raises(RuntimeError, match="purpose"),
+        ):
             program.loss().backward()
         program.optimizer.zero_grad()
         program.step()
