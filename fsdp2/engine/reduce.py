@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compat, streams
-from .buckets import PIECES_IN_FLIGHT, ReducePlan, Segments
+from .buckets import PIECES_IN_FLIGHT, ReducePlan
 from .codec import Member, Rows
 from .comm import AllWork, Comm, SumWork, Work
 from .replicas import Steps, Sums
@@ -307,11 +307,13 @@ def start(
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     return_segments = None
-    is_beside = _packs_beside(plan, reduction, device)
+    is_beside = reduction.packs_beside and _can_pack_beside(plan, comm, device)
     if layout.packed_numel:
         segments = plan.take_segments(device, comm.memory)
         if not is_beside:
-            _pack(gradients, plan, segments, reads_padding)
+            if reads_padding:
+                segments.flat.zero_()
+            plan.pack(gradients, segments)
         inputs.append(segments.flat)
         is_part = outputs or num_blocks > 1
         outputs.append(output[layout.packed_start : layout.shard_numel] if is_part else output)
@@ -333,7 +335,9 @@ def start(
         if is_beside:
             # All memory was allocated above, on the stream that computes, behind whose work the packing begins.
             with streams.beside(device, lane="packing"):
-                _pack(gradients, plan, segments, reads_padding)
+                if reads_padding:
+                    segments.flat.zero_()
+                plan.pack(gradients, segments)
                 packed = StreamWork(device)
                 reduced = comm.reduce_scatter(outputs, sources, divisor, what)
             work = AllWork([packed, reduced], [segments.flat, *(gradients[i] for i in layout.packed)])
@@ -344,20 +348,13 @@ def start(
     )
 
 
-def _packs_beside(plan: ReducePlan, reduction: Reduction, device: torch.device) -> bool:
-    """Returns True if gradients are packed beside the stream that computes.
+def _can_pack_beside(plan: ReducePlan, comm: Comm, device: torch.device) -> bool:
+    """Returns True if gradients can be packed beside the stream that computes.
 
     A codec allocates what it encodes to. A collective that does not follow its stream may run on it, and would hold up
     the packing of the next bucket.
     """
-    is_able = reduction.shards.follows_stream and not plan.exchanges and plan.layout.packed_numel > 0
-    return reduction.packs_beside and is_able and streams.exist_on(device)
-
-
-def _pack(gradients: Mapping[int, Tensor], plan: ReducePlan, segments: Segments, fills_padding: bool) -> None:
-    if fills_padding:
-        segments.flat.zero_()
-    plan.pack(gradients, segments)
+    return comm.follows_stream and not plan.exchanges and plan.layout.packed_numel > 0 and streams.exist_on(device)
 
 
 def _meet(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed beside": {"packs_beside": True},
     "packed beside, bf16": {"packs_beside": True, **BF16},
     "packed beside, offloaded": {"packs_beside": True, **OFFLOAD, **BF16},
-    "packed beside, accumulated": {"packs_beside": True, "micro_batches": 2, **BF16},
+    "packed beside, accumulated": {"packs_beside": True, "micro_batches": 2},
     "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
     # The simulated GPU has no random numbers, which the default rounds with.
     "sent in int8": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8(8, True)), "tolerance": ROUNDED},
