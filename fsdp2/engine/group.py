@@ -265,7 +265,8 @@ class FSDPParamGroup:
         divisor = now.divide_factor if now.divide_late is None else 1
         how = divisor, now.all_reduce, now.reduce_hook, self.transfers
         by_hook = self.scatter_hook is not None
-        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.shards_at_rest, now.divide_late, by_hook)
+        which = self.mesh.shards_at_rest, now.divide_late, by_hook, now.packs_beside
+        return Reduction(comms.reduces, comms.replicas, *how, *which)
 
     # ---- sharded -> unsharded -> sharded
 

@@ -40,8 +40,9 @@ def beside(device: torch.device, waits: bool = True, lane: str = "") -> Iterator
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
 
     `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
-    `Comm.follows_stream`. `lane`: which of several streams beside the current one. See the lifetime rule. On a device
-    without streams nothing changes.
+    `Comm.follows_stream`. `lane`: which of several streams beside the current one. See the lifetime rule. If an error
+    ends the context, the current stream waits: memory that goes with the error may still be in use. On a device without
+    streams nothing changes.
     """
     if not exist_on(device):
         yield
@@ -55,7 +56,11 @@ def beside(device: torch.device, waits: bool = True, lane: str = "") -> Iterator
     if waits:
         stream.wait_stream(current)
     with stream:
-        yield
+        try:
+            yield
+        except BaseException:
+            current.wait_stream(stream)
+            raise
 
 
 @cache

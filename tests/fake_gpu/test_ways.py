@@ -42,6 +42,10 @@ SENT_IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=to
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
+    "packed beside": {"packs_beside": True},
+    "packed beside, bf16": {"packs_beside": True, **BF16},
+    "packed beside, offloaded": {"packs_beside": True, **OFFLOAD, **BF16},
+    "packed beside, accumulated": {"packs_beside": True, "micro_batches": 2},
     "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
     # The simulated GPU has no random numbers, which the default rounds with.
     "sent in int8": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8(8, True)), "tolerance": ROUNDED},
@@ -76,6 +80,7 @@ WEIGHTED = WAYS["weighted, each"]
 REPLICAS: dict[str, dict[str, Any]] = {
     "HSDP": {},
     "HSDP, bf16": BF16,
+    "HSDP, packed beside": {"packs_beside": True, **BF16},
     "HSDP, offloaded": OFFLOAD,
     "HSDP, weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
     "HSDP, weighted": WEIGHTED,
@@ -90,6 +95,7 @@ TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams, recomputed": {"recompute": False},
     "two streams, offloaded": OFFLOAD,
     "two streams, bf16": BF16,
+    "two streams, packed beside": {"packs_beside": True, **BF16},
     "two streams, weighted": WEIGHTED,
 }
 

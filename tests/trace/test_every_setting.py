@@ -214,6 +214,13 @@ def groups_of_small_buckets(configure: Callable[[Any], object], make: Callable[[
     return {group.name for group in groups_below(model) if group.settings.bucket_bytes == 1}
 
 
+def groups_that_pack_beside(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
+    """What that does needs streams: test_stream_order.py."""
+    model = make()
+    configure(model)
+    return {group.name for group in groups_below(model) if group.gradients.reduction.packs_beside}
+
+
 RECURSIVE = {
     "set_requires_gradient_sync": Recursive(False),
     "set_requires_all_reduce": Recursive(False, hsdp),
@@ -222,6 +229,7 @@ RECURSIVE = {
     "set_unshard_in_backward": Recursive(False, kept_by_root_only),
     "set_reduce_scatter_unused_params": Recursive(True),
     "set_reduce_scatter_max_input_buffers": Recursive(3, changed=groups_that_raise_the_limit),
+    "set_packing_beside": Recursive(True, changed=groups_that_pack_beside),
     "set_gradient_buckets": Recursive(1, changed=groups_of_small_buckets),
     "set_gradient_divide_factor": Recursive(3.0),
     "set_force_sum_reduction_for_comms": Recursive(True),
