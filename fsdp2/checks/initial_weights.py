@@ -141,21 +141,22 @@ class InitialWeights(RankCheck):
 
     def attached(self, root: Any) -> None:
         for group in root.new_groups:
-            samples = facts_of(group).samples
+            samples, known = facts_of(group).samples, _values_of(group)
             for param in group.params if samples else ():
                 slot = param.slots[0]
                 sample = samples.pop((id(slot.module), slot.name), None)
                 if sample is not None:
-                    _values_of(group)[param] = InitialValues(param, sample, BUILT)
+                    known[param] = InitialValues(param, sample, BUILT)
 
     def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        known = _values_of(group)
         for param, parameter in replaced.items():
-            _values_of(group).pop(param, None)
+            known.pop(param, None)
             if not isinstance(parameter, DTensor):
                 with torch.no_grad():
                     sample = _sample(param.gathered(parameter))
                 if sample is not None:
-                    _values_of(group)[param] = InitialValues(param, sample, LOADED)
+                    known[param] = InitialValues(param, sample, LOADED)
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         if comparison.is_anew:
@@ -183,8 +184,9 @@ def _numbers_of(mesh: DataMesh, groups: Sequence[FSDPParamGroup]) -> ComparedNum
         if least != most:
             _refuse_different(mesh, groups)
         for group in groups:
+            known = _values_of(group)
             for param in group.params:
-                _values_of(group).pop(param, None)
+                known.pop(param, None)
 
     return ComparedNumbers("starting weights", [number], judge)
 

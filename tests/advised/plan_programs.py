@@ -231,6 +231,26 @@ def plans_whose_replicas_share_what_rests() -> None:
     train(plan.apply(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))), build(stack))
 
 
+@follows(
+    "the plan also says how the optimizer steps. Write {}",
+    "which nothing hides. Simulated. Write {}",
+    "No GPU has measured AdamW beside matrix products: beside_price. Write {}",
+    ranks=2,
+)
+def plans_that_say_how_the_optimizer_steps() -> None:
+    for setting in ("offload_states", "beside_forward"):
+        plan = fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cuda", settings=[{setting: True}])
+        line = f"optimizer = fsdp2.flatten_optimizer(optimizer, {setting}=True)"
+        assert f"Write {line}" in str(plan)
+
+        def flat(params: Any, line: str = line) -> Any:
+            names = {"fsdp2": fsdp2, "optimizer": torch.optim.AdamW(params, lr=0.1, eps=1e-2)}
+            exec(line, names)
+            return names["optimizer"]
+
+        train_with(plan.apply(init_device_mesh("cpu", (2,))), build(stack), flat)
+
+
 # ---- optimizers of whole matrices
 
 

@@ -30,7 +30,7 @@ from .run import run
 
 CASES = (("1B", 64, 8), ("1B", 512, 8), ("8B", 64, 8), ("8B", 512, 8), ("8B", 64, 1))
 CASES += (("moe", 64, 8), ("moe", 64, 1), ("moe", 512, 8))
-# What the plain model reaches in a whole step of the timeline: benchmarks/results/2026-11-26-plan-agrees.md.
+# What the plain model reaches in a whole step of the timeline: benchmarks/results/2026-11-27-plan-agrees.md.
 FLOPS = {"1B": 546e12, "8B": 631e12, "moe": 446e12}
 FIELDS: dict[str, dict[str, Any]] = {"one hop": {}, "k=8": {"reshard_after_forward": 8}}
 SETTINGS = (*FIELDS, "two hops", "two hops, k=8")
