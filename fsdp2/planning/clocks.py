@@ -195,14 +195,8 @@ class Clocks:
         return self._last[communicator]
 
     def transfer(self, nbytes: int) -> End:
-        """Begins a copy between the CPU and the device. Returns its end."""
-        self.moved["transfer"] += nbytes
-        if not self.machine.has_speeds:
-            return self.now()
-        seconds = nbytes / self.machine.host_link
-        end, more = self._at
-        self._last["transfers"] = self._links.add([(end, more + seconds), (self._last["transfers"], seconds)])
-        return self._last["transfers"]
+        """Begins a copy between the CPU and the device, behind the one before it. Returns its end."""
+        return self.copy("transfers", nbytes, self.now())
 
     def copy(self, direction: str, nbytes: int, behind: End) -> End:
         """Begins a copy between the CPU and the device, behind `behind` and those before it in the same `direction`.

@@ -74,13 +74,18 @@ def hop(on: Clocks, seconds: float, is_between: bool, communicator: str) -> End:
     return on.communicate("all_gather", int(2 * SECOND * seconds), 2, span, communicator)
 
 
+def two_hops(on: Clocks, rail: float) -> End:
+    """Begins a gather whose first hop takes `rail` seconds, and whose second takes one. Returns its end."""
+    first = hop(on, rail, True, "rail")
+    with on.beside("gather"):
+        on.wait(first)
+        return hop(on, 1, False, "machine")
+
+
 def test_a_second_hop_that_waits_holds_no_link() -> None:
     """It is issued before what another communicator sends, and begins 3 s later, when that has long passed."""
     on = clocks()
-    first = hop(on, 3, True, "rail")
-    with on.beside("gather"):
-        on.wait(first)
-        second = hop(on, 1, False, "machine")
+    second = two_hops(on, 3)
     other = hop(on, 2, False, "another")
     on.wait(other)
     assert on.seconds == pytest.approx(2)
@@ -92,10 +97,7 @@ def test_hops_of_two_gathers_overlap() -> None:
     """The cards gather the second one while the links of the machine gather the first: 3 seconds, instead of 4."""
     on = clocks()
     for _ in range(2):
-        first = hop(on, 1, True, "rail")
-        with on.beside("gather"):
-            on.wait(first)
-            last = hop(on, 1, False, "machine")
+        last = two_hops(on, 1)
     on.wait(last)
     assert on.seconds == pytest.approx(3)
 
@@ -104,11 +106,7 @@ def test_a_gather_that_is_issued_late_begins_late() -> None:
     """One ahead: the gather of b + 2 begins when b + 1 is there, after both hops. So none overlap."""
     on = clocks()
     for _ in range(3):
-        first = hop(on, 1, True, "rail")
-        with on.beside("gather"):
-            on.wait(first)
-            on_the_way = hop(on, 1, False, "machine")
-        on.wait(on_the_way)
+        on.wait(two_hops(on, 1))
     assert on.seconds == pytest.approx(6)
 
 
