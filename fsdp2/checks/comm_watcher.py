@@ -13,7 +13,8 @@ from ..engine.comm import Comm, Purpose
 from ..engine.root import Root
 from .levels import is_on
 from .named_comm import NamedPairwiseComm
-from .rollcall import CheckedComm, are_checked, level_from_environment, note_level
+from .rollcall import CheckedComm, level_from_environment
+from .watched_groups import are_checked, note_level
 
 
 @final

@@ -52,7 +52,7 @@ class PartialSettings(Check):
 
 
 # By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked,
-# and of how many groups it stepped on parameters then.
+# and of how many groups it stepped on parameters then. It is not kept on the optimizer, which users may pickle.
 _checked: dict[int, tuple[int, int]] = {}
 
 

@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -351,7 +351,9 @@ class JoinConsensus(Consensus):
         divides_by_all: bool,
     ) -> None:
         super().__init__(root)
-        self._model, self._usual, self._own_step = weakref.ref(model), root.consensus, step
+        self._model, self._own_step = weakref.ref(model), step
+        # That of conditional modules, which is the root's without this block.
+        self._usual = cast("Consensus | None", root.consensus)
         self._group = join_group(model)
         self._process_groups = [self._group]
         self._warns = self._warns and bool(self.conditional)
