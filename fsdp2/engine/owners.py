@@ -86,8 +86,8 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-# Identity of a sharded parameter, which has no reference to its group -> that group, as `sharded_owner` has found it. It
-# may be out of date. The dict is replaced, never changed.
+# Identity of a sharded parameter, which has no reference to its group -> that group, as `sharded_owner` has found it.
+# It may be out of date. The dict is replaced, never changed.
 _known: dict[int, weakref.ref[FSDPParamGroup]] = {}
 
 
