@@ -35,9 +35,8 @@ from torch.optim import Optimizer
 from ..engine import compat
 from ..engine.compat import local_of, no_torch_function
 from ..engine.group import SECONDARY, FSDPParamGroup
-from ..engine.parameter import FSDPParam
 from ..engine.passes import reset
-from ..engine.placeholders import UnsynchronizedGrad, put_placeholder, take_placeholder
+from ..engine.placeholders import put_placeholder, take_placeholder
 from ..engine.policy import Hold, ReduceWhen
 from ..engine.rank_facts import all_reduce_now, moves_data, ranks_of
 from ..engine.root import Root
@@ -46,6 +45,19 @@ from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
 from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
+from .join_gradients import (
+    _CHANGED,
+    _CLEARED,
+    _HOW,
+    _KEPT,
+    _NONE,
+    _UNSURE,
+    _ZEROS,
+    HeldGrad,
+    _is_placeholder,
+    _meet_fate,
+    _params_of,
+)
 from .optimizer_in_backward import steps_of
 from .row_embedding import refuse_rows
 from .user_collectives import unwatch_collectives, watch_collectives
@@ -65,27 +77,7 @@ _NAMES = {
     _END: "at the end of the block of join",
     _FAILED: "giving up a forward or backward that has raised",
 }
-# What has become of the gradient of a parameter on the ranks that are present: there is none; it was cleared since
-# backward; it was set to zero; that, or it is as backward has left it; it is so; it is anything else. If ranks differ,
-# the last one counts.
-_NONE, _CLEARED, _ZEROS, _UNSURE, _KEPT, _CHANGED = range(6)
-
 _CONFIG = "_join_config"  # the attribute in which torch's Join keeps its arguments
-
-_HOW = (
-    "Pass what all ranks are to do for a step, clipping and schedulers included, as a function: "
-    "`with fsdp2.join(model, step=step) as joined:`, and call joined.step() in the loop."
-)
-
-
-class HeldGrad(UnsynchronizedGrad):
-    """Stands in `.grad` between backward and step, while some ranks have joined: they can't change theirs alike."""
-
-    why = (
-        "some ranks have run out of batches, and can't do to their part of this gradient what this rank does. An "
-        f"optimizer's own step() and zero_grad() are followed, and nothing else is. {_HOW}"
-    )
-    shown = "is held until the step, which ranks that have run out of batches take as well"
 
 
 def join(
@@ -1113,31 +1105,10 @@ def _modules_of(root: Root) -> list[nn.Module]:
     return [*dict.fromkeys(module for outer in root.state.modules for module in outer.modules())]
 
 
-def _is_placeholder(gradient: Tensor | None) -> bool:
-    return isinstance(gradient, UnsynchronizedGrad)
-
-
 def _set_modes(modules: Iterable[nn.Module], modes: Iterable[bool]) -> None:
     for module, is_training in zip(modules, modes, strict=True):
         if module.training != is_training:
             module.training = is_training
-
-
-def _meet_fate(param: FSDPParam, fate: int) -> None:
-    """Does to the gradient of a rank that has joined what was done to those of the others."""
-    gradient: Any = param.sharded.grad
-    is_waiting = _is_placeholder(gradient)
-    if fate == _CLEARED or (fate == _NONE and not is_waiting):
-        param.sharded.grad = None
-    elif fate == _ZEROS:
-        if is_waiting:
-            param.sharded.grad = None
-        local = torch.zeros_like(param.local, dtype=param.delivered_dtype)
-        param.sharded.grad = compat.new_dtensor(param.tensor_class, local, param.gradient_spec)
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _checksum_of(optimizer: Optimizer) -> int:
