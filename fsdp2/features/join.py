@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
@@ -33,10 +33,10 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
 from ..engine import compat
-from ..engine.compat import local_of, no_torch_function
+from ..engine.compat import no_torch_function
 from ..engine.group import SECONDARY, FSDPParamGroup
+from ..engine.parameter import FSDPParam
 from ..engine.passes import reset
-from ..engine.placeholders import put_placeholder, take_placeholder
 from ..engine.policy import Hold, ReduceWhen
 from ..engine.rank_facts import all_reduce_now, moves_data, ranks_of
 from ..engine.root import Root
@@ -45,19 +45,7 @@ from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
 from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
-from .join_gradients import (
-    _CHANGED,
-    _CLEARED,
-    _HOW,
-    _KEPT,
-    _NONE,
-    _UNSURE,
-    _ZEROS,
-    HeldGrad,
-    _is_placeholder,
-    _meet_fate,
-    _params_of,
-)
+from .join_gradients import HOW, Fate, HeldGradients, has_more_than_zeros
 from .optimizer_in_backward import steps_of
 from .row_embedding import refuse_rows
 from .user_collectives import unwatch_collectives, watch_collectives
@@ -357,9 +345,7 @@ class JoinConsensus(Consensus):
         # All ranks run the function `step`.
         self._is_in_step = False
         self._is_serving = self._is_broken = self._is_closed = False
-        self._held: dict[FSDPParamGroup, set[int]] = {}
-        # Those of them that are zeros on this rank, of before the first rank had joined.
-        self._unsure: set[tuple[FSDPParamGroup, int]] = set()
+        self._gradients = HeldGradients(root)
         self._versions: dict[FSDPParamGroup, tuple[int, ...]] = {}
         # What settings of groups were when this rank began to serve, or to follow.
         self._settings: dict[FSDPParamGroup, Any] = {}
@@ -408,7 +394,7 @@ class JoinConsensus(Consensus):
             if not self._is_serving:
                 self._is_serving = True
                 self._prepare()
-                self._hold_first()
+                self._gradients.hold_first([each for ref in self._optimizers if (each := ref()) is not None])
                 self._note_versions()
 
     def settle(self) -> None:
@@ -506,7 +492,7 @@ class JoinConsensus(Consensus):
         self._tell(event)
         self._depth += 1
         self._share_state(event)
-        self._release()
+        self._gradients.release()
 
     def after_backward(self) -> None:
         is_usual = self._is_off() or not self._is_serving or self._is_in_step
@@ -522,7 +508,7 @@ class JoinConsensus(Consensus):
         if self.has_joined or self._is_in_step or self._is_closed:
             return
         if self._is_serving:
-            self._hold()
+            self._gradients.hold()
             self._note_versions()  # optimizers may have stepped in backward
 
     def before_weights(self) -> None:
@@ -560,7 +546,7 @@ class JoinConsensus(Consensus):
 
     def _run_step(self) -> Any:
         assert self._own_step is not None, "all ranks have it"
-        self._release()
+        self._gradients.release()
         self._is_in_step = True
         try:
             return run_shown(self._own_step)
@@ -570,7 +556,7 @@ class JoinConsensus(Consensus):
         finally:
             self._is_in_step = False
             if not self.has_joined:
-                self._hold()
+                self._gradients.hold()
                 self._note_versions()
 
     def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
@@ -591,7 +577,7 @@ class JoinConsensus(Consensus):
             self._begin_phase()
             self._tell(_OPTIMIZER - index)
             self._share_state(_OPTIMIZER - index)
-            self._release()
+            self._gradients.release()
         options = _checksum_of(optimizer)
         least, most = self._find_bounds([options])[0]
         if least != most:
@@ -599,7 +585,7 @@ class JoinConsensus(Consensus):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._is_serving and not (self.has_joined or self._is_in_step or self._is_closed):
-            self._hold()
+            self._gradients.hold()
             self._note_versions()
 
     # ---- messages of ranks that are present
@@ -672,25 +658,24 @@ class JoinConsensus(Consensus):
         """
         root = self._root
         flags = [int(f) for g in root.groups for f in (g.settings.reduce_gradients, g.settings.all_reduce)]
-        with no_torch_function():
-            fates = [0 if self.has_joined else self._find_fate(group, i) for group, i in self._each_param()]
-        own = [self._is_written(), self.num_joined, self._find_block(), root.num_resets, *flags, *fates]
+        params = [param for group in root.groups for param in group.params]
+        own_fates = [Fate.NONE for _ in params] if self.has_joined else self._gradients.find_fates()
+        own = [self._is_written(), self.num_joined, self._find_block(), root.num_resets, *flags, *own_fates]
         common = self._find_common(event)
         found = self._find_largest([*self._told(own), *common, *(-each for each in common)], event)
         (is_written, self.num_joined, block, num_resets), found = found[:4], found[4:]
-        flags, fates, found = found[: len(flags)], found[len(flags) : len(own) - 4], found[len(own) - 4 :]
+        flags, found = found[: len(flags)], found[len(flags) :]
+        fates, found = found[: len(params)], found[len(params) :]
         self._refuse_written(is_written)
         self._refuse_differences(found[: len(common)], [-each for each in found[len(common) :]])
-        self._unsure.clear()
-        for (group, i), fate in zip(self._each_param(), fates, strict=True):
-            if fate == _CHANGED:
-                self._fail(f"{group.params[i].name}: its gradient was changed since backward. {_HOW}")
-        self._refuse_unsure([each for each, fate in zip(self._each_param(), fates, strict=True) if fate == _UNSURE])
+        self._gradients.unsure.clear()
+        for param, fate in zip(params, fates, strict=True):
+            if fate == Fate.CHANGED:
+                self._fail(f"{param.name}: its gradient was changed since backward. {HOW}")
+        self._refuse_unsure([param for param, fate in zip(params, fates, strict=True) if fate == Fate.UNSURE])
         if self.has_joined:
             self._follow(block, num_resets, flags)
-            with no_torch_function():
-                for (group, i), fate in zip(self._each_param(), fates, strict=True):
-                    _meet_fate(group.params[i], fate)
+            self._gradients.meet(fates)
         self._divide()
 
     def _find_block(self) -> int:
@@ -724,38 +709,19 @@ class JoinConsensus(Consensus):
                 "`fsdp2.join(model, optimizer=optimizer)`, or a function that steps, as `step`."
             )
 
-    def _each_param(self) -> Iterator[tuple[FSDPParamGroup, int]]:
-        return ((group, i) for group in self._root.groups for i in range(len(group.params)))
-
-    def _find_fate(self, group: FSDPParamGroup, i: int) -> int:
-        """Returns what has become of the gradient of a parameter since the last backward."""
-        gradient: Any = group.params[i].sharded.grad
-        if _is_placeholder(gradient):
-            return _UNSURE if (group, i) in self._unsure else _KEPT
-        was_there = i in group.placeholders or i in self._held.get(group, ())
-        if gradient is None:
-            return _CLEARED if was_there else _NONE
-        if not was_there and not self._root.settings.finalize_backward:
-            return _KEPT  # it was delivered before others, which are still in flight
-        return _CHANGED if local_of(gradient).count_nonzero() else _ZEROS
-
-    def _refuse_unsure(self, unsure: Sequence[tuple[FSDPParamGroup, int]]) -> None:
+    def _refuse_unsure(self, unsure: Sequence[FSDPParam]) -> None:
         """Raises RuntimeError if a rank that has joined has more than zeros where those that are present have zeros."""
         if not unsure:
             return
         with no_torch_function():
-            own = [group.params[i].sharded.grad for group, i in unsure]
-            differs = [
-                self.has_joined and not (grad is None or _is_placeholder(grad)) and bool(local_of(grad).count_nonzero())
-                for grad in own
-            ]
+            differs = [self.has_joined and has_more_than_zeros(param) for param in unsure]
         found = self._find_largest([*map(int, differs)], _BACKWARD)
-        names = [group.params[i].name for (group, i), each in zip(unsure, found, strict=True) if each]
+        names = [param.name for param, each in zip(unsure, found, strict=True) if each]
         if names:
             self._fail(
                 f"{names[0]}: its gradient is zero on the ranks that are present, and not on one that has run out of "
                 "batches, which can't know if it was set to zero. Call optimizer.zero_grad(), without "
-                f"set_to_none=False, or clear gradients behind each step. {_HOW}"
+                f"set_to_none=False, or clear gradients behind each step. {HOW}"
             )
 
     def _is_written(self) -> int:
@@ -763,7 +729,7 @@ class JoinConsensus(Consensus):
 
     def _refuse_written(self, is_written: int) -> None:
         if is_written == 1:
-            self._fail(f"parameters were written to outside of a step, while ranks have run out of batches. {_HOW}")
+            self._fail(f"parameters were written to outside of a step, while ranks have run out of batches. {HOW}")
 
     def _note_versions(self) -> None:
         self._versions = {group: group.shard_versions() for group in self._root.groups}
@@ -787,51 +753,6 @@ class JoinConsensus(Consensus):
         for group, is_left in zip(groups, self._find_largest(left, _BACKWARD_END), strict=True):
             if is_left:
                 group.gradients.reduce_some(self._unite(group, ()))
-
-    # ---- held gradients
-
-    def _hold(self) -> None:
-        """Puts placeholders into `.grad` until the next step or backward."""
-        with no_torch_function():
-            for group, i in self._each_param():
-                param = group.params[i]
-                if param.sharded.grad is not None and not _is_placeholder(param.sharded.grad):
-                    put_placeholder(param, HeldGrad)
-                    self._held.setdefault(group, set()).add(i)
-
-    def _hold_first(self) -> None:
-        """Holds gradients of before the first rank had joined.
-
-        This step, which a rank that has joined does not begin, may have begun with setting them to zero: all of an
-        optimizer at once, and then they are zeros.
-        """
-        optimizers = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
-        index = {id(param): k for k, each in enumerate(optimizers) for param in _params_of(each)}
-        of_optimizer: dict[int | None, list[tuple[FSDPParamGroup, int, Tensor]]] = {}
-        with no_torch_function():
-            for group, i in self._each_param():
-                param = group.params[i].sharded
-                if param.grad is not None and not _is_placeholder(param.grad):
-                    of_optimizer.setdefault(index.get(id(param)), []).append((group, i, local_of(param.grad)))
-            for k, found in of_optimizer.items():
-                filled = [(group, i) for group, i, local in found if local.numel()]
-                zeros = [(group, i) for group, i, local in found if not local.count_nonzero()]
-                if filled and {*filled} <= {*zeros}:
-                    continue
-                if k is None or not filled:
-                    self._unsure.update(zeros)
-                for group, i, _ in found:
-                    put_placeholder(group.params[i], HeldGrad)
-                    self._held.setdefault(group, set()).add(i)
-
-    def _release(self) -> None:
-        """Puts the gradients back."""
-        held, self._held = self._held, {}
-        with no_torch_function():
-            for group, indices in held.items():
-                for param in (group.params[i] for i in indices):
-                    if isinstance(param.sharded.grad, HeldGrad):
-                        take_placeholder(param)
 
     # ---- a rank that has joined
 
@@ -867,7 +788,7 @@ class JoinConsensus(Consensus):
 
     def _begin_to_follow(self) -> None:
         self.has_joined = self._is_serving = True
-        self._release()
+        self._gradients.release()
         if not self._settings:
             self._prepare()
         for group in self._root.groups:
@@ -1056,7 +977,7 @@ class JoinConsensus(Consensus):
             watch_collectives(self._usual, root)
         if not self._is_serving:
             return
-        self._release()
+        self._gradients.release()
         for group, before in self._settings.items():
             changes = {"reduce_when": before.reduce_when, **self._followed.get(group, {})}
             if not self._divides_by_all and before.divide_factor is None:
@@ -1071,7 +992,7 @@ class JoinConsensus(Consensus):
 
 
 _COLLECTIVE_OF_OTHERS = (
-    f"a collective of your own in the loop, in which ranks that have run out of batches can't take part. {_HOW}"
+    f"a collective of your own in the loop, in which ranks that have run out of batches can't take part. {HOW}"
 )
 _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "
