@@ -436,6 +436,13 @@ class JoinConsensus(Consensus):
             return True
         return False
 
+    @property
+    def _is_telling(self) -> bool:
+        """True if this rank tells those that have joined what it does: some have, and this one is present. In the
+        function `step` it tells nothing, because all ranks run that.
+        """
+        return not self._is_off() and self._is_serving and not self._is_in_step
+
     # ---- what the engine calls
 
     def before_pass(self) -> None:
@@ -450,11 +457,11 @@ class JoinConsensus(Consensus):
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         root, is_begun = self._root, False
-        is_off = self._is_off()
-        if not is_off and not self._is_in_step and not (self._depth or root.running or root.backward is not None):
+        is_in_phase = self._depth or root.running or root.backward is not None
+        if not (self._is_off() or self._is_in_step or is_in_phase):
             self._begin_phase()  # a user unshards
             is_begun = True
-        if is_off or not self._is_serving or self._is_in_step:
+        if not self._is_telling:
             if self.conditional and not self.has_joined:
                 super().before_gather(group)
             return
@@ -467,24 +474,24 @@ class JoinConsensus(Consensus):
     def before_reduce(self, group: FSDPParamGroup, indices: set[int]) -> set[int]:
         if self.has_joined:
             return indices
-        if self._is_off() or not self._is_serving or self._is_in_step:
+        if not self._is_telling:
             return super().before_reduce(group, indices) if self.conditional else indices
         super().before_reduce(group, indices)
         return indices if group in self.conditional else indices | self._unite(group, indices)
 
     def after_forward(self, state: Any, inputs: Any, output: Any) -> Any:
-        is_usual = self._is_off() or not self._is_serving or self._is_in_step
+        is_telling = self._is_telling
         if self.conditional and not self.has_joined:
             output = super().after_forward(state, inputs, output)
-        elif not is_usual and len(self._root.running) == 1:
+        elif is_telling and len(self._root.running) == 1:
             self._tell(_FORWARD_END)
-        if not is_usual and len(self._root.running) == 1 and state.groups[0] not in self.conditional:
+        if is_telling and len(self._root.running) == 1 and state.groups[0] not in self.conditional:
             self._share_counters()
             self._depth -= 1
         return output
 
     def before_backward(self) -> None:
-        if self._is_off() or not self._is_serving or self._is_in_step:
+        if not self._is_telling:
             return
         if not self._depth:
             self._begin_phase()
@@ -495,12 +502,12 @@ class JoinConsensus(Consensus):
         self._gradients.release()
 
     def after_backward(self) -> None:
-        is_usual = self._is_off() or not self._is_serving or self._is_in_step
+        is_telling = self._is_telling
         if self.conditional and not self.has_joined:
             super().after_backward()
-        elif not is_usual:
+        elif is_telling:
             self._tell(_BACKWARD_END)
-        if not is_usual:
+        if is_telling:
             self._reduce_left()
             self._depth -= 1
 
@@ -512,7 +519,7 @@ class JoinConsensus(Consensus):
             self._note_versions()  # optimizers may have stepped in backward
 
     def before_weights(self) -> None:
-        if self._is_off() or not self._is_serving or self._is_in_step:
+        if not self._is_telling:
             return
         self._begin_phase()
         self._tell(_WEIGHTS)
@@ -537,7 +544,7 @@ class JoinConsensus(Consensus):
     def step(self) -> Any:
         """Calls the function `step` on all ranks."""
         assert self._own_step is not None, "Joined.step looks"
-        if not self._is_off() and self._is_serving and not self._is_in_step:
+        if self._is_telling:
             self._begin_phase()
             self._tell(_STEP)
             self._share_state(_STEP)
