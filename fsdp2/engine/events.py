@@ -203,7 +203,7 @@ NO_EVENTS = Events()
 
 class RankConsensus(Protocol):
     """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py), or have run
-    out of batches (features/join.py).
+    out of batches (features/join_consensus.py).
 
     `num_joined`: how many ranks have run out of batches; `has_joined`: this one has.
     """
