@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..engine.collectives import choice_of
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import some_of
+from ..engine.root import Root
 from .due import Check
 
 # By the method that sets it: a user's function, which a group without parameters never calls.
@@ -40,7 +41,7 @@ class PartialSettings(Check):
     def __init__(self) -> None:
         self._before: dict[FSDPParamGroup, Any] = {}
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         _Changes.number += 1
 
     def settings_changed(self, group: FSDPParamGroup) -> None:

@@ -27,8 +27,10 @@ from .streams import exist_on
 from .subgroups import subgroup
 
 if TYPE_CHECKING:
+    from .codec import Codec
     from .group import FSDPParamGroup
     from .mesh import DataMesh
+    from .replicas import ReplicaCodec
 
 _EXTRA = "collectives"
 
@@ -47,7 +49,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
     return watcher.checked(comm, device) if comm.size > 1 and watcher.is_checked(group) else comm
 
 
-def make_hops(mesh: DataMesh, purpose: Purpose, codec: Any = None) -> tuple[Comm, Comm]:
+def make_hops(mesh: DataMesh, purpose: Purpose, codec: Codec | ReplicaCodec | None = None) -> tuple[Comm, Comm]:
     """Returns the Comms that gather and reduce in two hops. Every rank of `mesh` must call it.
 
     Gathers and reductions have process groups of their own: over a backend without streams, collectives that begin at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ SHARDED_AS = "_fsdp2_sharded_as"
 
 # All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
 # copied, by operations that no other thread interrupts.
-_roots: dict[int, weakref.ref[Any]] = {}
+_roots: dict[int, weakref.ref[Root]] = {}
 
 
 class Owned(NamedTuple):

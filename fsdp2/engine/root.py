@@ -189,7 +189,7 @@ class Root:
                 gathered_at = group.gathered_at if group.is_unsharded else None
                 versions.guard(gathered_at or group.shard_versions())
 
-    def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
+    def notify(self, follow: Iterable[Callable[[Root], None]]) -> None:
         """Tells observers of an event of the whole root: `notify(self.events.pass_began)`."""
         for notify in follow:
             notify(self)

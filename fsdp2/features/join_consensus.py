@@ -33,7 +33,7 @@ from ..engine.passes import reset
 from ..engine.policy import Hold, ReduceWhen
 from ..engine.rank_facts import all_reduce_now, ranks_of
 from ..engine.root import Root
-from ..engine.state import require_state
+from ..engine.state import FSDPState, require_state
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
 from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
@@ -244,7 +244,7 @@ class JoinConsensus(Consensus):
         super().before_reduce(group, indices)
         return indices if group in self.conditional else indices | self._unite(group, indices)
 
-    def after_forward(self, state: Any, inputs: Any, output: Any) -> Any:
+    def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         is_telling = self._is_telling
         if self.conditional and not self.has_joined:
             output = super().after_forward(state, inputs, output)

@@ -1,7 +1,8 @@
 """Holds gradients between backward and step while ranks have run out of batches, and says what has become of them.
 
-A rank that has joined (`join_consensus.py`) can't do to its gradients what the program does to those of the others. So these have
-placeholders from backward to step, and each parameter's gradient has a *fate*, which a rank that has joined meets.
+A rank that has joined (`join_consensus.py`) can't do to its gradients what the program does to those of the others. So
+these have placeholders from backward to step, and each parameter's gradient has a *fate*, which a rank that has joined
+meets.
 """
 
 from __future__ import annotations
