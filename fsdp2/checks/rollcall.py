@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Comm, Purpose, Rows, Work, all_gather_now
+from ..engine.comm import Comm, DelegatingComm, Purpose, Rows, Work, all_gather_now
 from ..engine.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.torch_names import default_store, has_backend
 from .conversation import tell_out_of_step
@@ -62,22 +62,19 @@ class Rollcall:
             raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
 
 
-class CheckedComm:
+class CheckedComm(DelegatingComm):
     """Is a Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its
     error says what all processes have noted.
 
     Args:
-        unchecked: what moves the data.
+        inner: what moves the data.
         make_comm: makes the Comm by which ranks tell each other.
         device: where the tensors are.
     """
 
-    def __init__(self, unchecked: Comm, make_comm: Callable[..., Comm], device: torch.device) -> None:
-        self.unchecked = self._comm = unchecked
-        self.rank, self.purpose = unchecked.rank, unchecked.purpose
-        self.direct_min_bytes, self.sums_on_arrival = unchecked.direct_min_bytes, unchecked.sums_on_arrival
-        self.follows_stream, self.memory = unchecked.follows_stream, unchecked.memory
-        group, cpu = unchecked.group, torch.device("cpu")
+    def __init__(self, inner: Comm, make_comm: Callable[..., Comm], device: torch.device) -> None:
+        super().__init__(inner)
+        group, cpu = inner.group, torch.device("cpu")
         assert group is not None, "there are other ranks"
         aside_device = cpu if has_backend(group, cpu) else device
         aside = make_comm(group, aside_device, Purpose())
@@ -85,42 +82,26 @@ class CheckedComm:
         watched(group).purposes.add(self.purpose)
         self.purpose.named_comms |= aside.purpose.named_comms
 
-    @property
-    def force_sum(self) -> bool:
-        return self._comm.force_sum
-
-    @force_sum.setter
-    def force_sum(self, value: bool) -> None:
-        self._comm.force_sum = value
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._comm.group
-
-    @property
-    def size(self) -> int:
-        return self._comm.size
-
     def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
         """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it."""
         self._rollcall.answer(self._headers.of(kind, [tensor], what))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self._checked(GATHERING, inputs, lambda: self._comm.all_gather(outputs, inputs))
+        return self._checked(GATHERING, inputs, lambda: self.inner.all_gather(outputs, inputs))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor, what), what)
+        return self._checked(REDUCING, inputs, lambda: self.inner.reduce_scatter(outputs, inputs, divisor, what), what)
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
         self._answer(REDUCING, sent, what)
         with _telling_where():
-            work, rows = self._comm.exchange(sent, what)
+            work, rows = self.inner.exchange(sent, what)
         return _NotedWork(work), rows
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor, what), what)
+        return self._checked(SUMMING, [tensor], lambda: self.inner.all_reduce(tensor, divisor, what), what)
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
         self._answer(kind, tensors, what)
