@@ -317,7 +317,9 @@ class ForwardChecks(Observer):
 
 
 class AtTimes(Observer):
-    """Is the base class of what ForwardChecks have among the observers of a root while it is needed."""
+    """Is the base class of the observers by which ForwardChecks follow forwards. They are among those of a root only
+    while some group is due, or is being checked.
+    """
 
     is_there = False
 
