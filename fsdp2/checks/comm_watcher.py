@@ -31,7 +31,7 @@ class Watched:
         return CheckedComm(comm, make_unchecked, device)
 
     def unchecked(self, comm: Comm) -> Comm:
-        return comm.inner if isinstance(comm, CheckedComm) else comm
+        return comm.inner_comm if isinstance(comm, CheckedComm) else comm
 
     def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
         note_level(groups, purpose, checked)

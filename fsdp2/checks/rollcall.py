@@ -87,21 +87,23 @@ class CheckedComm(DelegatingComm):
         self._rollcall.answer(self._headers.of(kind, [tensor], what))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self._checked(GATHERING, inputs, lambda: self.inner.all_gather(outputs, inputs))
+        return self._checked(GATHERING, inputs, lambda: self.inner_comm.all_gather(outputs, inputs))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        return self._checked(REDUCING, inputs, lambda: self.inner.reduce_scatter(outputs, inputs, divisor, what), what)
+        return self._checked(
+            REDUCING, inputs, lambda: self.inner_comm.reduce_scatter(outputs, inputs, divisor, what), what
+        )
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
         self._answer(REDUCING, sent, what)
         with _telling_where():
-            work, rows = self.inner.exchange(sent, what)
+            work, rows = self.inner_comm.exchange(sent, what)
         return _NotedWork(work), rows
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._checked(SUMMING, [tensor], lambda: self.inner.all_reduce(tensor, divisor, what), what)
+        return self._checked(SUMMING, [tensor], lambda: self.inner_comm.all_reduce(tensor, divisor, what), what)
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
         self._answer(kind, tensors, what)

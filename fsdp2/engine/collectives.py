@@ -96,7 +96,7 @@ class CustomComm(DelegatingComm):
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if self._gather is None:
-            return super().all_gather(outputs, inputs)
+            return self.inner_comm.all_gather(outputs, inputs)
         works, copies = [], []
         for output, own in zip(outputs, inputs, strict=True):
             whole = self._gather.allocate(output.shape, dtype=output.dtype, device=output.device)
@@ -111,7 +111,7 @@ class CustomComm(DelegatingComm):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
         if self._scatter is None:
-            return super().reduce_scatter(outputs, inputs, divisor, what)
+            return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
         averages = divisor == self.size and not self.force_sum
         before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []

@@ -325,42 +325,42 @@ def divide_before(tensor: Tensor, divisor: float) -> float:
 
 
 class DelegatingComm:
-    """Is a Comm that does all as another one, `inner`, does it, but for what a subclass does otherwise."""
+    """Is a Comm that does all as another one, `inner_comm`, does it, but for what a subclass does otherwise."""
 
     def __init__(self, inner: Comm) -> None:
-        self.inner, self.rank, self.purpose = inner, inner.rank, inner.purpose
+        self.inner_comm, self.rank, self.purpose = inner, inner.rank, inner.purpose
         self.direct_min_bytes, self.sums_on_arrival = inner.direct_min_bytes, inner.sums_on_arrival
         self.follows_stream, self.memory = inner.follows_stream, inner.memory
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return self.inner.group
+        return self.inner_comm.group
 
     @property
     def size(self) -> int:
-        return self.inner.size
+        return self.inner_comm.size
 
     @property
     def force_sum(self) -> bool:
-        return self.inner.force_sum
+        return self.inner_comm.force_sum
 
     @force_sum.setter
     def force_sum(self, value: bool) -> None:
-        self.inner.force_sum = value
+        self.inner_comm.force_sum = value
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self.inner.all_gather(outputs, inputs)
+        return self.inner_comm.all_gather(outputs, inputs)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        return self.inner.reduce_scatter(outputs, inputs, divisor, what)
+        return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self.inner.exchange(sent, what)
+        return self.inner_comm.exchange(sent, what)
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self.inner.all_reduce(tensor, divisor, what)
+        return self.inner_comm.all_reduce(tensor, divisor, what)
 
 
 class SoloComm:

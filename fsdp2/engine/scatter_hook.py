@@ -40,7 +40,7 @@ class HookedComm(DelegatingComm):
         device = outputs[0].device
         with streams.beside(device), torch.no_grad():
             for output, whole in zip(outputs, inputs, strict=True):
-                compare_first(self.inner, REDUCING, whole, what)
+                compare_first(self.inner_comm, REDUCING, whole, what)
                 self._fill(output, whole)
                 if divisor != self.size:
                     output.mul_(self.size / divisor)

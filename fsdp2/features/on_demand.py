@@ -157,7 +157,7 @@ class SharedComm(DelegatingComm):
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if inputs is not self._sent:
-            return super().all_gather(outputs, inputs)
+            return self.inner_comm.all_gather(outputs, inputs)
         for output, own, of_all in zip(outputs, inputs, self._operations, strict=True):
             if not self.reads_alone:
                 of_all[self.rank].copy_(own)
