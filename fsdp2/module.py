@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import RLock
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ from .engine.user_code import hides_modes
 from .features.accumulate import no_sync
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
+
+if TYPE_CHECKING:
+    from .engine.group import FSDPParamGroup
+    from .engine.root import Root
 
 
 class FSDPModule:
@@ -910,7 +914,7 @@ class FSDPModule:
 class UnshardHandle:
     """An all-gather in flight, started by `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, groups: list[Any]) -> None:
+    def __init__(self, groups: list[FSDPParamGroup]) -> None:
         self._groups = groups
 
     @hides_modes
@@ -928,13 +932,13 @@ class UnshardHandle:
             group.root.settle_transfers()
 
 
-def chosen_groups(module: Any, recurse: bool) -> list[Any]:
+def chosen_groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
     """Returns the groups that a method with `recurse` acts on."""
     check_bool("recurse", recurse)
-    return groups_below(module) if recurse else groups_of(module)
+    return groups_below(cast(nn.Module, module)) if recurse else groups_of(module)
 
 
-def set_groups(module: Any, recurse: bool, **changes: Any) -> list[Any]:
+def set_groups(module: FSDPModule, recurse: bool, **changes: Any) -> list[FSDPParamGroup]:
     """Changes settings of the groups that a method acts on, and returns these."""
     groups = chosen_groups(module, recurse)
     for group in groups:
@@ -942,7 +946,7 @@ def set_groups(module: Any, recurse: bool, **changes: Any) -> list[Any]:
     return groups
 
 
-def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
+def groups_of_all(name: str, modules: Iterable[Any]) -> tuple[FSDPParamGroup, ...]:
     """Returns the groups of `modules`, the value of the argument `name`.
 
     Raises:
@@ -970,8 +974,8 @@ def _on_stream(hook: Callable[[Tensor], None], stream: torch.Stream) -> Callable
 class GradientReductionHandle:
     """Reductions in flight, which `FSDPModule.finalize_backward(async_op=True)` leaves to be finished."""
 
-    def __init__(self, root: Any) -> None:
-        self._root = root
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
         self._resets = root.num_resets
 
     @hides_modes
@@ -989,7 +993,7 @@ class GradientReductionHandle:
         finalize(root)
 
 
-def root_of(module: Any, what: str) -> Any:
+def root_of(module: FSDPModule, what: str) -> Root:
     """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
 
     Raises:

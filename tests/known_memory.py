@@ -1,5 +1,6 @@
 """Stands for memory that a communicator has registered, on a CPU."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ class KnownMemory:
     def zeros(self, *size: Any, **options: Any) -> Tensor:
         return self.empty(*size, **options).zero_()
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        storage.resize_(nbytes)
-        self.storages.append(storage)
+    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
+        def resize(storage: torch.UntypedStorage) -> None:
+            storage.resize_(nbytes)
+            self.storages.append(storage)
+
+        return resize
 
     def meet(self, *_: Any) -> None:
         raise AssertionError("only symmetric memory needs it")

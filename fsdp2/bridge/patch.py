@@ -67,9 +67,9 @@ class Patch:
         """
         if not self._is_undone:
             self._is_undone = True
-            _in_force.remove(self)
-            if not _in_force:
-                _restore()
+            _replaced.in_force.remove(self)
+            if not _replaced.in_force:
+                _replaced.restore()
 
     def __enter__(self) -> Patch:
         return self
@@ -91,40 +91,63 @@ def patch_torch() -> Patch:
         call also replaces the names under which modules have imported torch's objects since the last.
     """
     patch = Patch()
-    _in_force.append(patch)
-    _replace()
+    _replaced.in_force.append(patch)
+    _replaced.replace()
     return patch
 
 
-_in_force: list[Patch] = []
-# Pairs of an object of torch, which may be a module, and the object that replaces it while the patch is in force.
-_pairs: list[tuple[Any, Any]] = []
-# The replaced names: (the dict of names, the name, torch's object, the object of fsdp2).
-_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-# Restores the method of FSDP1's class that is replaced.
-_undo: list[Callable[[], None]] = []
+class _Replaced:
+    """Holds what of torch is replaced while patches are `in_force`, and replaces and restores it."""
+
+    def __init__(self) -> None:
+        self.in_force: list[Patch] = []
+        # Pairs of an object of torch, which may be a module, and the object that replaces it.
+        self._pairs: list[tuple[Any, Any]] = []
+        # The replaced names: (the dict of names, the name, torch's object, the object of fsdp2).
+        self._names: list[tuple[dict[str, Any], str, Any, Any]] = []
+        # Restores the method of FSDP1's class that is replaced.
+        self._restore_summon: Callable[[], None]
+
+    def replace(self) -> None:
+        # All are imported before anything is replaced, so that classes which torch derives from its own are complete.
+        for name in (_API, *_ALIASES, *_COPIED):
+            import_module(name)  # under `python -m fsdp2`, this may call patch_torch
+        if not self._pairs:
+            self._pairs.extend(_pair_up())
+            self._restore_summon = replace_summon()
+        ours = {id(theirs): our for theirs, our in self._pairs}
+        for name, module in list(sys.modules.items()):
+            if id(module) in ours:
+                self._put(sys.modules, name, ours[id(module)])
+            elif not name.startswith(_INTERNAL) and not name.startswith(f"{_PACKAGE}."):
+                for key, value in _items(module):
+                    if id(value) in ours:
+                        self._put(vars(module), key, ours[id(value)])
+
+    def _put(self, names: dict[str, Any], key: str, ours: Any) -> None:
+        self._names.append((names, key, names[key], ours))
+        names[key] = ours
+
+    def restore(self) -> None:
+        for names, key, theirs, ours in reversed(self._names):
+            if names.get(key) is ours:
+                names[key] = theirs
+        self._restore_in_torch()
+        self._names.clear()
+        self._pairs.clear()
+        self._restore_summon()
+
+    def _restore_in_torch(self) -> None:
+        """Restores names in modules of torch that were imported meanwhile: its code must know its own modules again."""
+        theirs = {id(ours): their for their, ours in self._pairs}
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch."):
+                for key, value in _items(module):
+                    if id(value) in theirs:
+                        vars(module)[key] = theirs[id(value)]
 
 
-def _replace() -> None:
-    # All are imported before anything is replaced, so that classes which torch derives from its own are complete.
-    for name in (_API, *_ALIASES, *_COPIED):
-        import_module(name)  # under `python -m fsdp2`, this may call patch_torch
-    if not _pairs:
-        _pairs.extend(_pair_up())
-        _undo.append(replace_summon())
-    ours = {id(theirs): our for theirs, our in _pairs}
-    for name, module in list(sys.modules.items()):
-        if id(module) in ours:
-            _put(sys.modules, name, ours[id(module)])
-        elif not name.startswith(_INTERNAL) and not name.startswith(f"{_PACKAGE}."):
-            for key, value in _items(module):
-                if id(value) in ours:
-                    _put(vars(module), key, ours[id(value)])
-
-
-def _put(names: dict[str, Any], key: str, ours: Any) -> None:
-    _replaced.append((names, key, names[key], ours))
-    names[key] = ours
+_replaced = _Replaced()
 
 
 def _pair_up() -> Iterator[tuple[Any, Any]]:
@@ -151,23 +174,3 @@ def _items(module: Any) -> list[tuple[str, Any]]:
     """Returns the names in a module, with their values."""
     names = getattr(module, "__dict__", None)  # anything can be in sys.modules
     return list(names.items()) if isinstance(names, dict) else []
-
-
-def _restore() -> None:
-    for names, key, theirs, ours in reversed(_replaced):
-        if names.get(key) is ours:
-            names[key] = theirs
-    _restore_in_torch()
-    _replaced.clear()
-    _pairs.clear()
-    _undo.pop()()
-
-
-def _restore_in_torch() -> None:
-    """Restores names in modules of torch that were imported meanwhile: torch's code must know its own modules again."""
-    theirs = {id(ours): their for their, ours in _pairs}
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torch."):
-            for key, value in _items(module):
-                if id(value) in theirs:
-                    vars(module)[key] = theirs[id(value)]

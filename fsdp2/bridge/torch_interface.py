@@ -18,7 +18,7 @@ from ..engine.parameter import FSDPParam
 from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.policy import Hold
 from ..engine.root import Root
-from ..engine.state import STATE, FSDPState, require_state, state_of
+from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..engine.torch_names import ComposableState, is_traced, register_composable, state_in_table
 from .fsdp1_methods import StateRef
 
@@ -238,7 +238,7 @@ def _may_gather(group: FSDPParamGroup) -> bool:
 def register_states(root: Root) -> None:
     """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
     needs_all_ranks = ForwardsNeedAllRanks(root)
-    for module in root.names:
+    for module in names_below(root.state.modules):
         module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
     for state in root.states:
         for module in state.modules:

@@ -13,7 +13,8 @@ from ..engine.comm import Comm, Purpose
 from ..engine.root import Root
 from .levels import is_on
 from .named_comm import NamedPairwiseComm
-from .rollcall import CheckedComm, are_checked, level_from_environment, note_level
+from .rollcall import CheckedComm, level_from_environment
+from .watched_groups import are_checked, note_level
 
 
 @final
@@ -30,7 +31,7 @@ class Watched:
         return CheckedComm(comm, make_unchecked, device)
 
     def unchecked(self, comm: Comm) -> Comm:
-        return comm.unchecked if isinstance(comm, CheckedComm) else comm
+        return comm.inner_comm if isinstance(comm, CheckedComm) else comm
 
     def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
         note_level(groups, purpose, checked)

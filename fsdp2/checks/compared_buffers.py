@@ -26,6 +26,7 @@ from ..engine.owners import some_of
 from ..engine.parameter import fqn
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
+from ..engine.root import Root
 from ..engine.state import names_below
 from ..features.running_stats import SETTING, find_running_stats
 from .due import RankCheck
@@ -84,7 +85,7 @@ class Buffers(RankCheck):
                 chosen = {name: each for name, each in found.items() if name in names}
                 yield mesh, _numbers_of(root, chosen, partial(self._judge_later, mesh))
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         self._drop(self._suspects)
 
     def _judge_first(self, mesh: DataMesh, exempt: set[str], chosen: Mapping[str, _Buffer], differ: bool) -> None:
@@ -183,7 +184,7 @@ class _Suspect:
 # ---- which buffers
 
 
-def find_buffers(root: Any) -> dict[DataMesh, dict[str, _Buffer]]:
+def find_buffers(root: Root) -> dict[DataMesh, dict[str, _Buffer]]:
     """Returns, for the mesh of each group, the buffers of the modules that belong to it, by their names.
 
     Ranks of the mesh share the parameters of these modules, so they must share the buffers. It leaves out: modules all
@@ -206,7 +207,7 @@ def find_buffers(root: Any) -> dict[DataMesh, dict[str, _Buffer]]:
     return found
 
 
-def _meshes_by_module(root: Any) -> dict[nn.Module, DataMesh]:
+def _meshes_by_module(root: Root) -> dict[nn.Module, DataMesh]:
     """Returns the mesh over which the buffers of a module are compared: that of its own parameters, or of its call."""
     found: dict[nn.Module, DataMesh] = {}
     for state in root.states:
@@ -218,7 +219,7 @@ def _meshes_by_module(root: Any) -> dict[nn.Module, DataMesh]:
     return found
 
 
-def _ignored_modules(root: Any, below: dict[nn.Module, str]) -> set[nn.Module]:
+def _ignored_modules(root: Root, below: dict[nn.Module, str]) -> set[nn.Module]:
     """Returns the modules that are in one which has parameters, itself or below, none of which a group manages."""
     managed = {slot.module for group in root.groups for param in group.params for slot in param.slots}
     has_any: dict[nn.Module, bool] = {}
@@ -251,12 +252,12 @@ def _is_whole(buffer: Tensor, mesh: DataMesh) -> bool:
     return True
 
 
-def _averaged(root: Any) -> set[str]:
+def _averaged(root: Root) -> set[str]:
     """Returns the names of running statistics that ranks average in this step, or are told not to average."""
     return _statistics(root, only_training=bool(root.settings.extras.get(SETTING, True)))
 
 
-def drifting(found: Mapping[str, _Buffer], root: Any) -> set[str]:
+def drifting(found: Mapping[str, _Buffer], root: Root) -> set[str]:
     """Returns the names of those that a forward may change, and that must stay the same on all ranks nevertheless.
 
     Buffers that no state dict has may be caches of a rank's own rows, and counters may count these; modules that some
@@ -279,7 +280,7 @@ def _is_asked(group: FSDPParamGroup) -> bool:
     return group.settings.reduce_when is ReduceWhen.ASKED
 
 
-def _statistics(root: Any, only_training: bool) -> set[str]:
+def _statistics(root: Root, only_training: bool) -> set[str]:
     """Returns the names of running statistics, and of their counters, below the root; of modules that train only."""
     return {
         fqn(prefix, name)
@@ -293,7 +294,7 @@ def _statistics(root: Any, only_training: bool) -> set[str]:
 
 
 def _numbers_of(
-    root: Any, chosen: Mapping[str, _Buffer], judge: Callable[[Mapping[str, _Buffer], bool], None]
+    root: Root, chosen: Mapping[str, _Buffer], judge: Callable[[Mapping[str, _Buffer], bool], None]
 ) -> ComparedNumbers:
     """Returns a checksum of `chosen`, and whether gradients are accumulated: a user may average buffers with them.
 

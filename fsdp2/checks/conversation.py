@@ -102,13 +102,12 @@ class Conversation:
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
-    `partings`: the goodbyes that this rank has sent, until all ranks have.
+    `group`: a weak reference to the process group. `purposes`: those of its collectives. `partings`: the goodbyes that
+    this rank has sent, until all ranks have.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-        # The purposes of all Comms that talk here.
-        self.purposes: weakref.WeakSet[Purpose] = weakref.WeakSet()
+    def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
+        self._group, self._purposes = group, purposes
         self._pending: deque[Exchange] = deque()
         self._errors = 0
         self._sequence = 0
@@ -137,7 +136,7 @@ class Conversation:
                 self.give_up([exchange], problem + self.table(exchange, came))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
-                    tell_out_of_step(self.purposes)
+                    tell_out_of_step(self._purposes)
                 with suppress(RuntimeError):  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}

@@ -26,7 +26,7 @@ that follow forwards are there only while some group is due.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from ..engine.state import FSDPState
 
 _PERIOD = 128
-_UNKNOWN = object()
 
 
 def is_check_time(number: int, always: bool = False) -> bool:
@@ -125,7 +124,8 @@ class RankComparisons(Observer):
     def __init__(self, root: Root) -> None:
         self._root = root
         # The group whose gathers are counted; None: there is no such group. It is known when all are attached.
-        self._group: Any = _UNKNOWN
+        self._group: FSDPParamGroup | None = None
+        self._knows_group = False
         # How often it has communicated, and the next time at which ranks compare.
         self._times, self._next = 0, 1
         # The next time is the first one, or the first after loading.
@@ -137,8 +137,8 @@ class RankComparisons(Observer):
         self._evaluations = 0
 
     def before_gather(self, group: FSDPParamGroup) -> None:
-        if self._group is _UNKNOWN:
-            self._group = group_of_all_ranks(self._root)
+        if not self._knows_group:
+            self._group, self._knows_group = group_of_all_ranks(self._root), True
         is_counted = group is self._group
         if not is_counted and not (self._begins_anew and group in groups_of_all_ranks(self._root)):
             return
@@ -317,7 +317,9 @@ class ForwardChecks(Observer):
 
 
 class AtTimes(Observer):
-    """Is the base class of what ForwardChecks have among the observers of a root while it is needed."""
+    """Is the base class of the observers by which ForwardChecks follow forwards. They are among those of a root only
+    while some group is due, or is being checked.
+    """
 
     is_there = False
 
@@ -409,7 +411,9 @@ NO_NUMBERS = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 def judge_at_end(root: Root, numbers: Tensor, judge: Callable[[list[int]], None]) -> None:
     """Calls `judge` with `numbers`, a flat int64 tensor, when the pass ends that runs under `root`. It may raise."""
-    root.events.of(ForwardChecks).checked.judge_at_end(numbers, judge)
+    checks = root.events.of(ForwardChecks)
+    assert checks is not None, "they have called a check"
+    checks.checked.judge_at_end(numbers, judge)
 
 
 def read_all(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -26,6 +26,7 @@ from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..engine.owners import all_groups, owners_by_id
 from ..engine.parameter import FSDPParam
 from ..engine.replacements import REPLACE_BEFORE
+from ..engine.root import Root
 from ..engine.state import FSDPState, names_below, state_of
 from ..engine.torch_names import watch_calls
 from .before_sharding import facts_of
@@ -43,7 +44,7 @@ _ON_SHARDS = re.compile("mixed torch.Tensor and DTensor|sharding strategy")
 class EntryPoints(Check):
     """Refuses calls of modules whose parameters another module gathers, while these are sharded."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.groups:
             self._unwatch(group)
             inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
@@ -55,13 +56,15 @@ class EntryPoints(Check):
                 if layer is not None:
                     leave_fast_path(layer)
 
-    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+    def call_failed(
+        self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
+    ) -> None:
         if name is not None:
             explain(error, module, name)
         if inputs is not None:
             explain_dtypes(error, module, *inputs)
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         for group in root.groups:
             self._unwatch(group)
 
@@ -276,10 +279,11 @@ def _explain_replaced(error: RuntimeError, entry: nn.Module) -> None:
     parameters of another one, or with copies of them.
     """
     *_, module = (each for each in _selves(error))
-    owners, state = owners_by_id(), state_of(entry)
+    owners, state, tensor_class = owners_by_id(), state_of(entry), extensions().tensor_class
     for name, parameter in module._parameters.items():
         owned = owners.get(id(parameter))
-        is_copy = owned is None and type(parameter) is extensions().tensor_class is not DTensor
+        kind: type = type(parameter)
+        is_copy = owned is None and kind is tensor_class is not DTensor
         if is_copy or (owned is not None and not any(slot.module is module for slot in owned.param.slots)):
             where = type(module).__name__ if state is None else _expression(module, state)
             whose = "a copy of a sharded parameter" if owned is None else f"{owned.param.name}, of another module,"

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,26 +55,29 @@ class Header(NamedTuple):
         return cls(text, data, data[:_DIGEST_NBYTES], bytes(data[:_DIGEST_NBYTES].tolist()))
 
 
-# Purpose -> the headers that were built for it.
-_headers: WeakKeyDictionary[Purpose, dict[Any, Header]] = WeakKeyDictionary()
+class Headers:
+    """Builds the headers of a Comm's collectives, each once. `purpose`: that of the Comm."""
 
+    def __init__(self, purpose: Purpose) -> None:
+        self._purpose = purpose
+        self._built: dict[Any, Header] = {}
 
-def header_of(purpose: Purpose, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
-    """Returns the header of a collective that takes `tensors` of this rank; it is built once.
+    def of(self, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
+        """Returns the header of a collective that takes `tensors` of this rank.
 
-    `part`: names the gradients that it is about.
-    """
-    remark = purpose.remark
-    key = (kind, purpose.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
-    known = _headers.setdefault(purpose, {})
-    if key not in known:
-        known[key] = Header.of(_doing(purpose, kind), "", key[4:], part, remark=remark)
-    return known[key]
+        `part`: names the gradients that it is about.
+        """
+        purpose, built = self._purpose, self._built
+        remark = purpose.remark
+        key = (kind, purpose.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+        if key not in built:
+            built[key] = Header.of(_doing(purpose, kind), "", key[4:], part, remark=remark)
+        return built[key]
 
 
 def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
-    """Returns the same, with what runs, which is compared, and the step, which is not: ranks may accumulate different
-    numbers of batches, and after an error their counts may differ for ever.
+    """Returns a header that also says what runs, which is compared, and the step, which is not: ranks may accumulate
+    different numbers of batches, and after an error their counts may differ for ever.
     """
     phase, step = purpose.where()
     sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]

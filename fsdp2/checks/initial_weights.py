@@ -22,6 +22,7 @@ from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
+from ..engine.root import Root
 from .before_sharding import Key, facts_of
 from .due import RankCheck
 
@@ -83,12 +84,14 @@ class InitialValues:
 
     def _is_written(self) -> bool:
         """Returns True if somebody has written to the shard, as far as version counters tell."""
-        param: Any = self._param()
+        param = self._param()
+        assert param is not None, "its group is there"
         is_there = self._local is not None and self._local() is param.local
         return is_there and version_if_counted(param.sharded) != self._version
 
     def _has_other_values(self) -> bool:
-        param: Any = self._param()
+        param = self._param()
+        assert param is not None, "its group is there"
         local, values = param.local, self.values
         if local.dtype != values.dtype:
             return True
@@ -139,7 +142,7 @@ def _values_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
 class InitialWeights(RankCheck):
     """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.new_groups:
             samples, known = facts_of(group).samples, _values_of(group)
             for param in group.params if samples else ():

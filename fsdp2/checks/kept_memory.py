@@ -17,6 +17,7 @@ from torch import Tensor
 from ..engine.compat import PLAIN, has_storage, num_dispatch_modes, storage_address
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import some_of
+from ..engine.root import Root
 from .due import Check
 
 _CONTAINERS = (list, tuple, dict)
@@ -33,7 +34,7 @@ class KeptMemory(Check):
         self._is_said = False
         self._num_seen = 0
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         self._is_said = True
 
     def memory_kept(self, group: FSDPParamGroup) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,18 +12,14 @@ from torch import Tensor
 from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, divide_before
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
-from ..engine.gloo_threads import let_callers_finish
-from .conversation import Conversation, Exchange
-from .headers import GOODBYE, HEADER_NBYTES, differ, header_of
+from ..engine.root import Root
+from .conversation import Exchange
+from .headers import GOODBYE, HEADER_NBYTES, Headers, differ
+from .watched_groups import watched
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
 # to copy it twice takes less than messages of its own. See benchmarks/results.
 MAX_RIDER_NBYTES = 1024 * 1024
-
-# Process group -> its conversation, which several Comms may share. Purpose -> its Comms that can say goodbye: over the
-# axes of a mesh, or over some of the ranks.
-_conversations: WeakKeyDictionary[dist.ProcessGroup, Conversation] = WeakKeyDictionary()
-comms_of: WeakKeyDictionary[Purpose, WeakSet[Any]] = WeakKeyDictionary()
 
 
 class NamedPairwiseComm(PairwiseComm):
@@ -33,12 +27,10 @@ class NamedPairwiseComm(PairwiseComm):
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         super().__init__(group, purpose)
-        if group not in _conversations:
-            _conversations[group] = Conversation(group)
-            let_callers_finish()
-        self._conversation = _conversations[group]
-        comms_of.setdefault(purpose, WeakSet()).add(self)
-        self._conversation.purposes.add(purpose)
+        known = watched(group)
+        known.purposes.add(purpose)
+        purpose.named_comms.add(self)
+        self._conversation, self._headers = known.conversation, Headers(purpose)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
         self._max_rider = MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
@@ -66,7 +58,7 @@ class NamedPairwiseComm(PairwiseComm):
         incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
-        header, conversation = header_of(self.purpose, kind, tensors, what), self._conversation
+        header, conversation = self._headers.of(kind, tensors, what), self._conversation
         if conversation.partings:
             conversation.come_back(self._take_leave)
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
@@ -89,10 +81,6 @@ class NamedPairwiseComm(PairwiseComm):
             exchange.fail(error)
             raise
         return exchange
-
-    def tell(self, purpose: Purpose) -> None:
-        """Has the root of `purpose` be told, too, when ranks are out of step here."""
-        self._conversation.purposes.add(purpose)
 
     def leave(self) -> None:
         """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
@@ -130,9 +118,9 @@ class NamedPairwiseComm(PairwiseComm):
 class Goodbyes(Observer):
     """Says goodbye, when ranks are out of step, to all with whom a root has collectives: ranks of other axes wait."""
 
-    def out_of_step(self, root: Any) -> None:
+    def out_of_step(self, root: Root) -> None:
         for group in root.groups:
-            for comm in comms_of.get(group.purpose, ()):
+            for comm in group.purpose.named_comms:
                 comm.leave()
 
 

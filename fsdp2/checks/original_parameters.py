@@ -7,11 +7,11 @@ built too early; if it gets a gradient, something computes with it.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
 from ..engine.owners import SHARDED_AS
+from ..engine.root import Root
 from ..engine.ties import original_of
 from ..engine.torch_names import replace_hooks
 from .due import Check
@@ -20,7 +20,7 @@ from .due import Check
 class OriginalParameters(Check):
     """Marks original parameters once they have been cut, and refuses to compute gradients for them."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.new_groups:
             for original in [reference() for reference in group.originals]:
                 mark = None if original is None else original_of(original)

@@ -11,6 +11,7 @@ from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import roots_of_thread
 from ..engine.root import Root
+from ..engine.state import FSDPState
 
 _BEGIN = "fsdp2: memory ran out in "
 _ADVICE = (
@@ -28,7 +29,9 @@ class OutOfMemory(Observer):
     def __init__(self) -> None:
         self.predicted = ""
 
-    def call_failed(self, state: Any, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
+    def call_failed(
+        self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
+    ) -> None:
         if _is_out_of_memory(error) and state.groups:
             again = ", which runs again in backward," if state.root.backward is not None else ""
             self.explain(error, f"the forward of {_text(state.groups[0])}{again}", state.root)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ..engine.collectives import choice_of
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import some_of
+from ..engine.root import Root
 from .due import Check
 
 # By the method that sets it: a user's function, which a group without parameters never calls.
@@ -40,7 +41,7 @@ class PartialSettings(Check):
     def __init__(self) -> None:
         self._before: dict[FSDPParamGroup, Any] = {}
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         _Changes.number += 1
 
     def settings_changed(self, group: FSDPParamGroup) -> None:
@@ -52,7 +53,7 @@ class PartialSettings(Check):
 
 
 # By the identity of an optimizer, while it is alive: the number of changes when the settings of its model were checked,
-# and of how many groups it stepped on parameters then.
+# and of how many groups it stepped on parameters then. It is not kept on the optimizer, which users may pickle.
 _checked: dict[int, tuple[int, int]] = {}
 
 

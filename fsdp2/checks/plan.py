@@ -16,7 +16,7 @@ from ..engine.mesh import DataMesh, Distribution
 from ..engine.offload import storage_place
 from ..engine.parameter import Slot, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
-from ..engine.state import names_below
+from ..engine.state import FSDPState, names_below
 from ..engine.subclasses import (
     count_pre_arguments,
     gathers_itself,
@@ -525,7 +525,7 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
             _check_one_mesh(names[state.modules[0]], group.mesh, plan.mesh)
 
 
-def _is_conditional(state: Any) -> bool:
+def _is_conditional(state: FSDPState) -> bool:
     """Returns True if ranks may leave the modules of `state` out, or those around them."""
     return any(group.settings.reduce_when is ReduceWhen.ASKED for group in state.groups)
 

@@ -6,18 +6,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Comm, Purpose, Rows, Work, all_gather_now
+from ..engine.comm import Comm, DelegatingComm, Purpose, Rows, Work, all_gather_now
 from ..engine.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.torch_names import default_store, has_backend
 from .conversation import tell_out_of_step
-from .headers import TABLE, Header, digest_of, header_of, out_of_step, placed_header, text_of, without_sizes
-from .named_comm import comms_of
+from .headers import TABLE, Header, Headers, digest_of, out_of_step, placed_header, text_of, without_sizes
+from .watched_groups import watched
 
 _VARIABLE = "FSDP2_DEBUG"
 
@@ -32,23 +31,6 @@ def level_from_environment() -> int:
     if value not in ("0", "1"):
         raise ValueError(f"environment variable {_VARIABLE}: expected 0 or 1, got {value!r}")
     return int(value)
-
-
-# Process group -> whether ranks compare all that they do there. Process group -> the purposes of collectives there.
-_levels: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-_purposes: WeakKeyDictionary[dist.ProcessGroup, WeakSet[Purpose]] = WeakKeyDictionary()
-
-
-def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
-    """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
-    for group in groups:
-        _levels[group] = checked
-        _purposes.setdefault(group, WeakSet()).add(purpose)
-
-
-def are_checked(group: dist.ProcessGroup) -> bool:
-    """Returns True if ranks compare all that they do there."""
-    return _levels.get(group, False)
 
 
 class Rollcall:
@@ -75,72 +57,53 @@ class Rollcall:
     def _compare(self, header: Header) -> None:
         of_all = all_gather_now(bytes(header.data.tolist()), self.aside, self._device)
         if len({digest_of(each) for each in of_all}) > 1:
-            tell_out_of_step(_purposes.get(self._group, ()))
+            tell_out_of_step(watched(self._group).purposes)
             ranks = dist.get_process_group_ranks(self._group)
             raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))
 
 
-class CheckedComm:
+class CheckedComm(DelegatingComm):
     """Is a Comm whose ranks answer a rollcall before each collective: no data moves if they differ. If one fails, its
     error says what all processes have noted.
 
     Args:
-        unchecked: what moves the data.
+        inner: what moves the data.
         make_comm: makes the Comm by which ranks tell each other.
         device: where the tensors are.
     """
 
-    def __init__(self, unchecked: Comm, make_comm: Callable[..., Comm], device: torch.device) -> None:
-        self.unchecked = self._comm = unchecked
-        self.rank, self.purpose = unchecked.rank, unchecked.purpose
-        self.direct_min_bytes, self.sums_on_arrival = unchecked.direct_min_bytes, unchecked.sums_on_arrival
-        self.follows_stream, self.memory = unchecked.follows_stream, unchecked.memory
-        group, cpu = unchecked.group, torch.device("cpu")
+    def __init__(self, inner: Comm, make_comm: Callable[..., Comm], device: torch.device) -> None:
+        super().__init__(inner)
+        group, cpu = inner.group, torch.device("cpu")
         assert group is not None, "there are other ranks"
         aside_device = cpu if has_backend(group, cpu) else device
         aside = make_comm(group, aside_device, Purpose())
-        self._rollcall = Rollcall(group, aside, aside_device)
-        _purposes.setdefault(group, WeakSet()).add(self.purpose)
-        for comm in comms_of.get(aside.purpose, ()):
-            comms_of.setdefault(self.purpose, WeakSet()).add(comm)
-            comm.tell(self.purpose)
-
-    @property
-    def force_sum(self) -> bool:
-        return self._comm.force_sum
-
-    @force_sum.setter
-    def force_sum(self, value: bool) -> None:
-        self._comm.force_sum = value
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._comm.group
-
-    @property
-    def size(self) -> int:
-        return self._comm.size
+        self._rollcall, self._headers = Rollcall(group, aside, aside_device), Headers(self.purpose)
+        watched(group).purposes.add(self.purpose)
+        self.purpose.named_comms |= aside.purpose.named_comms
 
     def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
         """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it."""
-        self._rollcall.answer(header_of(self.purpose, kind, [tensor], what))
+        self._rollcall.answer(self._headers.of(kind, [tensor], what))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self._checked(GATHERING, inputs, lambda: self._comm.all_gather(outputs, inputs))
+        return self._checked(GATHERING, inputs, lambda: self.inner_comm.all_gather(outputs, inputs))
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
-        return self._checked(REDUCING, inputs, lambda: self._comm.reduce_scatter(outputs, inputs, divisor, what), what)
+        return self._checked(
+            REDUCING, inputs, lambda: self.inner_comm.reduce_scatter(outputs, inputs, divisor, what), what
+        )
 
     def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
         self._answer(REDUCING, sent, what)
         with _telling_where():
-            work, rows = self._comm.exchange(sent, what)
+            work, rows = self.inner_comm.exchange(sent, what)
         return _NotedWork(work), rows
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._checked(SUMMING, [tensor], lambda: self._comm.all_reduce(tensor, divisor, what), what)
+        return self._checked(SUMMING, [tensor], lambda: self.inner_comm.all_reduce(tensor, divisor, what), what)
 
     def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
         self._answer(kind, tensors, what)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engine.compare_ranks import ComparedNumbers, Comparison, connects, greatest
 from ..engine.compat import local_if_any
 from ..engine.mesh import DataMesh
+from ..engine.state import FSDPState
 from .due import ForwardCheck, RankCheck, judge_at_end
 
 _SAMPLE = 4096
@@ -30,14 +31,14 @@ class RoundedInputs(RankCheck, ForwardCheck):
         self._rounded: dict[Any, set[int]] = {}
         self._unread: dict[Any, Tensor] = {}
 
-    def before_cast(self, state: Any, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         if connects(state.groups[0].mesh):
             found = rounded_whole_numbers(inputs, dtype)
             if found is not None:
                 self._unread[state] = found
                 judge_at_end(state.root, found, partial(self._note_rounded, state))
 
-    def _note_rounded(self, state: Any, found: Sequence[int]) -> None:
+    def _note_rounded(self, state: FSDPState, found: Sequence[int]) -> None:
         self._unread.pop(state, None)
         self._rounded.setdefault(state, set()).update(numbers_in(found))
 

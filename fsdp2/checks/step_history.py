@@ -24,6 +24,7 @@ from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import sharded_owner, some_of
 from ..engine.rank_facts import gather_by_rank
+from ..engine.root import Root
 from ..engine.torch_names import stepped_on_accumulation
 from .due import RankCheck
 
@@ -77,10 +78,10 @@ class StepHistory(RankCheck):
         if len(followed.steps) < _MOST_STEPS:
             followed.steps.append(num_backwards - self._compared)
 
-    def out_of_step(self, root: Any) -> None:
+    def out_of_step(self, root: Root) -> None:
         self._take(root)
 
-    def _take(self, root: Any) -> tuple[int, dict[str, _Told]]:
+    def _take(self, root: Root) -> tuple[int, dict[str, _Told]]:
         """Begins anew. Returns when ranks last compared steps, and what this rank has to tell of each optimizer."""
         told: dict[str, _Told] = {}
         for key, each in [*self._followed.items()]:
@@ -212,7 +213,7 @@ def _shown(value: Any) -> str:
 class OptimizersOnAccumulation(RankCheck):
     """Refuses torch's `_apply_optimizer_in_backward`, which steps where autograd accumulates a parameter's gradient."""
 
-    def refuse(self, root: Any) -> None:
+    def refuse(self, root: Root) -> None:
         stepped = stepped_on_accumulation()
         for param in (param for group in root.groups if stepped for param in group.params):
             if param.sharded in stepped:

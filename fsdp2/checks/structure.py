@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from ..engine.owners import some_of
 from ..engine.parameter import FSDPParam
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import gather_by_rank
+from ..engine.root import Root
 from .due import RankCheck
 from .headers import trainable_remark
 
@@ -97,11 +98,11 @@ class Structure(RankCheck):
     def __init__(self) -> None:
         self._trainable: dict[FSDPParamGroup, list[bool]] = {}
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         self._trainable = {group: group.parameters.trainable for group in root.groups}
         self._remark()
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         for group in root.groups:
             group.purpose.remark = ""
 

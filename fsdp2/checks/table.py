@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from ..dtensor import optimizer_steps
 from ..engine.build import Plan
 from ..engine.events import Observer, extend
 from ..engine.owners import all_groups
+from ..engine.root import Root
 from .before_sharding import facts_of_call
 from .compared_buffers import Buffers
 from .due import (
@@ -242,7 +243,7 @@ def describe_checks() -> str:
 # ---- observers
 
 
-def _make(row: Row, root: Any) -> Check | None:
+def _make(row: Row, root: Root) -> Check | None:
     level = level_of(row.name)
     if row.cls is None or level == "off":
         return None
@@ -255,22 +256,22 @@ def _is_any_on(*kinds: type[Check]) -> bool:
     return any(is_on(row.name) for row in TABLE if row.cls is not None and issubclass(row.cls, kinds))
 
 
-def _rank_comparisons(root: Any) -> Observer | None:
+def _rank_comparisons(root: Root) -> Observer | None:
     return make_rank_comparisons(root) if _is_any_on(RankCheck) else None
 
 
-def _forward_checks(root: Any) -> Observer | None:
+def _forward_checks(root: Root) -> Observer | None:
     return ForwardChecks(root) if _is_any_on(ForwardCheck) else None
 
 
-def _follow_levels(root: Any) -> None:
+def _follow_levels(root: Root) -> None:
     """Has a root that is there already observed as the levels say now. Checks that stay keep what they know."""
     before, is_ours = root.events.observers, (Check, RankComparisons, ForwardChecks, AtTimes)
     present = {type(each): each for each in before}
     now: list[Observer] = []
     for made in filter(None, (make(root) for make in CHECKS)):
         kept = present.get(type(made), made)
-        if isinstance(made, Check):
+        if isinstance(made, Check) and isinstance(kept, Check):
             kept.always = made.always
         now.append(kept)
     first = next((i for i, each in enumerate(before) if isinstance(each, is_ours)), len(before))
@@ -288,7 +289,7 @@ def _remember(plan: Plan) -> None:
             keep_sample(facts.samples, each, each.slots[0].get())
 
 
-CHECKS: tuple[Callable[[Any], Observer | None], ...] = (
+CHECKS: tuple[Callable[[Root], Observer | None], ...] = (
     *(partial(_make, row) for row in TABLE if row.cls is not None),
     _rank_comparisons,
     _forward_checks,

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -28,24 +27,25 @@ class Audit(Observer):
     It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
     """
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         from ..tools.audit import log_findings
 
         root.remove(self)
         log_findings(root.state.modules, is_first(root.group.mesh))
 
 
-def make_audit(root: Any) -> Audit | None:
+def make_audit(root: Root) -> Audit | None:
     """Returns an observer for roots that are sharded at the debug level."""
     return Audit() if level_from_environment() > 0 else None
 
 
-def ask_audit(root: Any, wanted: bool) -> None:
+def ask_audit(root: Root, wanted: bool) -> None:
     """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-    if wanted and root.events.of(Audit) is None:
+    audit = root.events.of(Audit)
+    if wanted and audit is None:
         root.add(Audit())
-    elif not wanted:
-        root.remove(root.events.of(Audit))
+    elif not wanted and audit is not None:
+        root.remove(audit)
 
 
 class Summary(Observer):
@@ -54,7 +54,7 @@ class Summary(Observer):
     It compares one level where nobody logs, and is gone after that pass began.
     """
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         root.remove(self)
         _follow_log_level()
         logger = logging.getLogger("fsdp2")
@@ -118,20 +118,20 @@ class ProfilerRanges(Observer):
     nothing of it.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Root) -> None:
         """`root`: which it will follow."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         from ..tools.profiler_ranges import start
 
         start(root)
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         from ..tools.profiler_ranges import end
 
         end(root)
 
-    def before_free(self, group: Any) -> None:
+    def before_free(self, group: FSDPParamGroup) -> None:
         from ..tools.profiler_ranges import show_reshard
 
         show_reshard(group)

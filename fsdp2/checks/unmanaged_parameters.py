@@ -10,7 +10,6 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +24,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import names_of_unsharded, roots_of_thread, sharded_owner, some_of
 from ..engine.parameter import fqn
 from ..engine.rank_facts import gather_by_rank
+from ..engine.root import Root
 from ..engine.torch_names import is_sharded_by_fsdp1
 from .due import RankCheck
 
@@ -42,7 +42,7 @@ class UnmanagedParameters(RankCheck):
         self._plain: dict[str, _PlainParameter] = {}
         self._backwards = _Backwards(self._plain)
 
-    def note_plain(self, root: Any, optimizer: Optimizer, params: Mapping[int, Tensor], is_beside: bool) -> None:
+    def note_plain(self, root: Root, optimizer: Optimizer, params: Mapping[int, Tensor], is_beside: bool) -> None:
         """Notes plain parameters (number -> parameter) on which an optimizer is about to step first.
 
         `is_beside`: it steps on sharded parameters, too. Else they count once they have got gradients by a backward
@@ -60,7 +60,7 @@ class UnmanagedParameters(RankCheck):
         if self._backwards.are_awaited():
             root.add(self._backwards)
 
-    def detached(self, root: Any) -> None:
+    def detached(self, root: Root) -> None:
         root.remove(self._backwards)
         for each in self._plain.values():
             each.ignore_gradients()
@@ -188,7 +188,8 @@ class _Backwards(Observer):
         """Returns True while that is so."""
         return any(each.is_open for each in self._params.values())
 
-    def backward_ended(self, root: Any) -> None:
+    def backward_ended(self, root: Root) -> None:
+        assert root.backward is not None, "it ends"
         for each in self._params.values():
             each.note_backward(root.backward.task)
         if not self.are_awaited():
@@ -209,7 +210,7 @@ def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: M
             check.note_plain(root, optimizer, params, is_beside=bool(groups))
 
 
-def _replaced_module(unmanaged: Mapping[str, nn.Parameter], root: Any) -> str:
+def _replaced_module(unmanaged: Mapping[str, nn.Parameter], root: Root) -> str:
     """Returns an error if an unmanaged parameter has the name of one that is managed, in a module that was there."""
     managed = {name: param for group in root.groups for param in group.params for name in param.names}
     for name, parameter in unmanaged.items():
@@ -223,7 +224,7 @@ def _replaced_module(unmanaged: Mapping[str, nn.Parameter], root: Any) -> str:
     return ""
 
 
-def _find_unmanaged(root: Any) -> Iterator[tuple[str, nn.Parameter]]:
+def _find_unmanaged(root: Root) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields trainable parameters below the root's modules that no group has, with their names. A module that has come
     later, sharded by itself, is its own root.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..engine.events import Observer
+from ..engine.root import Root
 from ..engine.write_notices import notices
 
 
@@ -15,17 +16,17 @@ class UnnoticedWrites(Observer):
         # Groups whose shards may still be copied to the device, and the shards' versions.
         self._unsettled: list[tuple[Any, tuple[int, ...]]] = []
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         self._unsettled = [(group, group.shard_versions()) for group in root.groups if group.transfers is not None]
         notices.before_next_write(self._compare)
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         self._compare()
 
-    def backward_began(self, root: Any) -> None:
+    def backward_began(self, root: Root) -> None:
         self._compare()
 
-    def pass_failed(self, root: Any, in_backward: bool) -> None:
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
         self._unsettled = []  # the other error comes first
 
     def _compare(self) -> None:
@@ -39,6 +40,6 @@ class UnnoticedWrites(Observer):
             )
 
 
-def make_unnoticed_writes(root: Any) -> UnnoticedWrites | None:
+def make_unnoticed_writes(root: Root) -> UnnoticedWrites | None:
     """Returns an observer for roots whose shards rest on the CPU."""
     return UnnoticedWrites() if any(group.transfers is not None for group in root.groups) else None

@@ -21,6 +21,7 @@ from ..checks.out_of_memory import explain_backward
 from ..engine.compat import compiled_autograd, no_torch_function, records_backward
 from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
+from ..engine.group import FSDPParamGroup
 from ..engine.owners import Owned, all_groups, roots_of_thread, sharded_owner, some_of
 from .compat import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers
@@ -170,12 +171,12 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
         ) from error
 
 
-def _why_freed(groups: Iterable[Any]) -> str:
+def _why_freed(groups: Iterable[FSDPParamGroup]) -> str:
     has_hooks = all(group.root.settings.saved_tensor_hooks for group in groups)
     return _FREED_GRAPH if has_hooks else _UNSEEN
 
 
-def _is_expired(group: Any) -> bool:
+def _is_expired(group: FSDPParamGroup) -> bool:
     """Returns True if autograd refuses what it has saved of the group's unsharded parameters, which were freed."""
     return bool(group.parameters.unsharded_versions.is_expired)
 

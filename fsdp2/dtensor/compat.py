@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreach_types
@@ -189,7 +191,6 @@ _KINDS = {
 # Parts of names of other nodes of torch's functional collectives than those that communicate.
 _NO_COLLECTIVES = ("wait_tensor", "wrap_tensor")
 _CPP_COLLECTIVES = ("AllGather", "AllReduce", "AllToAll", "ReduceScatter")
-_kinds_of_classes: dict[type, str] = {}
 
 
 def kind_of(node: Any) -> str:
@@ -198,14 +199,12 @@ def kind_of(node: Any) -> str:
     COLLECTIVE is one of torch's that has a gradient: a functional collective, which torch 2.11 has in C++, or one of
     torch.distributed.nn.
     """
-    cls = type(node)
-    kind = _kinds_of_classes.get(cls)
-    if kind is None:
-        name: str = node.name()
-        kind = _KINDS.get(name) or (COLLECTIVE if _is_collective(cls, name) else OTHER)
-        if cls.__name__ == name:  # else nodes of other kinds may have the class, too
-            _kinds_of_classes[cls] = kind
-    return kind
+    return _kind_of(type(node), node.name())  # type: ignore[arg-type]
+
+
+@lru_cache(4096)
+def _kind_of(cls: type, name: str) -> str:
+    return _KINDS.get(name) or (COLLECTIVE if _is_collective(cls, name) else OTHER)
 
 
 def _is_collective(cls: Any, name: str) -> bool:

@@ -104,7 +104,8 @@ class CopiedView(ShardedDTensor):
         return super().__create_chunk_list__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return memo.setdefault(id(self), _plain(self).clone())
+        copied: DTensor = memo.setdefault(id(self), _plain(self).clone())
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).clone().__reduce_ex__(protocol)

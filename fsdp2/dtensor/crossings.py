@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import unserializable_hook
 
@@ -166,7 +167,7 @@ def _owners_of(tensor: DTensor) -> list[Owned]:
     return [each for each in found if each is not None]
 
 
-def _data_axes(owner: Owned) -> tuple[Any, set[int]]:
+def _data_axes(owner: Owned) -> tuple[DeviceMesh, set[int]]:
     mesh = owner.group.mesh
     return mesh.mesh, {*mesh.shard_axes, *mesh.replicate_axes}
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ from .table import FIXES, FORMER_NAMES, NAMES, Fix
 class Meshes(Observer):
     """Notes the meshes of sharded parameters, which torch before 2.13 knows our operations by."""
 
-    def attached(self, root: Any) -> None:
+    def attached(self, root: Root) -> None:
         for group in root.new_groups:
             self.rebuilt(group, {})
 

@@ -49,7 +49,8 @@ class LocalCopy(Tensor):
         return map_tensors(result, partial(_as_copy, copies))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.plain.clone())
+        copied: Tensor = memo.setdefault(id(self), self.plain.clone())
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)

@@ -83,7 +83,7 @@ class LocalStep:
         for leaf, gradient in zip(self._leaves, gradients, strict=True):
             if gradient is not None:
                 leaf.grad = gradient._local_tensor
-        self.optimizer: Any = object.__new__(type(optimizer))
+        self.optimizer: Optimizer = object.__new__(type(optimizer))
         vars(self.optimizer).update(vars(optimizer))
         vars(self.optimizer).pop("step", None)  # which a scheduler has bound to the user's optimizer
         leaves, state = iter(self._leaves), optimizer.state

@@ -61,7 +61,8 @@ class _Inspected(NamedTuple):
         return [group for each in self.groups if (group := each()) is not None]
 
 
-# The identity of each optimizer that is alive -> the facts about it. A WeakKeyDictionary takes longer than all else.
+# The identity of each optimizer that is alive -> the facts about it, which are not kept on the optimizer, because users
+# may pickle it. A WeakKeyDictionary takes longer than all else.
 _inspected: dict[int, _Inspected] = {}
 
 

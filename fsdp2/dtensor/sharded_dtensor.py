@@ -5,7 +5,7 @@ which table.py lists, are attached to this class: other DTensors behave like tor
 
 An operation on a ShardedDTensor takes one way:
 
-1. An entry: the function that a fix has set for that operation (`handle_operations`).
+1. A handler: the function that a fix has set for that operation (`handle_operations`).
 2. Else DTensor's own rule (`call_unhandled`). It refuses what it has no rule for, and plain tensors among DTensors; the
    error names the parameter and says what to write.
 3. A result that the rule leaves Partial, a norm or a sum for example, is an UnreducedDTensor. It is reduced before an
@@ -150,7 +150,7 @@ class UnreducedDTensor(ShardedDTensor):
             return detached
         for each in unreduced:
             if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
-                raise _is_unreduced(spec_of(each), "item")
+                raise _error_of_unreduced(spec_of(each), "item")
             each._reduce()
         return op(*args, **(kwargs or {}))
 
@@ -193,7 +193,7 @@ def _is_sum(tensor: DTensor) -> bool:
     return tensor.dtype != torch.bool and kinds <= {(Partial, "sum"), (Partial, "avg")}
 
 
-def _is_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
+def _error_of_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
     """Returns the error for `item()`, which one rank alone may call, to print the number. The truth of a bool is
     reduced instead, because all ranks execute `if p.isnan().any():`.
     """
@@ -441,7 +441,7 @@ def refuse_reduced(tensor: DTensor, method: str) -> None:
     """
     spec = vars(tensor).get(_UNREDUCED)
     if spec is not None and tensor.dtype != torch.bool:
-        raise _is_unreduced(spec, method)
+        raise _error_of_unreduced(spec, method)
 
 
 def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

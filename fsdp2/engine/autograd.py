@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from .compat import (
 )
 from .torch_names import SPMD_PARTS, SPMD_TYPE
 from .user_code import are_in_force, run_hidden, run_shown
+
+if TYPE_CHECKING:
+    from .group import FSDPParamGroup
 
 # What stands for a saved tensor: (the tensor, its version, None). Of a weight: (the index of the parameter, its group's
 # versions, the group). Of a view of a weight, in place of the index: (dtype, shape, stride, offset in elements), and
@@ -52,7 +55,7 @@ class SavedTensors:
     """
 
     def __init__(self, before_absence: Callable[[], None]) -> None:
-        self.owners: dict[int, Any] = {}
+        self.owners: dict[int, FSDPParamGroup] = {}
         # Called when autograd is about to save weights while the hooks are not in force.
         self.before_absence = before_absence
         # Above those that hold for no forward: (depth, pack hook, context, other hooks that were in force before).

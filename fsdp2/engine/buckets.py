@@ -197,7 +197,7 @@ class Segments:
     """Holds the packed gradients of one bucket while they are sent: one segment for each rank, side by side.
 
     `of_ranks`: (W, P) elements of the wire dtype; `flat`: the same as one row. The views that gradients are copied to
-    are made once; the memory may be freed between two uses.
+    are made once; the memory, `storage`, may be freed between two uses: then `allocate(storage)` follows.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Segments:
             self.of_ranks = source.empty(world_size, layout.packed_numel, dtype=layout.wire_dtype, device=device)
         self.flat = self.of_ranks.view(-1)
         self._has_single_rows = all(spec.has_single_rows for spec in self._specs)
-        self.storage, self.nbytes = self.flat.untyped_storage(), self.flat.nbytes
+        self.storage, self.allocate = self.flat.untyped_storage(), source.allocator(self.flat.nbytes)
 
     def fill(self, gradients: list[Tensor]) -> None:
         """Copies each gradient to its place, casting to the wire dtype.
@@ -337,10 +337,7 @@ class ReducePlan:
         segments, self._spare = self._spare, None
         if segments is None:
             return Segments(self.layout, self.specs, self.world_size, device, source)
-        if source.resize is None:
-            segments.storage.resize_(segments.nbytes)
-        else:
-            source.resize(segments.storage, segments.nbytes)
+        segments.allocate(segments.storage)
         return segments
 
     def return_segments(self, segments: Segments) -> None:

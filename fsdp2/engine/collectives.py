@@ -14,7 +14,7 @@ from torch import Tensor
 from . import comm as core_comm
 from .any_group import FallbackComm
 from .codec import Cast
-from .comm import AnyComm, Comm, CopyWork, DividedWork, Purpose, Rows, Work
+from .comm import AnyComm, Comm, CopyWork, DelegatingComm, DividedWork, Purpose, Work
 from .comm_memory import TORCH_MEMORY, CommMemory, PoolMemory, pool_of_group, symmetric_pool
 from .compat import backend_name
 from .events import extensions
@@ -27,8 +27,10 @@ from .streams import exist_on
 from .subgroups import subgroup
 
 if TYPE_CHECKING:
+    from .codec import Codec
     from .group import FSDPParamGroup
     from .mesh import DataMesh
+    from .replicas import ReplicaCodec
 
 _EXTRA = "collectives"
 
@@ -47,7 +49,7 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
     return watcher.checked(comm, device) if comm.size > 1 and watcher.is_checked(group) else comm
 
 
-def make_hops(mesh: DataMesh, purpose: Purpose, codec: Any = None) -> tuple[Comm, Comm]:
+def make_hops(mesh: DataMesh, purpose: Purpose, codec: Codec | ReplicaCodec | None = None) -> tuple[Comm, Comm]:
     """Returns the Comms that gather and reduce in two hops. Every rank of `mesh` must call it.
 
     Gathers and reductions have process groups of their own: over a backend without streams, collectives that begin at
@@ -78,30 +80,23 @@ def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpos
     return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
 
 
-class CustomComm:
+class CustomComm(DelegatingComm):
     """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
 
     The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; the group's tensors are
     copied from and to these, since the user's may need memory of a special kind.
     """
 
-    direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
-    follows_stream = False
-    memory: CommMemory = TORCH_MEMORY  # copied from and to the user's
-
     def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
-        self._comm, self._gather, self._scatter = inner, all_gather, reduce_scatter
-        self.rank, self.size, self.force_sum = inner.rank, inner.size, inner.force_sum
+        super().__init__(inner)
+        self._gather, self._scatter = all_gather, reduce_scatter
+        self.direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
         self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
-        self.purpose = inner.purpose
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._comm.group
+        self.follows_stream, self.memory = False, TORCH_MEMORY  # it is copied from and to the user's
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if self._gather is None:
-            return self._comm.all_gather(outputs, inputs)
+            return self.inner_comm.all_gather(outputs, inputs)
         works, copies = [], []
         for output, own in zip(outputs, inputs, strict=True):
             whole = self._gather.allocate(output.shape, dtype=output.dtype, device=output.device)
@@ -116,7 +111,7 @@ class CustomComm:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
     ) -> Work:
         if self._scatter is None:
-            return self._comm.reduce_scatter(outputs, inputs, divisor, what)
+            return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
         averages = divisor == self.size and not self.force_sum
         before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []
@@ -139,12 +134,6 @@ class CustomComm:
             sources.append(source)
         copy = CopyWork(works, copies, sources)
         return copy if averages else DividedWork([copy], outputs, divisor / before)
-
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self._comm.exchange(sent, what)
-
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._comm.all_reduce(tensor, divisor, what)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,17 +35,27 @@ if TYPE_CHECKING:
 # ---- the interface
 
 
+class NamedComm(Protocol):
+    """Is a Comm whose messages carry names."""
+
+    def leave(self) -> None:
+        """Says goodbye, once, to the other ranks: they raise at the next collective."""
+
+
 class Purpose:
     """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks.
 
     `name`: FQN of the group's module; `label`: the same for errors, with the class where the FQN says little. `remark`:
     what else errors of ranks that are out of step may say, which is not compared. `root`: a weak reference to the root
-    that runs the group: a collective in flight must not keep a model alive.
+    that runs the group: a collective in flight must not keep a model alive. `named_comms`: the Comms whose collectives
+    carry this name, over one axis of a mesh each, or over some of the ranks; they say goodbye when ranks get out of
+    step.
     """
 
     def __init__(self, name: str = "facts to compare") -> None:
         self.name, self.label, self.remark = name, name, ""
         self.root: Callable[[], Root | None] = lambda: None
+        self.named_comms: WeakSet[NamedComm] = WeakSet()
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank ("forward", "backward", "by hand"), and how many backwards have ended."""
@@ -311,6 +322,45 @@ def divide_before(tensor: Tensor, divisor: float) -> float:
         return divisor
     tensor.div_(divisor)
     return 1
+
+
+class DelegatingComm:
+    """Is a Comm that does all as another one, `inner_comm`, does it, but for what a subclass does otherwise."""
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner_comm, self.rank, self.purpose = inner, inner.rank, inner.purpose
+        self.direct_min_bytes, self.sums_on_arrival = inner.direct_min_bytes, inner.sums_on_arrival
+        self.follows_stream, self.memory = inner.follows_stream, inner.memory
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.inner_comm.group
+
+    @property
+    def size(self) -> int:
+        return self.inner_comm.size
+
+    @property
+    def force_sum(self) -> bool:
+        return self.inner_comm.force_sum
+
+    @force_sum.setter
+    def force_sum(self, value: bool) -> None:
+        self.inner_comm.force_sum = value
+
+    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
+        return self.inner_comm.all_gather(outputs, inputs)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+    ) -> Work:
+        return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
+
+    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+        return self.inner_comm.exchange(sent, what)
+
+    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+        return self.inner_comm.all_reduce(tensor, divisor, what)
 
 
 class SoloComm:

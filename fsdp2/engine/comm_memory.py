@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -41,9 +43,8 @@ class CommMemory(Protocol):
     def zeros(self) -> Callable[..., Tensor]:
         """The function to call in place of `torch.zeros`."""
 
-    @property
-    def resize(self) -> Callable[[torch.UntypedStorage, int], None] | None:
-        """Gives a storage so many bytes. None: its own `resize_` does."""
+    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
+        """Returns what gives a storage, which has been freed, `nbytes` again. It is called in each step."""
 
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         """Has ranks know where all of them have these tensors. Every rank of `group` must call it, in order."""
@@ -53,8 +54,10 @@ class TorchMemory:
     """Gives memory of torch's allocator."""
 
     is_registered = is_symmetric = False
-    resize: Callable[[torch.UntypedStorage, int], None] | None = None  # no function of ours runs
     empty, zeros = staticmethod(torch.empty), staticmethod(torch.zeros)
+
+    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
+        return methodcaller("resize_", nbytes)  # in a step no function of ours runs
 
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         pass
@@ -89,7 +92,10 @@ class PoolMemory:
     def zeros(self, *size: Any, **options: Any) -> Tensor:
         return self.empty(*size, **options).zero_()
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
+        return partial(self._resize, nbytes)
+
+    def _resize(self, nbytes: int, storage: torch.UntypedStorage) -> None:
         with torch.cuda.use_mem_pool(self._pool, self.device):
             storage.resize_(nbytes)
 

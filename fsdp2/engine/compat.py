@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from sys import getrefcount
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.nn import Parameter
+
+if TYPE_CHECKING:
+    from .parameter import FSDPParam
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -256,10 +259,12 @@ class _HooksOfUnsharded(dict[Any, Any]):
     handles know the hook by a number in this dict. `param`: a weak reference to the FSDPParam.
     """
 
-    param: Any
+    param: weakref.ref[FSDPParam]
 
     def _of_user(self) -> dict[Any, Any]:
-        sharded: Any = self.param().sharded
+        param = self.param()
+        assert param is not None, "its unsharded parameter is there"
+        sharded: Any = param.sharded
         if sharded._post_accumulate_grad_hooks is None:
             sharded._post_accumulate_grad_hooks = OrderedDict()
         hooks: dict[Any, Any] = sharded._post_accumulate_grad_hooks
@@ -275,7 +280,7 @@ class _HooksOfUnsharded(dict[Any, Any]):
         del self._of_user()[key]
 
 
-def hook_sharded(unsharded: Tensor, param: Any) -> None:
+def hook_sharded(unsharded: Tensor, param: FSDPParam) -> None:
     """Has hooks that users register on `unsharded`, to run after its gradient, run after that of the sharded one."""
     unsharded._post_accumulate_grad_hooks = hooks = _HooksOfUnsharded()
     hooks.param = weakref.ref(param)

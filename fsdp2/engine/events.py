@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,12 @@ from torch.optim import Optimizer
 from .comm import CommWatcher, Unwatched
 
 if TYPE_CHECKING:
+    from .build import Plan
     from .gradients import GroupGradients
     from .group import FSDPParamGroup
     from .inputs import HandedInputs
     from .parameter import FSDPParam
+    from .reduce import Pending
     from .root import Root
     from .state import FSDPState
 
@@ -144,6 +146,7 @@ class Observer:
         """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
 
+OneObserver = TypeVar("OneObserver", bound=Observer)
 EVENTS = tuple(
     name
     for name, method in vars(Observer).items()
@@ -190,7 +193,7 @@ class Events:
         """Calls `observer` no more. `Root.remove` tells it."""
         self._call(tuple(each for each in self.observers if each is not observer))
 
-    def of(self, cls: type) -> Any:
+    def of(self, cls: type[OneObserver]) -> OneObserver | None:
         """Returns the observer of that class, or None."""
         return next((each for each in reversed(self.observers) if type(each) is cls), None)
 
@@ -203,7 +206,7 @@ NO_EVENTS = Events()
 
 class RankConsensus(Protocol):
     """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py), or have run
-    out of batches (features/join.py).
+    out of batches (features/join_consensus.py).
 
     `num_joined`: how many ranks have run out of batches; `has_joined`: this one has.
     """
@@ -256,7 +259,7 @@ class BackwardSteps(Protocol):
     def before_backward(self) -> None:
         """Is called when a backward pass begins."""
 
-    def deliver(self, gradients: GroupGradients, pending: Any, of_pass: object) -> Future[None] | None:
+    def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
         """Delivers offloaded gradients on another thread. None: the caller delivers them."""
 
     def step(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
@@ -284,10 +287,10 @@ class Extensions:
         comm_watcher: watches what ranks are about to communicate.
     """
 
-    features: tuple[Callable[[Any], None], ...] = ()
-    observers: tuple[Callable[[Any], Observer | None], ...] = ()
-    in_profiler: tuple[Callable[[Any], Observer], ...] = ()
-    plan: tuple[Callable[[Any], None], ...] = ()
+    features: tuple[Callable[[Root], None], ...] = ()
+    observers: tuple[Callable[[Root], Observer | None], ...] = ()
+    in_profiler: tuple[Callable[[Root], Observer], ...] = ()
+    plan: tuple[Callable[[Plan], None], ...] = ()
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
     tensor_class: type[DTensor] = DTensor
     comm_watcher: CommWatcher = _UNWATCHED

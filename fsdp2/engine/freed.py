@@ -11,13 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import compat
+
+if TYPE_CHECKING:
+    from .group_parameters import GroupParameters
 
 
 class FreedParameter(nn.Parameter):
@@ -26,7 +29,7 @@ class FreedParameter(nn.Parameter):
     `owner`: finds the GroupParameters that knows its name.
     """
 
-    owner: ClassVar[Callable[[], Any]]
+    owner: ClassVar[Callable[[], GroupParameters | None]]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,14 +39,14 @@ class FreedParameter(nn.Parameter):
 class FreedDTensor(DTensor):
     """Is the same for the DTensor of tensor parallelism."""
 
-    owner: ClassVar[Callable[[], Any]]
+    owner: ClassVar[Callable[[], GroupParameters | None]]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(function, args, kwargs or {})
 
 
-def freed_class(kind: type[Any], owner: Any) -> type | None:
+def freed_class(kind: type[Any], owner: GroupParameters) -> type | None:
     """Returns the class of freed parameters of `owner`, a GroupParameters, whose class is `kind` otherwise; None if
     objects of `kind` can't change their class.
     """
@@ -123,8 +126,8 @@ class Readability:
     `owner`: the GroupParameters that knows their names. Those whose memory is never freed are none of `parameters`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], owner: Any) -> None:
-        of_kind = {kind: freed_class(kind, owner) for kind in dict.fromkeys(map(type, parameters))}
+    def __init__(self, parameters: Sequence[Tensor], owner: GroupParameters | None) -> None:
+        of_kind = {kind: freed_class(kind, owner) for kind in dict.fromkeys(map(type, parameters)) if owner is not None}
         rows = [(each, type(each), of_kind[type(each)]) for each in parameters]
         self._rows: list[tuple[Any, type, type]] = [(each, kind, freed) for each, kind, freed in rows if freed]
         self.are_readable = True

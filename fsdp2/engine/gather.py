@@ -10,7 +10,7 @@ the collective, and decoded behind it. layout.py says which parameters travel di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -148,8 +148,8 @@ class GatherPlan:
         self._world_size = layout.world_size
         # Where the packed segments land, and at which byte.
         self._segments, self._segments_start = unsharded, layout.packed_start
-        # The plan's own storages, and their sizes.
-        self._own: list[tuple[torch.UntypedStorage, int]] = []
+        # The plan's own storages, and what allocates each.
+        self._own: list[tuple[torch.UntypedStorage, Callable[[torch.UntypedStorage], object]]] = []
         if layout.packs_apart:
             self._segments, self._segments_start = self._make_own(layout.segments_nbytes), 0
         # Casts write this rank's own part of an output, which then is the collective's input too.
@@ -175,18 +175,14 @@ class GatherPlan:
 
     def _make_own(self, nbytes: int) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._unsharded.device)
-        self._own.append((memory.untyped_storage(), nbytes))
+        self._own.append((memory.untyped_storage(), self._source.allocator(nbytes)))
         return memory
 
     def allocate(self) -> None:
         """Allocates the plan's own memory, unless it is there."""
-        for storage, nbytes in self._own:
-            if storage.nbytes():
-                continue
-            if self._source.resize is None:
-                storage.resize_(nbytes)
-            else:
-                self._source.resize(storage, nbytes)
+        for storage, allocate in self._own:
+            if not storage.nbytes():
+                allocate(storage)
 
     def free(self) -> None:
         """Frees the plan's own memory. Its content must be copied out, and no collective may use it any more."""

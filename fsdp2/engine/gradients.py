@@ -1,4 +1,19 @@
-"""Reduces unsharded gradients, as autograd produces them, into the sharded parameters' `.grad`."""
+"""Reduces unsharded gradients, as autograd produces them, into the sharded parameters' `.grad`.
+
+A gradient takes this way. The last column says who calls the method:
+
+| it is | where | by | called by |
+|---|---|---|---|
+| counted, as autograd has accumulated it | `.grad` of the unsharded parameter | `Bucket.arrive` | autograd's hook |
+| taken, when its bucket is complete | a bucket's dict | `_complete`, `flush`, `end_backward` | Bucket, group, root |
+| kept for a later pass, without gradient sync | `unsynchronized` | `_process` | |
+| in flight | a Pending in the ReductionQueue | `_process`, `resume` | root |
+| kept, as replicas have not summed it yet | `partial` | `receive` | the queue |
+| delivered | `.grad` of the sharded parameter | `receive` | the queue |
+
+Ranks that must reduce what others do, without gradients of their own, call `reduce_with_zeros` and `reduce_some`
+(conditional modules, `join`).
+"""
 
 from __future__ import annotations
 
@@ -97,6 +112,9 @@ def _made_gradient(node: object) -> bool:
 class GroupGradients:
     """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
 
+    The group owns it. GroupParameters calls `prepare` when parameters, or which of them are trainable, have changed;
+    the group calls `use` when its Comms or its settings have. Nothing else changes how gradients are reduced.
+
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas;
         one for each replica, [M, shard_numel], if these share what rests.
@@ -164,7 +182,9 @@ class GroupGradients:
             self._summing.discard()
 
     def kept_state(self) -> dict[str, Any]:
-        """Returns copies, on the CPU, of what they keep, and for which parameters, ranks and codecs that holds."""
+        """Returns copies, on the CPU, of what codecs and sums keep between steps, and for which parameters, ranks and
+        codecs that holds.
+        """
         summing = {} if self._summing is None else self._summing.kept_state()
         return {
             **self._kept_for(),
@@ -173,7 +193,7 @@ class GroupGradients:
         }
 
     def check_kept(self, state: dict[str, Any]) -> None:
-        """Checks that what `kept_state` has returned holds here.
+        """Checks that `state`, which `kept_state` has returned in some program, holds here.
 
         Raises:
             ValueError: it holds for other parameters, ranks or codecs.
@@ -318,7 +338,7 @@ class GroupGradients:
         if (streams := self._streams) is not None and streams.are_apart():
             with streams.at_home():
                 return self.flush()
-        self._flush(self._find_arrived(self.buckets if self._fills() else []))
+        self._process_agreed(self._find_arrived(self.buckets if self._fills() else []))
 
     def _fills(self) -> bool:
         """Returns True if all ranks reduce all gradients now, zeros where they have none."""
@@ -362,7 +382,8 @@ class GroupGradients:
         self.fill_with_zeros(indices)
         self._process_in_order(indices)
 
-    def _flush(self, left: set[int]) -> None:
+    def _process_agreed(self, left: set[int]) -> None:
+        """Processes the gradients of parameters `left`, or of those on which ranks agree under a consensus."""
         settings = self.group.settings
         consensus = self.group.root.consensus
         if consensus is not None and settings.reduce_gradients and left:
@@ -370,6 +391,7 @@ class GroupGradients:
         self._process_in_order(left)
 
     def _process_in_order(self, left: set[int]) -> None:
+        """Processes the gradients of parameters `left` bucket by bucket, which is one order on all ranks."""
         for bucket in self.buckets:
             self._process(self._take([i for i in bucket.indices if i in left]))
             left.difference_update(bucket.indices)
@@ -393,9 +415,9 @@ class GroupGradients:
         unused = [each for each in self.buckets if not each.completed and self._fills()]
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
-            self._flush(self._find_arrived(unused))
+            self._process_agreed(self._find_arrived(unused))
         if self.unsynchronized and settings.reduce_gradients:
-            self._flush(set(self.unsynchronized))
+            self._process_agreed(set(self.unsynchronized))
         for bucket in self.buckets:
             bucket.missing, bucket.completed = bucket.size, 0
 

@@ -54,7 +54,8 @@ class Comms(NamedTuple):
 class FSDPParamGroup:
     """Unshards and reshards, as one, the parameters that one `fully_shard` call shards together on one mesh.
 
-    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. What each attribute says:
+    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. It alone changes `phase`, and calls
+    Memory and Registration; features and checks read its attributes, and change choices by `set` and `use_comms`.
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
     `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
@@ -62,8 +63,8 @@ class FSDPParamGroup:
     `begun`: if there are users, the states whose backward has begun, and not ended.
     `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
         have the sharded ones, even if the unsharded ones' data is there.
-    `gathered_at`: versions of the shards that were gathered last, or None where that was for a backward, between which
-        and its forward users may not change parameters.
+    `gathered_at`: versions of the shards that were gathered last; None if that was for a backward: users may not change
+        parameters between a forward and its backward, so that nothing is compared.
     `versions`: version counters of the shards when they were last gathered for a forward, or when backward last reached
         the group; SavedTensors compares saved weights with them.
     `reached_by`: the BackwardPass that has reached the group, until it reshards; else None.
@@ -235,6 +236,7 @@ class FSDPParamGroup:
             self.parameters.build(self.settings, comms.gathers)
 
     def _make_comms(self) -> Comms:
+        """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
         if self.mesh.hops is not None:
             gathers, reduces = make_hops(self.mesh, self.purpose, self.settings.policy.replica_codec)
             return Comms(gathers, reduces, None, self._neighbours())
@@ -261,6 +263,7 @@ class FSDPParamGroup:
         return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:
+        """Returns how gradients are summed by the present Comms and settings."""
         comms, now = self.comms, self.settings
         divisor = now.divide_factor if now.divide_late is None else 1
         how = divisor, now.all_reduce, now.reduce_hook, self.transfers

@@ -31,6 +31,7 @@ from .unsharded_versions import UnshardedVersions
 
 if TYPE_CHECKING:
     from .gradients import GroupGradients
+    from .streams import Transfers
 
 _SHARDED, _UNSHARDED = 0, 1
 _NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
@@ -166,7 +167,12 @@ class GroupParameters:
     """
 
     def __init__(
-        self, params: list[FSDPParam], gradients: GroupGradients, mesh: DataMesh, device: torch.device, transfers: Any
+        self,
+        params: list[FSDPParam],
+        gradients: GroupGradients,
+        mesh: DataMesh,
+        device: torch.device,
+        transfers: Transfers | None,
     ) -> None:
         self.params, self._gradients, self.mesh = params, gradients, mesh
         self.storage_device, self._transfers = device, transfers

@@ -90,6 +90,7 @@ class Memory:
         if neighbours is not None:
             restored = _layout_among(self.layout, neighbours)
             self._nbytes = max(self._nbytes, restored.unsharded_nbytes)
+        self._allocate = source.allocator(self._nbytes)
         if not self.layout.aliased:
             self.unsharded = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         # Keep the storage when it is given up, so that pointers into it stay valid.
@@ -164,10 +165,7 @@ class Memory:
         if self.secondary is not None:
             self.secondary.drop()
         if not self.is_allocated and plan.arrives_in_place:
-            if self._source.resize is None:
-                self.storage.resize_(self._nbytes)
-            else:
-                self._source.resize(self.storage, self._nbytes)
+            self._allocate(self.storage)
             self.is_allocated = True
         if self._stage is not None:
             if plan.has_memory:
@@ -195,10 +193,7 @@ class Memory:
     def allocate(self) -> None:
         """Allocates the storage of the unsharded parameters, unless it is there."""
         if not self.is_allocated:
-            if self._source.resize is None:
-                self.storage.resize_(self._nbytes)
-            else:
-                self._source.resize(self.storage, self._nbytes)
+            self._allocate(self.storage)
             self.is_allocated = True
 
     def note_uses(self) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from . import compat
 from .compat import DTensorSpec
 from .subgroups import ordered_group
+
+if TYPE_CHECKING:
+    from .hops import Waiting
 
 
 class Gathered(Enum):
@@ -101,7 +104,7 @@ class DataMesh:
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
     joins: Topology | None = None
-    waiting: deque[Any] = field(default_factory=deque, init=False, compare=False, repr=False)
+    waiting: Waiting = field(default_factory=deque, init=False, compare=False, repr=False)
     _device: torch.device = field(init=False, compare=False, repr=False)
     _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
     _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)

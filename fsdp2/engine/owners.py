@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ SHARDED_AS = "_fsdp2_sharded_as"
 
 # All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
 # copied, by operations that no other thread interrupts.
-_roots: dict[int, weakref.ref[Any]] = {}
+_roots: dict[int, weakref.ref[Root]] = {}
 
 
 class Owned(NamedTuple):
@@ -86,8 +86,8 @@ def some_of(names: Iterable[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-# Identity of a sharded parameter -> its group, as `sharded_owner` has found it. It may be out of date. The dict is
-# replaced, never changed.
+# Identity of a sharded parameter, which has no reference to its group -> that group, as `sharded_owner` has found it.
+# It may be out of date. The dict is replaced, never changed.
 _known: dict[int, weakref.ref[FSDPParamGroup]] = {}
 
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .codec import Encoder, Member, is_encoded
-from .comm import Comm, SumWork, Work
+from .comm import Comm, SumWork, Work, compare_first
 from .gloo import SUMMING
 from .layout import RANK_ALIGNMENT, ParamSpec, align, contiguous_stride
 
@@ -281,11 +281,7 @@ class CommHook:
         yield None
         flat, _, parts, is_last = sums
         index = self._indices.setdefault(tuple(part.name for part in parts), len(self._indices))
-        checked: Any = comm
-        if hasattr(
-            checked, "compare"
-        ):  # the hook's own messages have no names, and gloo ends the process if they differ
-            checked.compare(SUMMING, flat, what)
+        compare_first(comm, SUMMING, flat, what)  # gloo ends the process if the hook's own messages differ
         with torch.no_grad():
             mean = flat.detach()
             with self.runs():

@@ -139,11 +139,8 @@ class Root:
             separate_where_usual(group)
         # Gradients of some group are unsynchronized, or will be after the next backward pass.
         self.leaves_gradients = any(map(leaves_gradients, self.groups))
-        # FQNs of all modules, for features that join. Others would be kept alive by it.
-        self.names = names
         for join in extensions().features:
             join(self)
-        self.names = {}
         observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 
@@ -189,7 +186,7 @@ class Root:
                 gathered_at = group.gathered_at if group.is_unsharded else None
                 versions.guard(gathered_at or group.shard_versions())
 
-    def notify(self, follow: Iterable[Callable[[Any], None]]) -> None:
+    def notify(self, follow: Iterable[Callable[[Root], None]]) -> None:
         """Tells observers of an event of the whole root: `notify(self.events.pass_began)`."""
         for notify in follow:
             notify(self)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import streams
-from .comm import AllWork, Comm, Rows, Work, compare_first
-from .comm_memory import TORCH_MEMORY, CommMemory
+from .comm import AllWork, Comm, DelegatingComm, Work, compare_first
+from .comm_memory import TORCH_MEMORY
 from .gloo import REDUCING
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @final
-class HookedComm:
+class HookedComm(DelegatingComm):
     """Is a Comm that reduces by a hook, and does all else as another Comm.
 
     The hook gets a flat tensor of one bucket's gradients, a segment for each rank, with zeros for padding, to which it
@@ -28,17 +27,12 @@ class HookedComm:
     which computes.
     """
 
-    direct_min_bytes = 1 << 62  # a bucket is one tensor
-    sums_on_arrival = follows_stream = False
-    memory: CommMemory = TORCH_MEMORY
-
     def __init__(self, inner: Comm, hook: CommHook) -> None:
-        self._comm, self._hook = inner, hook
-        self.rank, self.size, self.force_sum, self.purpose = inner.rank, inner.size, inner.force_sum, inner.purpose
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._comm.group
+        super().__init__(inner)
+        self._hook = hook
+        self.direct_min_bytes = 1 << 62  # a bucket is one tensor
+        self.sums_on_arrival = self.follows_stream = False
+        self.memory = TORCH_MEMORY
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
@@ -46,7 +40,7 @@ class HookedComm:
         device = outputs[0].device
         with streams.beside(device), torch.no_grad():
             for output, whole in zip(outputs, inputs, strict=True):
-                compare_first(self._comm, REDUCING, whole, what)
+                compare_first(self.inner_comm, REDUCING, whole, what)
                 self._fill(output, whole)
                 if divisor != self.size:
                     output.mul_(self.size / divisor)
@@ -66,12 +60,3 @@ class HookedComm:
             raise TypeError(f"{hook.name}: expected a shard of {output.numel()} elements, got {shard.numel()}")
         if shard.data_ptr() != output.data_ptr() or shard.dtype != output.dtype:
             output.copy_(shard.view(-1))
-
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        return self._comm.all_gather(outputs, inputs)
-
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self._comm.exchange(sent, what)
-
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._comm.all_reduce(tensor, divisor, what)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -206,48 +206,53 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-class _Names(threading.local):
+class _Chosen(threading.local):
     """Holds the name of the process group that a thread is making. Ranks may be threads."""
 
-    chosen: str | None = None
+    name: str | None = None
 
 
-_names = _Names()
-# Held while torch's function that names groups is replaced, or put back; how many threads need that one to be replaced.
-_naming, _num_naming = threading.Lock(), 0
+class _GroupNames:
+    """Replaces torch's function that names process groups, while threads make some whose names are chosen."""
+
+    def __init__(self) -> None:
+        self._chosen = _Chosen()
+        # Held while torch's function is replaced, or put back; how many threads need it to be replaced.
+        self._lock, self._num_threads = threading.Lock(), 0
+        self._usual: Callable[[list[int]], str]
+
+    @contextmanager
+    def choose(self, name: str) -> Iterator[None]:
+        c10d: Any = dist.distributed_c10d
+        with self._lock:
+            if not self._num_threads:
+                self._usual, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, self._hash_of
+            self._num_threads += 1
+        self._chosen.name = name
+        try:
+            yield
+        finally:
+            self._chosen.name = None
+            with self._lock:
+                self._num_threads -= 1
+                if not self._num_threads:
+                    c10d._hash_ranks_to_str = self._usual
+
+    def _hash_of(self, ranks: list[int]) -> str:
+        name = self._chosen.name
+        return self._usual(ranks) if name is None else hashlib.sha256(name.encode()).hexdigest()
 
 
-@contextmanager
-def name_of_new_group(name: str) -> Iterator[None]:
+_group_names = _GroupNames()
+
+
+def name_of_new_group(name: str) -> AbstractContextManager[None]:
     """Context: `new_group(..., use_local_synchronization=True)` on this thread names the group after `name`.
 
     torch names it after its ranks and the number of groups that the process has, and `new_group` has no argument for a
     name. Ranks that have made different numbers of groups before would wait for each other for ever.
     """
-    global _num_naming
-    c10d: Any = dist.distributed_c10d
-    with _naming:
-        if not _num_naming:
-            _names_by_ranks[:] = [c10d._hash_ranks_to_str]
-            c10d._hash_ranks_to_str = _hash_of
-        _num_naming += 1
-    _names.chosen = name
-    try:
-        yield
-    finally:
-        _names.chosen = None
-        with _naming:
-            _num_naming -= 1
-            if not _num_naming:
-                c10d._hash_ranks_to_str = _names_by_ranks[0]
-
-
-# torch's function, since it was first replaced.
-_names_by_ranks: list[Callable[[list[int]], str]] = []
-
-
-def _hash_of(ranks: list[int]) -> str:
-    return _names_by_ranks[0](ranks) if _names.chosen is None else hashlib.sha256(_names.chosen.encode()).hexdigest()
+    return _group_names.choose(name)
 
 
 # () -> the store that all processes share from `init_process_group` on. torch has no public function for it.

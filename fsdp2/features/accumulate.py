@@ -294,15 +294,18 @@ class Accumulation:
                 param.sharded.grad = None
 
     def _set(self, **changes: Any) -> None:
+        """Changes settings of all groups; of those that have them already, nothing."""
         for group in self._root.groups:
             if any(getattr(group.settings, name) != value for name, value in changes.items()):
                 group.set(**changes)
 
     def _restore(self) -> None:
+        """Gives the groups the settings of before: the block begins only with these."""
         self._set(reduce_gradients=True, all_reduce=True, divide_late=None)
 
     @hides_modes
     def _refuse_cleared(self) -> None:
+        """Raises RuntimeError if a user has cleared the gradient of an earlier micro-batch."""
         for group in self._root.groups:
             for i in group.placeholders:
                 if not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
@@ -395,6 +398,7 @@ class AccumulationWatch(BlockWatch):
                 raise RuntimeError(f"{root.state}: {_UNWEIGHTED}")
 
     def _is_foreign(self) -> bool:
+        """Returns True if the backward pass that runs is none of `Accumulation.backward`."""
         return self.active is not None and not self.active.runs_backward
 
 
@@ -405,6 +409,7 @@ _UNWEIGHTED = (
 
 
 def _count_stored(root: Root) -> int:
+    """Returns how many gradients wait for a later pass, or are in flight."""
     stored = [len(each) for group in root.groups for each in (group.gradients.unsynchronized, group.gradients.partial)]
     return sum(stored) + len(root.queue.running)
 
@@ -433,6 +438,10 @@ _RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
 
 class Totals:
     """Sums losses and weights of one rank's micro-batches, and those of all ranks, and divides gradients by the latter.
+
+    An Accumulation owns one, and a rank that has run out of batches in a block of `join` has one in its place. `add` is
+    called for each micro-batch; `start` behind the last one. From then on `divide`, which groups have as their setting
+    `divide_late`, may be called by reductions; and `find` at the end of the block, for the host.
 
     Ranks gather a row of numbers of each rank, and not only sums, so that errors name ranks. `count`: how many
     micro-batches this rank has run. `found`: the sums of all ranks, once the host knows them.
@@ -481,6 +490,7 @@ class Totals:
         return whole.to(self._mesh.device, torch.float64).view(())
 
     def _make_row(self) -> Tensor:
+        """Returns what this rank tells: see `_RANK` and those behind it."""
         device, expected = self._mesh.device, self._num_batches or 0
         nothing = torch.zeros(1, dtype=torch.float64, device=device)
         losses, weights = torch.stack([*self._losses, nothing[0]]), torch.stack([*self._weights, nothing[0]])
@@ -524,6 +534,7 @@ class Totals:
             raise
 
     def _sum(self, rows: Tensor) -> None:
+        """Makes the divisors of what all ranks have told. If a weight is bad, they are infinite."""
         total = rows[:, _WEIGHT].sum(0, keepdim=True)
         is_good = (total > 0) & (rows[:, _BAD] == 0).all()
         total = total.where(is_good, math.inf)  # hooks of parameters get zeros before the error, and not NaN

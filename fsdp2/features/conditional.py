@@ -50,12 +50,12 @@ _OTHERS = {
 _COMMON = 1 << 40
 
 
-def is_conditional(state: Any) -> bool:
+def is_conditional(state: FSDPState) -> bool:
     """Returns True if ranks may leave the modules of `state` out."""
     return bool(state.groups[0].settings.extras.get(_EXTRA))
 
 
-def find_conditional(states: Sequence[Any]) -> dict[FSDPParamGroup, Any]:
+def find_conditional(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, FSDPState]:
     """Returns, for each group that is conditional or lies inside a conditional module, the innermost such state."""
     found = {}
     for conditional in (state for state in states if is_conditional(state)):  # outer ones come first
@@ -253,21 +253,21 @@ def join_consensus(root: Root) -> None:
 # ---- prefetching
 
 
-class ConditionalCursor(Cursor[Any]):
+class ConditionalCursor(Cursor[FSDPParamGroup]):
     """Walks along the recorded order inside each conditional module, and outside of all, separately.
 
     Groups in a conditional module are gathered ahead inside that module only. For all other groups, ranks that run the
     module and ranks that don't must expect the same.
     """
 
-    def __init__(self, recorded: Sequence[Any]) -> None:
+    def __init__(self, recorded: Sequence[FSDPParamGroup]) -> None:
         self._all = recorded
-        self._cursors: dict[Any, Cursor[Any]] = {}
+        self._cursors: dict[FSDPState, Cursor[FSDPParamGroup]] = {}
         self._conditional = find_conditional(recorded[0].root.states) if recorded else {}
         super().__init__([group for group in recorded if group not in self._conditional])
-        self._now: Cursor[Any] | None = None
+        self._now: Cursor[FSDPParamGroup] | None = None
 
-    def visit(self, item: Any) -> int | None:
+    def visit(self, item: FSDPParamGroup) -> int | None:
         inside = self._conditional.get(item)
         if inside is None:
             self._now = None
@@ -278,7 +278,7 @@ class ConditionalCursor(Cursor[Any]):
         is_known = self._now.visit(item) is not None
         return len(self._all) + 1 if is_known else None  # no group inside is needed at once
 
-    def ahead(self) -> Iterator[Any]:
+    def ahead(self) -> Iterator[FSDPParamGroup]:
         """Yields the groups that follow, up to the next conditional module, which may be left out this time."""
         expected = super().ahead() if self._now is None else self._now.ahead()
         yield from takewhile(lambda group: not is_conditional(group.state), expected)

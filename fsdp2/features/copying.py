@@ -21,6 +21,7 @@ from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import NOT_BUILT, FSDPParam
 from ..engine.policy import GroupSettings
+from ..engine.root import Root
 from ..engine.saved_shards import refuse_others
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..engine.user_code import hides_modes
@@ -72,7 +73,7 @@ class Description:
         state.parts = [part.build() for part in self.parts]
         return state
 
-    def set_root(self, root: Any) -> None:
+    def set_root(self, root: Root) -> None:
         """Gives `root`, the copy of a root, the original's settings."""
         if self.root_settings is None:
             return

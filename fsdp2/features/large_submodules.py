@@ -19,6 +19,7 @@ from ..engine.compat import untraced
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.once import once
 from ..engine.root import Root
+from ..engine.state import FSDPState
 from ..engine.step import run_forward
 from ..engine.user_code import hides_modes
 
@@ -96,7 +97,7 @@ def is_read_outside(group: FSDPParamGroup) -> bool:
 
 
 @hides_modes
-def _read_parameters(state: Any) -> None:
+def _read_parameters(state: FSDPState) -> None:
     """Registers the unsharded parameters of a large submodule, of which one is being read, if the outer module runs."""
     root = state.root
     in_backward = root.backward is not None

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.collectives import choice_of, make_comm
-from ..engine.comm import AllWork, Comm, Purpose, Rows, Work, all_gather_now
+from ..engine.comm import AllWork, Comm, DelegatingComm, Purpose, Work, all_gather_now
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.rank_facts import gather_objects, moves_data
@@ -133,7 +133,7 @@ def _sent_by(group: FSDPParamGroup) -> Sequence[Tensor]:
     return buffers.sent
 
 
-class SharedComm:
+class SharedComm(DelegatingComm):
     """Is the Comm of a group whose gathers are served on demand. All else is done by the Comm of before.
 
     `reads_alone`: False while ranks write what they send. True: each reads what all have written, when it wants.
@@ -145,17 +145,11 @@ class SharedComm:
     """
 
     def __init__(self, inner: Comm, sent: Sequence[Tensor], operations: Sequence[Sequence[Tensor]]) -> None:
-        self._comm, self._sent, self._operations = inner, sent, operations
-        self.rank, self.size, self.purpose, self.force_sum = inner.rank, inner.size, inner.purpose, inner.force_sum
-        self.direct_min_bytes, self.sums_on_arrival = inner.direct_min_bytes, inner.sums_on_arrival
-        self.follows_stream, self.memory = inner.follows_stream, inner.memory
+        super().__init__(inner)
+        self._sent, self._operations = sent, operations
         self.reads_alone = False
         if hasattr(inner, "compare"):  # see compare_first
             self.compare = inner.compare
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._comm.group
 
     def serves(self, group: FSDPParamGroup) -> bool:
         """Returns True if the group still sends what was written."""
@@ -163,7 +157,7 @@ class SharedComm:
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if inputs is not self._sent:
-            return self._comm.all_gather(outputs, inputs)
+            return self.inner_comm.all_gather(outputs, inputs)
         for output, own, of_all in zip(outputs, inputs, self._operations, strict=True):
             if not self.reads_alone:
                 of_all[self.rank].copy_(own)
@@ -171,17 +165,6 @@ class SharedComm:
             for slot, theirs in zip(output.view(self.size, -1), of_all, strict=True):
                 slot.copy_(theirs)
         return AllWork([])
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
-    ) -> Work:
-        return self._comm.reduce_scatter(outputs, inputs, divisor, what)
-
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self._comm.exchange(sent, what)
-
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._comm.all_reduce(tensor, divisor, what)
 
 
 class _SharedMemory:

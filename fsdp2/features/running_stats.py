@@ -21,6 +21,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.policy import Hold
 from ..engine.rank_facts import all_reduce_over
+from ..engine.root import Root
 from ..engine.state import names_below
 from ..engine.torch_names import set_versions
 
@@ -40,7 +41,7 @@ class RunningStats(RankObserver):
     left alone: a backward may be about to read them.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
         # Those that may have run in training mode since ranks have averaged.
         self._changed: list[nn.Module] = []
@@ -59,7 +60,7 @@ class RunningStats(RankObserver):
         self._counters = self._find_counters()
         self._versions: list[int] = []
 
-    def pass_began(self, root: Any) -> None:
+    def pass_began(self, root: Root) -> None:
         self._has_gathered = False
         if self._has_backward:
             self._runs_again = self._runs_again or self._versions != [*map(version_of, self._counters)]
@@ -80,7 +81,7 @@ class RunningStats(RankObserver):
         """Notes, where all ranks do, that modules which train may run."""
         self._changed = [*dict.fromkeys([*self._changed, *self._find_training()])]
 
-    def pass_ended(self, root: Any) -> None:
+    def pass_ended(self, root: Root) -> None:
         has_grad, had_backward = torch.is_grad_enabled(), self._has_backward
         if has_grad:
             self._expects_backward, self._has_backward = had_backward, False
@@ -91,7 +92,7 @@ class RunningStats(RankObserver):
             if self._changed and not waits:
                 self._average(self._changed)
 
-    def backward_began(self, root: Any) -> None:
+    def backward_began(self, root: Root) -> None:
         self._has_backward = self._expects_backward = True
 
     def before_reduce(self, group: FSDPParamGroup) -> None:
@@ -101,7 +102,7 @@ class RunningStats(RankObserver):
             if self._averages_in_backward or self._changed:
                 self._average(self._find_training())
 
-    def out_of_step(self, root: Any) -> None:
+    def out_of_step(self, root: Root) -> None:
         self._begins_anew = True
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
@@ -177,12 +178,12 @@ class RunningStats(RankObserver):
         set_versions(tuple(buffers), versions)
 
 
-def make_running_stats(root: Any) -> RunningStats | None:
+def make_running_stats(root: Root) -> RunningStats | None:
     """Returns the observer of a root below which modules keep running statistics; None if there are no such modules."""
     return RunningStats(root) if find_running_stats(root) else None
 
 
-def find_running_stats(root: Any) -> dict[nn.Module, str]:
+def find_running_stats(root: Root) -> dict[nn.Module, str]:
     """Returns the modules below the root's that keep statistics of a rank's own rows, with their names."""
     below = names_below(root.state.modules)
     return {each: name for each, name in below.items() if each._buffers and _has_own(each)}

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from threading import RLock
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 
 from ..engine.compat import untraced
+from ..engine.root import Root
 
 _NAMES = (
     "all_gather",
@@ -38,66 +39,85 @@ _NAMES = (
 )
 
 
+class _Consensus(Protocol):
+    """Has `ranks`, those of a root, reach consensus before a collective of a user that takes all of them."""
+
+    ranks: frozenset[int]
+
+    def before_collective(self) -> None: ...
+
+
 class _Watch(NamedTuple):
     """Holds who is asked before collectives that take all ranks of a root, weakly. `always`: also between passes.
     `end`: ends it; it is called when the root is freed.
     """
 
-    consensus: ref[Any]
+    consensus: ref[_Consensus]
     always: bool
     end: finalize[Any, Any]
 
 
-# Default process group -> root -> its watch, as threads that are ranks have a default group each; in the order in which
-# they came, which is the same on all ranks. Roots are held weakly.
-_watching: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Any, _Watch]] = WeakKeyDictionary()
+class _Collectives:
+    """Replaces torch's functions while a root that is alive needs that, and knows whom to ask before they run.
+
+    `watches`: default process group -> root -> its watch, as threads that are ranks have a default group each; in the
+    order in which they came, which is the same on all ranks. Roots are held weakly.
+    `functions`: name -> (torch's function, the one in its place); empty while torch's are in their places.
+    """
+
+    def __init__(self) -> None:
+        self.watches: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Root, _Watch]] = WeakKeyDictionary()
+        self.functions: dict[str, tuple[Any, Any]] = {}
+        self._num_roots = 0
+        # Threads may be ranks; a root may be freed while this thread holds the lock.
+        self._lock = RLock()
+
+    def replace(self) -> None:
+        """Puts functions that ask first in the places of torch's, for one more root."""
+        with self._lock:
+            self._num_roots += 1
+            if not self.functions:
+                for name in _NAMES:
+                    usual = getattr(dist, name)
+                    self.functions[name] = usual, _behind_consensus(usual)
+                    setattr(dist, name, self.functions[name][1])
+
+    def restore(self) -> None:
+        """Puts torch's functions back if no other root needs these, except where another program has replaced them
+        since.
+        """
+        with self._lock:
+            self._num_roots -= 1
+            if not self._num_roots:
+                for name, (usual, agreed) in self.functions.items():
+                    if getattr(dist, name) is agreed:
+                        setattr(dist, name, usual)
+                self.functions.clear()
 
 
-class _Replaced:
-    """Holds what is replaced: name -> (torch's function, the one in its place); for how many roots that are alive."""
-
-    functions: ClassVar[dict[str, tuple[Any, Any]]] = {}
-    num_roots = 0
-    # Threads may be ranks; a root may be freed while this thread holds the lock.
-    lock = RLock()
+_collectives = _Collectives()
 
 
-def watch_collectives(consensus: Any, root: Any, always: bool = False) -> None:
+def watch_collectives(consensus: _Consensus, root: Root, always: bool = False) -> None:
     """Has ranks reach consensus before those collectives of `torch.distributed` that take all ranks of `root`, while it
     runs. `always`: also between its passes. When the last such root is freed, torch's functions are in their places
     again. Another consensus of the root is asked no more.
     """
     unwatch_collectives(root)
-    with _Replaced.lock:
-        _Replaced.num_roots += 1
-        if not _Replaced.functions:
-            for name in _NAMES:
-                usual = getattr(dist, name)
-                _Replaced.functions[name] = usual, _behind_consensus(usual)
-                setattr(dist, name, _Replaced.functions[name][1])
-    end = finalize(root, _end)
+    _collectives.replace()
+    end = finalize(root, _collectives.restore)
     end.atexit = False
     assert dist.group.WORLD is not None, "ranks agree"
-    _watching.setdefault(dist.group.WORLD, WeakKeyDictionary())[root] = _Watch(ref(consensus), always, end)
+    watches = _collectives.watches.setdefault(dist.group.WORLD, WeakKeyDictionary())
+    watches[root] = _Watch(ref(consensus), always, end)
 
 
-def unwatch_collectives(root: Any) -> None:
+def unwatch_collectives(root: Root) -> None:
     """Asks nobody any more before collectives that take all ranks of `root`."""
     world = dist.group.WORLD
-    watch = None if world is None else _watching.get(world, WeakKeyDictionary()).pop(root, None)
+    watch = None if world is None else _collectives.watches.get(world, WeakKeyDictionary()).pop(root, None)
     if watch is not None:
         watch.end()
-
-
-def _end() -> None:
-    """Puts torch's functions back if no root needs the others, except where another program has replaced them since."""
-    with _Replaced.lock:
-        _Replaced.num_roots -= 1
-        if not _Replaced.num_roots:
-            for name, (usual, agreed) in _Replaced.functions.items():
-                if getattr(dist, name) is agreed:
-                    setattr(dist, name, usual)
-            _Replaced.functions.clear()
 
 
 def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,18 +134,18 @@ def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
     return agreed
 
 
-def _runs_a_hook(root: Any) -> bool:
+def _runs_a_hook(root: Root) -> bool:
     """Returns True while gradients are reduced by a user's hook: ranks have reached consensus before."""
     hooks = (group.settings.comm_hook for group in root.groups)
     return any(hook is not None and hook.is_running for hook in hooks)
 
 
 def _reach_consensus(group: dist.ProcessGroup | None) -> None:
-    world: Any = dist.group.WORLD
-    watching: Any = {} if world is None else _watching.get(world, {})
+    world = dist.group.WORLD
+    watches = None if world is None else _collectives.watches.get(world)
     asked = [
         watch.consensus()
-        for root, watch in watching.items()
+        for root, watch in (watches or {}).items()
         if (watch.always or root.running or root.backward is not None) and not _runs_a_hook(root)
     ]
     ranks = set(dist.get_process_group_ranks(group)) if asked else set()

@@ -28,7 +28,7 @@ class Exchange:
 
     def __init__(self, bucket: Bucket, cut_of: Callable[[Matrix], Cut], part_of: Callable[[Matrix], Tensor]) -> None:
         self._bucket, self._group, self.mine = bucket, bucket.process_group, bucket.owned[bucket.rank]
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._axes = [matrix.axis(cut_of(matrix)) for matrix in self.mine]
         held = [(owner, m) for owner, owned in enumerate(bucket.owned) for m in owned if bucket.rank in m.holders]
         self.parts = [matrix for _, matrix in held]

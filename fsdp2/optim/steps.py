@@ -1,4 +1,14 @@
-"""Steps of an optimizer on spans: which there are, what is stepped on as what, and the state of all parameters."""
+"""Steps a flat optimizer: joins its parameters to spans, calls the optimizer's own step on these, and holds the state.
+
+A *span* (spans.py) is one flat tensor over parameters that lie side by side; these are its *members*. An *entry* is an
+element of `param_groups`; a span has members of one entry only. Parameters that can't be joined are stepped on
+*beside*, each by itself.
+
+A step (`FlatSteps.step`) finds the `Plan` for the parameters that have gradients, or makes one, for which it cuts,
+joins and dissolves spans. Then it gives the entries of `param_groups` the flat tensors in place of the parameters,
+calls the step of the optimizer's own class, and puts the parameters back. flat.py calls it, and asks `show` for the
+state when a user reads `optimizer.state`, and `absorb` to follow what the user did to it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +44,18 @@ _LARGE_NUMEL = 1024 * 1024
 
 
 class Plan:
-    """Says what one step steps on, while the same parameters have gradients.
+    """Says what one step steps on, while the same parameters have gradients. FlatSteps makes it, and drops it when a
+    span changes.
 
     `params`: all parameters of all entries; `sizes`: how many each entry has; `absent`: which of them have no gradient;
     `odd`: indices of those whose gradients are laid out otherwise than they; `fused`: which entries asked for fused
     kernels. `stepped`: for each entry, what the optimizer's own step gets. `flats`: the spans among that; `listed`:
-    (entry, spans) that a fused kernel steps on.
+    (entry, spans) that a fused kernel steps on. `members`: the parameters in these spans, of `flats` first; `num_flat`:
+    how many of them are in `flats`.
+
+    Args:
+        key: (params, sizes, absent, odd).
+        flats, listed, stepped: see above.
     """
 
     def __init__(
@@ -109,7 +125,11 @@ class Plan:
 
 
 class FlatSteps:
-    """Steps one optimizer on spans, and holds its state.
+    """Steps one optimizer on spans, and holds its state. The flat optimizer (flat.py) owns it.
+
+    The state has two forms. Between steps, users see one dict for each parameter (`show`). The optimizer's own step
+    sees one for each flat tensor, and for each parameter that is stepped on beside (`_live`). Only this class changes
+    that.
 
     Args:
         optimizer: whose `param_groups` say what is stepped on, and how.
@@ -161,6 +181,7 @@ class FlatSteps:
                 self._verdict(options, like)
 
     def _verdict(self, options: dict[str, Any], like: Tensor) -> Verdict:
+        """Returns what the probe has found about steps with such options on tensors like that; it is asked once."""
         key = (like.dtype, like.device, signature(options))
         if key not in self._verdicts:
             self._verdicts[key] = probe(self._optimizer, self._cls, options, like)
@@ -208,6 +229,7 @@ class FlatSteps:
         self._shown, self._shown_of = None, []
 
     def _is_as_shown(self, shown: Any) -> bool:
+        """Returns True if a user has changed nothing in the state since `show` returned it."""
         if len(shown) != len(self._shown_of):
             return False
         for key, state, entries, versions in self._shown_of:
@@ -222,6 +244,7 @@ class FlatSteps:
         return True
 
     def _forget_spans(self) -> None:
+        """Forgets all spans and plans: the next step makes them of the state that parameters have then."""
         self._spans.clear()
         self._span_of.clear()
         self._forget_plans()
@@ -233,6 +256,7 @@ class FlatSteps:
     # ---- spans
 
     def _add(self, span: Span, state: State | None) -> None:
+        """Steps on the members of `span` as on one tensor from now on. `state`: that of the tensor, if it has one."""
         self._forget_plans()  # some may step on its parameters one by one
         self._spans[id(span.flat)] = span
         if state and self._rests(span):
@@ -263,7 +287,11 @@ class FlatSteps:
             self._live[member.parameter] = states.show(state, span, member)
 
     def _cut(self, span: Span, labels: dict[int, Any]) -> None:
-        """Cuts a span where the labels of its parameters change."""
+        """Cuts a span where the labels of its members change.
+
+        `labels`: identity of a parameter -> the index of the entry that it is in, or _BESIDE; none if it has no
+        gradient.
+        """
         found = [labels.get(id(member.parameter)) for member in span.members]
         if all(label == found[0] for label in found):
             if isinstance(found[0], int):
@@ -344,6 +372,7 @@ class FlatSteps:
         return is_small and places[0].local.device.type == "cpu" and not self._is_listed(options)
 
     def _join(self, places: list[Place], entry: int, read: Mapping[int, State]) -> None:
+        """Makes a span of these places, and its state of theirs. `read`: identity of a parameter -> its state."""
         span = make_span(places, entry)
         found = [read[id(member.parameter)] for member in span.members]
         for place in places:
@@ -355,6 +384,10 @@ class FlatSteps:
     def _plan(
         self, params: list[Tensor], gradients: list[Any], sizes: list[int], absent: list[bool], odd: tuple[int, ...]
     ) -> Plan:
+        """Returns the plan of a step, see Plan. It is made once, and again when parameters lie elsewhere.
+
+        `gradients`: those of all `params`.
+        """
         key = (tuple(map(id, params)), tuple(sizes), tuple(absent), odd, tuple(self._fused()))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(params, sizes, absent):
@@ -374,6 +407,9 @@ class FlatSteps:
     def _make_plan(
         self, params: list[Tensor], gradients: list[Any], sizes: list[int], absent: list[bool], odd: tuple[int, ...]
     ) -> Plan:
+        """Makes the spans what this step needs, and returns the plan: dissolves those that do not hold any more, cuts
+        those of which some members have no gradient, and joins parameters that are in none.
+        """
         options = self._optimizer.param_groups
         entries = [entry for entry, size in enumerate(sizes) for _ in range(size)]
         for span in [*self._spans.values()]:
@@ -438,9 +474,11 @@ class FlatSteps:
                 plan = plan if odd == plan.odd else self._plan(params, gradients, sizes, absent, odd)
                 picked = plan.pick_any(gradients)
             locals_ = [*map(local_of, picked)]
-        return self._take(plan, whole, locals_, args, options)  # in which classes of tensors may need torch functions
+        return self._step_by(
+            plan, whole, locals_, args, options
+        )  # in which classes of tensors may need torch functions
 
-    def _take(
+    def _step_by(
         self,
         plan: Plan,
         whole: list[list[Tensor]],
@@ -470,7 +508,7 @@ class FlatSteps:
                 return late.step(plan, optimizer, partial(self._own_step, optimizer), args, options)
             at_rest = [span for span in plan.flats if self._rests(span)]
             if at_rest:
-                return self._take_in_buckets(plan, at_rest, args, options)
+                return self._step_in_buckets(plan, at_rest, args, options)
             return self._step_on(plan.stepped, args, options)
         finally:
             plan.has_stepped = True
@@ -486,7 +524,7 @@ class FlatSteps:
         _give(self._optimizer, stepped)
         return self._own_step(self._optimizer, *args, **options)
 
-    def _take_in_buckets(
+    def _step_in_buckets(
         self, plan: Plan, at_rest: Sequence[Span], args: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Steps on a bucket of spans at a time, whose states are on the device meanwhile; first on all that has its
@@ -564,6 +602,7 @@ class FlatSteps:
                 plan.prepared = None  # SGD has begun to keep a momentum
 
     def _prepare(self, plan: Plan, kernel: kernels.Kernel) -> list[Any]:
+        """Returns, for each call of the kernel: the entry, what it steps on, and what picks the gradients of that."""
         prepared, first = [], 0
         for entry, spans in plan.listed:
             alike: dict[Any, list[tuple[Span, list[int]]]] = {}

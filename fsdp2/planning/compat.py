@@ -159,7 +159,7 @@ class _Result(NamedTuple):
 
 
 def _is_view_of(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -191,7 +191,7 @@ class Outline:
     def index_of(self, param: FSDPParam) -> int:
         """Returns the index of a copy's parameter."""
         slot = param.slots[0]
-        place = slot.module.index, slot.name
+        place: tuple[Any, str] = slot.module.index, slot.name
         return next(i for module, name, i in self.slots if (module, name) == place)
 
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..shards.tensors import dtype_text
 from ..tools.columns import ruled, wrapped
-from ..tools.describe import dtype_text, dtypes_text, size_text
+from ..tools.describe import dtypes_text, size_text
 from .advice import texts
 from .settings import Setting
 

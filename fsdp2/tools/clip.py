@@ -265,7 +265,8 @@ def _is_usual(local: Tensor) -> bool:
 
 
 _referent: Any = weakref.ref.__call__
-# What was prepared last, by the identities of the parameters, and by which of them have no gradient.
+# What was prepared last, by the identities of the parameters, and by which of them have no gradient. It has no other
+# place, as the user gives a list of parameters, which may be those of several models.
 _prepared: OrderedDict[tuple[tuple[int, ...], tuple[bool, ...]], _Prepared] = OrderedDict()
 _MOST_PREPARED = 16
 

@@ -84,7 +84,8 @@ class Sides:
     @property
     def rows(self) -> tuple[Any, ...]:
         """This rank's rows of the batch."""
-        return map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.rank] if t.dim() else t)
+        rows: tuple[Any, ...] = map_tensors(self.batch, lambda t: t.chunk(self.num_ranks)[self.rank] if t.dim() else t)
+        return rows
 
     def rows_like(self, whole: Tensor, part: Tensor) -> Tensor | None:
         """Returns this rank's chunk of an output of the reference; None if `part` is no chunk of it along one dim."""

@@ -27,8 +27,7 @@ from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, 
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Cast
 from fsdp2.engine.state import require_state
-from fsdp2.features import conditional, user_collectives
-from fsdp2.features import join as join_module
+from fsdp2.features import conditional, join_consensus, user_collectives
 from helpers import NIGHTLY, RankError, assert_same, full, one_mesh, run_checks, run_ranks
 from helpers import shard_blocks as shard
 from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, build, mean_loss
@@ -748,7 +747,7 @@ def leave_by_an_exception() -> None:
     mean_loss(model(rows)).backward()
     model.zero_grad()
     assert require_state(model).root.consensus is None
-    assert not user_collectives._Replaced.functions, "torch's collectives are in their places again"
+    assert not user_collectives._collectives.functions, "torch's collectives are in their places again"
     optimizer, expected = adamw(model), adamw(plain)
     with fsdp2.join(model):
         mean_loss(model(rows)).backward()
@@ -781,7 +780,7 @@ def count_messages(model: Any, optimizer: Any, joins: bool, batches: Counts) -> 
 
     rank = dist.get_rank()
     with (
-        counting(join_module, "all_reduce_now", "count"),
+        counting(join_consensus, "all_reduce_now", "count"),
         counting(conditional, "all_reduce_now", "agree"),
         counting(NamedPairwiseComm, "_exchange", "exchange"),
         fsdp2.join(model, optimizer=optimizer) if joins else nullcontext(),

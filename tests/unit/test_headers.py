@@ -10,8 +10,8 @@ from fsdp2.checks.conversation import tell_out_of_step
 from fsdp2.checks.headers import (
     HEADER_NBYTES,
     Header,
+    Headers,
     differ,
-    header_of,
     out_of_step,
     placed_header,
     text_of,
@@ -34,7 +34,7 @@ class Pass:
 def header(
     name: str = "layers.3", kind: str = "gathering", numel: int = 8, dtype: torch.dtype = torch.float32
 ) -> Header:
-    return header_of(Purpose(name), kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
+    return Headers(Purpose(name)).of(kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
 
 
 def message(header: Header) -> Tensor:
@@ -54,9 +54,10 @@ def test_differences_are_found(other: dict) -> None:
 
 def test_a_header_is_built_once() -> None:
     purpose, tensors = Purpose("a"), [torch.zeros(3)]
-    assert header_of(purpose, "gathering", tensors) is header_of(purpose, "gathering", [torch.ones(3)])
+    headers = Headers(purpose)
+    assert headers.of("gathering", tensors) is headers.of("gathering", [torch.ones(3)])
     purpose.name = purpose.label = "b"
-    assert text_of(header_of(purpose, "gathering", tensors).data).startswith("gathering b")
+    assert text_of(headers.of("gathering", tensors).data).startswith("gathering b")
 
 
 def test_long_names_keep_their_end() -> None:
@@ -111,7 +112,7 @@ def test_the_message_says_that_ranks_train_different_parameters() -> None:
     purposes = [Purpose("a"), Purpose("b")]
     for purpose, flags in zip(purposes, ([True, True], [True, False]), strict=True):
         purpose.remark = trainable_remark(flags)
-    one, two = (header_of(purpose, "reducing", [torch.zeros(2)]).text for purpose in purposes)
+    one, two = (Headers(purpose).of("reducing", [torch.zeros(2)]).text for purpose in purposes)
     text = out_of_step({0: one, 1: two})
     assert "rank 0: reducing a; rank 1: reducing b. requires_grad differs between ranks: 2 of 2 parameters are" in text
     assert "trainable on rank 0, and 1 of 2 on rank 1. Set" in text
@@ -119,5 +120,5 @@ def test_the_message_says_that_ranks_train_different_parameters() -> None:
     assert "set_reduce_scatter_unused_params(True); if requires_grad differs" in out_of_step(
         {0: one, 1: "reducing b\t3"}
     )
-    same = header_of(Purpose("a"), "reducing", [torch.zeros(2)])
-    assert not differ(message(header_of(purposes[0], "reducing", [torch.zeros(2)])), same), "it is not compared"
+    same = Headers(Purpose("a")).of("reducing", [torch.zeros(2)])
+    assert not differ(message(Headers(purposes[0]).of("reducing", [torch.zeros(2)])), same), "it is not compared"

@@ -1,16 +1,21 @@
-"""Tests that state is in the object it is about: lists the module-level objects that change, with the reason for each.
+"""Tests that state is in the object it is about: lists all state of the process, with the reason for each.
 
-The list can only shrink. State of a group belongs into the group or into what it owns, that of a root into the root.
+There are three kinds: objects at module level that change, attributes of classes that functions set, and results that
+functools remembers. The lists can only shrink. State of a group belongs into the group or into what it owns, that of a
+root into the root.
 """
 
 import ast
 import collections
+import functools
 import importlib
 import itertools
 import threading
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
@@ -19,48 +24,42 @@ CHANGEABLE = (
     *(list, dict, set, collections.deque, collections.Counter, itertools.count),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
-FOR_THREADS = (threading.local, type(threading.Lock()), type(threading.RLock()))
+FOR_THREADS = (threading.local, type(threading.Lock()), type(threading.RLock()), ContextVar)
+Cache = functools._lru_cache_wrapper
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 THREADS = "ranks may be threads of one process"
-OF_COMM = "to become state of what communicates over the process group"
 OF_CLASS = "operations of a class of tensors, which torch has once for each process"
+OF_STEPS = "what is called around steps of optimizers, as torch's own hooks around them are, for all in the process"
 OF_TORCH = "what of torch is replaced in this process"
+COUNTS = "a number that only grows, and says when something else is out of date"
+VALUES = "frozen values, made of frozen values"
+BY_CLASS = "a fact about a class"
 CACHE = "remembers the last answer for objects that are not the package's"
 
 # Folder and name (a file may be renamed) -> why it is module-level.
 ALLOWED = {
     "bridge._finder": "waits for modules that the program may import, one for each process",
-    "bridge._in_force": OF_TORCH,
-    "bridge._pairs": OF_TORCH,
     "bridge._replaced": OF_TORCH,
-    "bridge._undo": OF_TORCH,
     "checks._ONE_SEARCH": THREADS,
     "checks._checked": CACHE,
-    "checks._conversations": OF_COMM,
-    "checks._headers": OF_COMM,
-    "checks._levels": OF_COMM,
-    "checks._purposes": OF_COMM,
-    "checks.comms_of": OF_COMM,
+    "checks._groups": "what checks know of a process group, which is torch's, and which several Comms share",
     "dtensor._explainers": OF_CLASS,
     "dtensor._handlers": OF_CLASS,
     "dtensor._inspected": CACHE,
-    "dtensor._kinds_of_classes": CACHE,
     "dtensor._replaced": OF_CLASS,
     "dtensor._thread_handlers": THREADS,
     "dtensor._views": "the copied views that are alive, which no other object knows",
-    "dtensor.before_step": OF_CLASS,
+    "dtensor.before_step": OF_STEPS,
     "dtensor.meshes_in_use": "tells torch before 2.13, whose operations know a mesh only, which operations are ours",
     "dtensor.off": "fixes that the user has switched off for the process",
     "dtensor.parts": "the parts of graphs that are alive, which no other object knows",
-    "dtensor.stepped_beside": OF_CLASS,
+    "dtensor.stepped_beside": OF_STEPS,
+    "engine._chosen": "what joins roots that a thread makes, in place of what joins others",
+    "engine._group_names": OF_TORCH,
     "engine._in_use": "interned meshes",
     "engine._known": CACHE,
     "engine._last_default": "interned meshes",
-    "engine._names": THREADS,
-    "engine._names_by_ranks": OF_TORCH,
-    "engine._naming": THREADS,
-    "engine._num_naming": OF_TORCH,
     "engine._num_made": "process groups are torch's, and made once",
     "engine._roots": "the roots that are alive",
     "engine._running": THREADS,
@@ -70,16 +69,45 @@ ALLOWED = {
     "engine._uncounted": "a number that is never given twice",
     "engine.hooks_of_all_modules": "torch's own table, under another name",
     "engine.notices": OF_CLASS,
+    "engine.simulated": "the simulation that a thread plans by; operations of torch do not hand it on",
     "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
-    "features._watching": OF_COMM,
+    "features._collectives": OF_TORCH,
     "module._lock": THREADS,
-    "tools._endings": "a profiler is one for each process",
     "tools._examined": "says a remark once in each process",
     "tools._numbers": "a number that is never given twice",
     "tools._prepared": CACHE,
     "tools._ranges": "a profiler is one for each process",
-    "tools._steps": "a profiler is one for each process",
-    "tools._steps_end": "a profiler is one for each process",
+}
+# Attributes of classes that functions set.
+ON_CLASSES = {
+    "checks._Changes.number": COUNTS,
+    "dtensor._Calls.number": COUNTS,
+    "dtensor._Dispatch.reaches_views": OF_CLASS,
+    "dtensor._ThreadHandlers.now": THREADS,
+    "dtensor._ThreadHandlers.usual": OF_CLASS,
+    "engine._Current.extensions": "what joins the roots of all models that are sharded later",
+}
+# Functions whose results functools remembers.
+REMEMBERED = {
+    "checks._follow_log_level": "sets a logger of the process",
+    "checks._indices_among": VALUES,
+    "checks._is_fsdp1": BY_CLASS,
+    "checks._levels": "the levels that the user has chosen for the process; they begin as the environment says",
+    "checks._may_have": BY_CLASS,
+    "checks._may_have_options": BY_CLASS,
+    "dtensor._has_other_subclasses": BY_CLASS,
+    "dtensor._kind_of": BY_CLASS,
+    "dtensor.is_mutable": "a fact about an operation of torch",
+    "engine._allowed": "functions of torch",
+    "engine._events_of": BY_CLASS,
+    "engine._stream_beside": "streams of torch, of which it has one pool for each process",
+    "engine._transfers_of": "streams of torch, of which it has one pool for each process",
+    "engine.contiguous_stride": VALUES,
+    "engine.gather_layout": VALUES,
+    "engine.param_spec": VALUES,
+    "features._late_class": "classes that are made once",
+    "module._sharded_class": "classes that are made once",
+    "module.public_methods": "names of our own methods",
 }
 # Methods in which a class of the engine leaves something to a subclass.
 LEFT_TO_SUBCLASSES: set[str] = set()
@@ -87,6 +115,20 @@ LEFT_TO_SUBCLASSES: set[str] = set()
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
     return ((path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
+
+
+def modules() -> Iterator[tuple[str, ast.Module, ModuleType]]:
+    """Yields the folder, the tree and the object of each module."""
+    for path, tree in trees():
+        place = path.relative_to(PACKAGE).with_suffix("")
+        if place.name not in NOT_IMPORTED:
+            name = ".".join(["fsdp2", *place.parts]).removesuffix(".__init__")
+            yield place.parts[0], tree, importlib.import_module(name)
+
+
+def compare(found: set[str], allowed: dict[str, str]) -> None:
+    assert found - set(allowed) == set(), "new state of the process: put it into the object that it is about"
+    assert set(allowed) - found == set(), "these are gone: remove them from the list, so that they do not come back"
 
 
 def assigned(tree: ast.Module) -> set[str]:
@@ -122,20 +164,38 @@ def is_state(name: str, value: Any, is_changed: bool) -> bool:
     return name != name.upper() and (isinstance(value, CHANGEABLE) or is_ours)
 
 
+def set_on_classes(tree: ast.Module) -> set[str]:
+    """Returns the attributes, as Class.name, that a module sets on its own classes; not methods that it replaces."""
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {
+        f"{node.value.id}.{node.attr}"
+        for node in found
+        if isinstance(node.value, ast.Name) and node.value.id in classes and not node.attr.startswith("__")
+    }
+
+
 def test_module_level_objects_that_change_are_those_listed() -> None:
     found = set()
-    for path, tree in trees():
-        place = path.relative_to(PACKAGE).with_suffix("")
-        if place.name not in NOT_IMPORTED:
-            module = importlib.import_module(".".join(["fsdp2", *place.parts]).removesuffix(".__init__"))
-            changed = changes(tree)
-            found |= {
-                f"{place.parts[0]}.{name}"
-                for name in assigned(tree)
-                if is_state(name, getattr(module, name), name in changed)
-            }
-    assert found - set(ALLOWED) == set(), "new state in modules: put it into the object that it is about"
-    assert set(ALLOWED) - found == set(), "these are gone: remove them from ALLOWED, so that they do not come back"
+    for folder, tree, module in modules():
+        changed, names = changes(tree), assigned(tree)
+        found |= {f"{folder}.{name}" for name in names if is_state(name, getattr(module, name), name in changed)}
+    compare(found, ALLOWED)
+
+
+def test_attributes_of_classes_that_change_are_those_listed() -> None:
+    compare({f"{folder}.{name}" for folder, tree, _ in modules() for name in set_on_classes(tree)}, ON_CLASSES)
+
+
+def test_results_that_are_remembered_are_those_listed() -> None:
+    """They stay for the life of the process, and so does what they were asked about."""
+    found = {
+        f"{folder}.{name}"
+        for folder, _, module in modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Cache) and value.__module__ == module.__name__
+    }
+    compare(found, REMEMBERED)
 
 
 def test_classes_of_the_engine_leave_nothing_to_subclasses() -> None:
@@ -159,3 +219,5 @@ def test_state_is_found() -> None:
     assert changes(tree) == {"_a", "C", "d"}
     assert [is_state(name, {}, changed) for name, changed in (("_a", False), ("B", False), ("C", True))] == [1, 0, 1]
     assert is_state("LOCK", threading.RLock(), False)
+    tree = ast.parse("class A:\n    n = 0\n    def __f(self): ...\ndef f():\n    A.n += 1\n    A.__f = f\n    B.n = 1")
+    assert set_on_classes(tree) == {"A.n"}

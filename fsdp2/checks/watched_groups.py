@@ -1,0 +1,57 @@
+"""Holds what checks know of each process group. Several Comms may share one, and its ranks talk in one order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+
+from ..engine.comm import Purpose
+from ..engine.gloo_threads import let_callers_finish
+from .conversation import Conversation
+
+
+class WatchedGroup:
+    """Holds what checks know of one process group.
+
+    `compares_all`: ranks compare all that they do there (the debug level). `purposes`: those of its collectives, whose
+    roots are told when ranks are out of step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.compares_all = False
+        self.purposes: WeakSet[Purpose] = WeakSet()
+        self._group = weakref.ref(group)
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        """The order of its messages over gloo, which begins with the first Comm whose collectives carry their names."""
+        let_callers_finish()
+        return Conversation(self._group, self.purposes)
+
+
+# Process group -> what checks know of it. A process group is torch's, and has no place for it.
+_groups: WeakKeyDictionary[dist.ProcessGroup, WatchedGroup] = WeakKeyDictionary()
+
+
+def watched(group: dist.ProcessGroup) -> WatchedGroup:
+    """Returns what checks know of a process group."""
+    if group not in _groups:
+        _groups[group] = WatchedGroup(group)
+    return _groups[group]
+
+
+def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+    """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
+    for group in map(watched, groups):
+        group.compares_all = checked
+        group.purposes.add(purpose)
+
+
+def are_checked(group: dist.ProcessGroup) -> bool:
+    """Returns True if ranks compare all that they do there."""
+    found = _groups.get(group)
+    return found is not None and found.compares_all
