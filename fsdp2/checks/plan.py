@@ -67,15 +67,18 @@ def check_plan(plan: Plan) -> None:
     _check_reshard(reshard, shared)
     _check_conditional(plan, conditional)
     _check_placements(plan)
-    meshes = {id(shared): shared}
+    meshes, policy = {id(shared): shared}, given.mp_policy
+    codecs = policy.wire_dtype, policy.gradient_codec, policy.gather_codec, policy.replica_codec
+    chooses_codec = any(each is not None for each in codecs)
     for name, each in plan.parameters.items():
         if each.mesh is not shared:
             meshes[id(each.mesh)] = each.mesh
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        _check_codec(name, given.mp_policy, each.mesh, parameters[name])
+        if chooses_codec:
+            _check_codec(name, policy, each.mesh, parameters[name])
         if type(parameters[name]) is not nn.Parameter:
-            _check_extension(each, reshard, given.mp_policy)
+            _check_extension(each, reshard, policy)
     for each in everything.values() if with_options else ():
         _check_frequencies(each)
     for mesh in meshes.values():

@@ -139,12 +139,13 @@ class Root:
             separate_where_usual(group)
         # Gradients of some group are unsynchronized, or will be after the next backward pass.
         self.leaves_gradients = any(map(leaves_gradients, self.groups))
-        # FQNs of all modules, for features that join. Others would be kept alive by it.
+        # FQNs of all modules, for features that join and for observers, while these are made: it would keep modules
+        # alive.
         self.names = names
         for join in extensions().features:
             join(self)
-        self.names = {}
         observers = [make(self) for make in extensions().observers]
+        self.names = {}
         self.observe([each for each in observers if each is not None])
 
     def observe(self, observers: Iterable[Observer]) -> None:

@@ -184,7 +184,7 @@ def make_running_stats(root: Any) -> RunningStats | None:
 
 def find_running_stats(root: Any) -> dict[nn.Module, str]:
     """Returns the modules below the root's that keep statistics of a rank's own rows, with their names."""
-    below = names_below(root.state.modules)
+    below = root.names or names_below(root.state.modules)
     return {each: name for each, name in below.items() if each._buffers and _has_own(each)}
 
 
