@@ -348,7 +348,7 @@ class GroupParameters:
         self.readability.allow(True)
         buffers.keeps_storage = settings.keep_storage
         self.frees_memory = not buffers.layout.aliased and not buffers.keeps_storage
-        self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else (), self)
+        self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else ())
         is_complex = any(spec.compute_dtype.is_complex for spec in buffers.layout.specs)  # views may be conjugated
         self.described_storage = buffers.storage_id if self.frees_memory and not is_complex else None
 
@@ -377,10 +377,6 @@ class GroupParameters:
         self.references = least = list(map(min, references, self.references or references))
         self.kept = list(compress(range(len(references)), map(gt, references, least)))
         return bool(self.kept)
-
-    def name_of(self, unsharded: Tensor) -> str:
-        """Returns the name of an unsharded parameter, or of the group."""
-        return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
     def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         self._assigned.clear()
