@@ -64,7 +64,7 @@ class UnshardedContent:
 
 
 class SampledContent(UnshardedContent):
-    """Holds some words of what the unsharded parameters of a group hold now, the first one of each parameter among them.
+    """Holds some words of what the unsharded parameters of a group hold now, the first one of each among them.
 
     One operation reads all of them, where sums take three for each parameter.
     """
@@ -87,12 +87,14 @@ class SampledContent(UnshardedContent):
 
     def named(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters of which a word has changed. What lies between parameters may change."""
+        if not any(flags):
+            return []
         layout, step = self._buffers.layout, _WORD * self._every
         rows = zip(self._params, layout.specs, layout.unsharded_offsets, strict=True)
         return [
             param.name
             for param, spec, offset in rows
-            if any(flags) and self._changed[offset // step : -(-(offset + spec.nbytes) // step)].any()
+            if self._changed[offset // step : -(-(offset + spec.nbytes) // step)].any()
         ]
 
 
