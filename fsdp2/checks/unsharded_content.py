@@ -53,12 +53,16 @@ class UnshardedContent:
 
     def differences(self) -> Tensor:
         """Returns, as int64, which unsharded parameters differ from their shards, as far as this rank knows; for
-        `named`.
+        `flagged`.
         """
         differ = [_differs(param, self._buffers.unsharded_parameter(i)) for i, param in enumerate(self._params)]
         return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
 
     def named(self, flags: Sequence[int]) -> list[str]:
+        """Returns the names of the parameters that have changed, by the numbers of `changes`, on the host."""
+        return self.flagged(flags)
+
+    def flagged(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
         return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
 
@@ -136,7 +140,7 @@ class UnseenWrites(ForwardCheck):
         kind = SampledContent if is_first and not is_thorough else UnshardedContent
         content = self._content[group] = kind(group)
         if group.hold >= Hold.NEXT_PASS:
-            judge_at_end(group.root, content.differences(), partial(_judge, group, content, refuse_differing))
+            judge_at_end(group.root, content.differences(), partial(_judge, group, content.flagged, refuse_differing))
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
         # What was moved to the device is left out: others may fill the caller's buffer with the next batch already.
@@ -152,7 +156,7 @@ class UnseenWrites(ForwardCheck):
 
     def after_forward(self, group: FSDPParamGroup) -> None:
         content = self._content.pop(group)
-        judge_at_end(group.root, content.changes(), partial(_judge, group, content, refuse_written))
+        judge_at_end(group.root, content.changes(), partial(_judge, group, content.named, refuse_written))
 
     def after_failure(self, group: FSDPParamGroup) -> None:
         self._content.pop(group, None)
@@ -188,12 +192,12 @@ def _judge_inputs(state: FSDPState, names: Sequence[str], flags: Sequence[int]) 
 
 def _judge(
     group: FSDPParamGroup,
-    content: UnshardedContent,
+    names_of: Callable[[Sequence[int]], list[str]],
     refuse: Callable[[Sequence[str]], None],
     flags: Sequence[int],
 ) -> None:
-    """Raises what `refuse` does to the parameters whose flag is set, and reshards."""
-    names = content.named(flags)
+    """Raises what `refuse` does to the parameters that `names_of` names by `flags`, and reshards."""
+    names = names_of(flags)
     if names:
         group.hold = min(group.hold, Hold.NEXT_PASS)
         group.reshard_if_idle()
