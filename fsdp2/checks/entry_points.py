@@ -46,6 +46,8 @@ class EntryPoints(Check):
 
     def attached(self, root: Root) -> None:
         for group in root.groups:
+            if group not in root.new_groups and not group.users and _is_watched(group):
+                continue  # the root before has done all of this
             self._unwatch(group)
             inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
             for module in inside:
@@ -80,6 +82,10 @@ class EntryPoints(Check):
             if value is refuse_call:
                 hooks.pop(key, None)
         entries[:] = [each for each in entries if each[2] is not refuse_call]
+
+
+def _is_watched(group: FSDPParamGroup) -> bool:
+    return any(value is refuse_call for _, _, value in group.registration.while_sharded)
 
 
 def leave_fast_path(layer: nn.TransformerEncoderLayer) -> None:

@@ -39,10 +39,8 @@ def check_plan(plan: Plan) -> None:
     Each call comes here, so nothing is called for a plain parameter that need not be.
     """
     everything = {**plan.parameters, **plan.tied}
-    for name, planned in everything.items():
-        for slot in planned.slots:
-            if isinstance(slot.module, torch.jit.ScriptModule):
-                _refuse_script(name, slot.module)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in plan.managed):
+        _refuse_scripts(everything)
     originals = {name: each.slots[0].get() for name, each in everything.items()}
     parameters = {name: originals[name] for name in plan.parameters}
     with_options = {
@@ -67,15 +65,18 @@ def check_plan(plan: Plan) -> None:
     _check_reshard(reshard, shared)
     _check_conditional(plan, conditional)
     _check_placements(plan)
-    meshes = {id(shared): shared}
+    meshes, policy = {id(shared): shared}, given.mp_policy
+    codecs = policy.wire_dtype, policy.gradient_codec, policy.gather_codec, policy.replica_codec
+    chooses_codec = any(each is not None for each in codecs)
     for name, each in plan.parameters.items():
         if each.mesh is not shared:
             meshes[id(each.mesh)] = each.mesh
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        _check_codec(name, given.mp_policy, each.mesh, parameters[name])
+        if chooses_codec:
+            _check_codec(name, policy, each.mesh, parameters[name])
         if type(parameters[name]) is not nn.Parameter:
-            _check_extension(each, reshard, given.mp_policy)
+            _check_extension(each, reshard, policy)
     for each in everything.values() if with_options else ():
         _check_frequencies(each)
     for mesh in meshes.values():
@@ -84,13 +85,16 @@ def check_plan(plan: Plan) -> None:
         _check_one_mesh(each.name, each.mesh, shared)
 
 
-def _refuse_script(name: str, module: Any) -> None:
-    """Raises NotImplementedError: TorchScript keeps the parameters of its modules, which can't be replaced."""
-    raise NotImplementedError(
-        f"{name} is in a TorchScript module ({module.original_name}), whose parameters can't be replaced. Use the "
-        "Python module in its place, and torch.compile to make it fast; or leave a frozen one out: "
-        "ignored_params=set(scripted.parameters())."
-    )
+def _refuse_scripts(everything: Mapping[str, ParameterPlan]) -> None:
+    """Refuses parameters of TorchScript modules: TorchScript keeps them, and they can't be replaced."""
+    for name, planned in everything.items():
+        for module in [slot.module for slot in planned.slots]:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise NotImplementedError(
+                    f"{name} is in a TorchScript module ({module.original_name}), whose parameters can't be replaced. "
+                    "Use the Python module in its place, and torch.compile to make it fast; or leave a frozen one out: "
+                    "ignored_params=set(scripted.parameters())."
+                )
 
 
 # Attributes of embeddings, and of modules like them, which some values of are refused.
@@ -397,10 +401,10 @@ def _check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
     would keep what it is now.
     """
     owners: dict[Memory, Slot] = {}
-    facts, found = begin(plan), _sharded_memory(plan)
-    for name, parameter in parameters.items():
-        slot = plan.parameters[name].slots[0]
-        there = facts.memory[id(slot.module), slot.name] = memory_of(parameter)
+    memory, found = begin(plan).memory, _sharded_memory(plan)
+    for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
+        slot = planned.slots[0]
+        there = memory[id(slot.module), slot.name] = memory_of(parameter)
         found.append((there, slot))
     for there, slot in found:
         if there is not None and (other := owners.setdefault(there, slot)) is not slot:

@@ -7,6 +7,7 @@ compute with it for ever after. What is so written to a shard whose unsharded pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,45 +29,92 @@ _EVERY_AT_FIRST = 64
 
 
 class UnshardedContent:
-    """Holds a sum, on the device, of what each unsharded parameter of a group holds now, in `every` so many words.
+    """Holds a sum, on the device, of what each unsharded parameter of a group holds now.
 
-    Those that say themselves how they are gathered are left out. Nothing here waits for the device.
+    Those that say themselves how they are gathered are left out. Nothing here waits for the device, but `named` if it
+    has a name to return.
     """
 
-    def __init__(self, group: FSDPParamGroup, every: int = 1) -> None:
+    def __init__(self, group: FSDPParamGroup) -> None:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
         self._params, self._buffers = [*group.parameters.plain], buffers
-        self._every = every
-        self._sums = self._find_sums()
+        self._held = self._read()
 
-    def _find_sums(self) -> Tensor:
+    def _read(self) -> Tensor:
         """Returns sums modulo 2 ** 64: another value at one index shows, an exchange of values does not."""
         # No view is kept: the memory could not be freed.
-        sums = [words.sum() for words in _words_of(self._buffers, self._every)]
+        sums = [words.sum() for words in _words_of(self._buffers)]
         return torch.stack(sums) if sums else NO_NUMBERS
 
     def changes(self) -> Tensor:
         """Returns, as int64, which unsharded parameters hold something else now; for `named`."""
-        return (self._sums != self._find_sums()).to(torch.int64)
+        return (self._held != self._read()).to(torch.int64)
 
     def differences(self) -> Tensor:
         """Returns, as int64, which unsharded parameters differ from their shards, as far as this rank knows; for
-        `named`.
+        `flagged`.
         """
         differ = [_differs(param, self._buffers.unsharded_parameter(i)) for i, param in enumerate(self._params)]
         return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
 
     def named(self, flags: Sequence[int]) -> list[str]:
+        """Returns the names of the parameters that have changed, by the numbers of `changes`, on the host."""
+        return self.flagged(flags)
+
+    def flagged(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
         return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
 
 
-def _words_of(buffers: Memory, every: int) -> list[Tensor]:
-    """Returns every so many of the words in which each unsharded parameter lies, as int64."""
-    whole = view_bytes(buffers.unsharded, 0, buffers.unsharded.numel() // 8, torch.int64)
+class SampledContent(UnshardedContent):
+    """Holds some words of what the unsharded parameters of a group hold now, the first one of each among them.
+
+    One operation reads all of them, where sums take three for each parameter.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        assert group.parameters.buffers is not None, "the group is unsharded"
+        layout = group.parameters.buffers.layout
+        # Each parameter begins at a multiple of so many words.
+        self._every = math.gcd(_EVERY_AT_FIRST, *(offset // _WORD for offset in layout.unsharded_offsets))
+        self._changed = NO_NUMBERS
+        super().__init__(group)
+
+    def _read(self) -> Tensor:
+        return _as_words(self._buffers)[:: self._every].clone()
+
+    def changes(self) -> Tensor:
+        """Returns, as an int64, whether any of these words is another one now; for `named`."""
+        self._changed, self._held = self._held != self._read(), NO_NUMBERS
+        return self._changed.any().to(torch.int64).reshape(1)
+
+    def named(self, flags: Sequence[int]) -> list[str]:
+        """Returns the names of the parameters of which a word has changed. What lies between parameters may change."""
+        if not any(flags):
+            return []
+        layout, step = self._buffers.layout, _WORD * self._every
+        rows = zip(self._params, layout.specs, layout.unsharded_offsets, strict=True)
+        return [
+            param.name
+            for param, spec, offset in rows
+            if self._changed[offset // step : -(-(offset + spec.nbytes) // step)].any()
+        ]
+
+
+_WORD = 8
+
+
+def _as_words(buffers: Memory) -> Tensor:
+    """Returns the memory of unsharded parameters as int64."""
+    return view_bytes(buffers.unsharded, 0, buffers.unsharded.numel() // _WORD, torch.int64)
+
+
+def _words_of(buffers: Memory) -> list[Tensor]:
+    """Returns the words in which each unsharded parameter lies, as int64."""
+    whole = _as_words(buffers)
     return [
-        whole.as_strided((-(-spec.nbytes // (8 * every)),), (every,), offset // 8)
+        whole.as_strided((-(-spec.nbytes // _WORD),), (1,), offset // _WORD)
         for spec, offset in zip(buffers.layout.specs, buffers.layout.unsharded_offsets, strict=True)
     ]
 
@@ -89,10 +137,10 @@ class UnseenWrites(ForwardCheck):
 
     def before_forward(self, group: FSDPParamGroup, is_first: bool, is_thorough: bool) -> None:
         # What writes in the first, to initialise, writes to all; and programs shall start quickly.
-        every = _EVERY_AT_FIRST if is_first and not is_thorough else 1
-        content = self._content[group] = UnshardedContent(group, every)
+        kind = SampledContent if is_first and not is_thorough else UnshardedContent
+        content = self._content[group] = kind(group)
         if group.hold >= Hold.NEXT_PASS:
-            judge_at_end(group.root, content.differences(), partial(_judge, group, content, refuse_differing))
+            judge_at_end(group.root, content.differences(), partial(_judge, group, content.flagged, refuse_differing))
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
         # What was moved to the device is left out: others may fill the caller's buffer with the next batch already.
@@ -108,7 +156,7 @@ class UnseenWrites(ForwardCheck):
 
     def after_forward(self, group: FSDPParamGroup) -> None:
         content = self._content.pop(group)
-        judge_at_end(group.root, content.changes(), partial(_judge, group, content, refuse_written))
+        judge_at_end(group.root, content.changes(), partial(_judge, group, content.named, refuse_written))
 
     def after_failure(self, group: FSDPParamGroup) -> None:
         self._content.pop(group, None)
@@ -144,12 +192,12 @@ def _judge_inputs(state: FSDPState, names: Sequence[str], flags: Sequence[int]) 
 
 def _judge(
     group: FSDPParamGroup,
-    content: UnshardedContent,
+    names_of: Callable[[Sequence[int]], list[str]],
     refuse: Callable[[Sequence[str]], None],
     flags: Sequence[int],
 ) -> None:
-    """Raises what `refuse` does to the parameters whose flag is set, and reshards."""
-    names = content.named(flags)
+    """Raises what `refuse` does to the parameters that `names_of` names by `flags`, and reshards."""
+    names = names_of(flags)
     if names:
         group.hold = min(group.hold, Hold.NEXT_PASS)
         group.reshard_if_idle()

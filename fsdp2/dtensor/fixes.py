@@ -32,8 +32,8 @@ class Meshes(Observer):
             self.rebuilt(group, {})
 
     def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        for param in group.params:
-            meshes_in_use.add(param.dtensor_spec.mesh)
+        for mesh in {id(mesh): mesh for mesh in [param.dtensor_spec.mesh for param in group.params]}.values():
+            meshes_in_use.add(mesh)
 
 
 def join_fixes(root: Root) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import repeat
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -97,6 +97,43 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
         policy.codec_for(spec.delivered_dtype, spec.arriving_dtype if as_computed else None, spec.shape)
         for spec in specs
     )
+
+
+class BucketPlan(NamedTuple):
+    """Says how the gradients of the parameters of one group travel, and how they are divided into buckets.
+
+    `reduce_dtypes`: in which each is summed; `codecs`: how each travels as it is computed; `codecs_of_sums`: if sums of
+    several may be among them; `buckets`: the parameter indices of each bucket; `sent_nbytes`: bytes of all gradients as
+    they travel, those of one rank's segments.
+    """
+
+    reduce_dtypes: tuple[torch.dtype, ...]
+    codecs: tuple[Codec, ...]
+    codecs_of_sums: tuple[Codec, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    sent_nbytes: int
+
+
+@lru_cache(1024)
+def plan_buckets(
+    specs: tuple[ParamSpec, ...],
+    policy: MixedPrecisionPolicy,
+    sums_on_arrival: bool,
+    trainable: tuple[int, ...],
+    device: torch.device,
+    summed: tuple[Hashable, ...] = (),
+    bucket_bytes: int | None = None,
+) -> BucketPlan:
+    """Plans the gradients of the parameters `trainable`. `sums_on_arrival`: each rank sums what it receives; the others
+    are those of `find_buckets`.
+
+    Equal groups share the plan: the blocks of a transformer have one.
+    """
+    dtypes = tuple(policy.gradient_dtype(spec.delivered_dtype) for spec in specs)
+    codecs, of_sums = codecs_of(specs, policy, sums_on_arrival), codecs_of(specs, policy, as_computed=False)
+    buckets = tuple(find_buckets(specs, dtypes, codecs, trainable, device, summed, bucket_bytes))
+    sent = sum(codecs[i].sent_nbytes(specs[i].shard_numel, dtypes[i]) for indices in buckets for i in indices)
+    return BucketPlan(dtypes, codecs, of_sums, buckets, sent)
 
 
 def find_buckets(

@@ -121,8 +121,8 @@ def _check_backends(plan: Plan) -> None:
     Raises:
         RuntimeError: a group has no backend for the device of its mesh.
     """
-    meshes = {id(each.mesh): each.mesh for each in plan.parameters.values()}
-    for mesh in (plan.mesh, *meshes.values()):
+    meshes = {id(plan.mesh): plan.mesh, **{id(each.mesh): each.mesh for each in plan.parameters.values()}}
+    for mesh in meshes.values():
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None and not isinstance(group, SimulatedGroup):
                 backend_name(group, mesh.device)
@@ -274,8 +274,8 @@ def _make_states(plan: Plan) -> list[FSDPState]:
     rest = [each for each in plan.parameters.values() if each.name not in apart]
     policy = plan.given.mp_policy
     states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
-    # The inputs and outputs of a submodule are those of the module around it, and stay as they are.
-    policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    if plan.submodules:  # whose inputs and outputs are those of the module around them, and stay as they are
+        policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
     for submodule, names in plan.submodules.items():
         own = [plan.parameters[name] for name in names]
         states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))

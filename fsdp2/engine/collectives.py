@@ -16,7 +16,7 @@ from .any_group import FallbackComm
 from .codec import Cast
 from .comm import AnyComm, Comm, CopyWork, DelegatingComm, DividedWork, Purpose, Work
 from .comm_memory import TORCH_MEMORY, CommMemory, PoolMemory, pool_of_group, symmetric_pool
-from .compat import backend_name
+from .compat import backend_name, type_of
 from .events import extensions
 from .gloo import PairwiseComm
 from .hops import HopsComm
@@ -72,7 +72,7 @@ def make_hops(mesh: DataMesh, purpose: Purpose, codec: Codec | ReplicaCodec | No
 
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
     """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
-    if group is not None and device.type == "cpu" and backend_name(group, device) == "gloo":
+    if group is not None and type_of(device) == "cpu" and backend_name(group, device) == "gloo":
         return extensions().comm_watcher.named(group, purpose) or PairwiseComm(group, purpose)
     if isinstance(group, SimulatedGroup):
         return group.make_comm(purpose)

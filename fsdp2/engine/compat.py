@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -45,6 +45,8 @@ divide_each: Callable[[list[Tensor], float], Any] = torch._foreach_div_
 quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
 
 PLAIN = (Tensor, Parameter)
+# (device) -> its type. Torch makes that string anew each time, which takes 3 thousand instructions.
+type_of: Callable[[torch.device], str] = cache(attrgetter("type"))
 # Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
 version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -425,14 +427,12 @@ set_local_unseen: Callable[[Tensor, Tensor], None] = vars(DTensor)["_local_tenso
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
 no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-# (class, local tensor, spec) -> DTensor, without a copy, a check or an autograd node. The constructor is wrapped to be
-# skipped by dynamo, which costs as much as itself again, on every gradient.
 HOOKS_OF_FSDP1 = "torch.distributed.algorithms._comm_hooks"
 """The module of torch's communication hooks for FSDP1."""
 
-new_dtensor: Callable[[type[DTensor], Tensor, DTensorSpec], DTensor] = partial(
-    inspect.unwrap(DTensor.__new__), requires_grad=False
-)
+# (class, local tensor, spec, requires_grad=False) -> DTensor, without a copy, a check or an autograd node. The
+# constructor is wrapped to be skipped by dynamo, which costs as much as itself again, on every gradient.
+new_dtensor: Callable[..., DTensor] = partial(inspect.unwrap(DTensor.__new__), requires_grad=False)
 
 
 def local_if_any(tensor: Tensor) -> Tensor:
@@ -450,12 +450,13 @@ def dtensor_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
-def distributed_parameter(tensor: DTensor, requires_grad: bool) -> Parameter:
-    """Returns `tensor` as a parameter. `nn.Parameter` detaches it, which a DTensor dispatches as an operation: half the
-    time of a `fully_shard` call.
+def distributed_parameter(cls: type[DTensor], local: Tensor, spec: DTensorSpec, requires_grad: bool) -> Parameter:
+    """Returns a DTensor of class `cls` that is a parameter. `nn.Parameter` detaches one, which a DTensor dispatches as
+    an operation: half the time of a `fully_shard` call.
     """
+    tensor: Any = new_dtensor(cls, local, spec, requires_grad=requires_grad)
     tensor._is_param = True  # what makes it an instance of nn.Parameter
-    return cast(Parameter, tensor.requires_grad_(requires_grad))
+    return cast(Parameter, tensor)
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

@@ -8,28 +8,20 @@ allowed. Only the class changes: no copy is made, and nothing is called while th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import compat
-
-if TYPE_CHECKING:
-    from .group_parameters import GroupParameters
+from .owners import names_of_unsharded
 
 
 class FreedParameter(nn.Parameter):
-    """Is the class of an unsharded parameter while it must not be read. Each group has a subclass of its own.
-
-    `owner`: finds the GroupParameters that knows its name.
-    """
-
-    owner: ClassVar[Callable[[], GroupParameters | None]]
+    """Is the class of an unsharded parameter while it must not be read."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,24 +31,21 @@ class FreedParameter(nn.Parameter):
 class FreedDTensor(DTensor):
     """Is the same for the DTensor of tensor parallelism."""
 
-    owner: ClassVar[Callable[[], GroupParameters | None]]
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(function, args, kwargs or {})
 
 
-def freed_class(kind: type[Any], owner: GroupParameters) -> type | None:
-    """Returns the class of freed parameters of `owner`, a GroupParameters, whose class is `kind` otherwise; None if
-    objects of `kind` can't change their class.
+def freed_class(kind: type[Any]) -> type | None:
+    """Returns the class of freed parameters whose class is `kind` otherwise; None if objects of `kind` can't change
+    their class.
     """
     if issubclass(kind, DTensor):
-        base: type = FreedDTensor
-    elif compat.has_no_dispatch(kind) or (issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")):
-        base = FreedParameter
-    else:
-        return None
-    return type(base.__name__, (base,), {"owner": weakref.ref(owner), "__module__": __name__})
+        return FreedDTensor
+    is_plain = compat.has_no_dispatch(kind) or (
+        issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")
+    )
+    return FreedParameter if is_plain else None
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
@@ -76,14 +65,12 @@ def _call(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _name(freed: Any) -> str:
-    owner = type(freed).owner()
-    found = "a parameter" if owner is None else owner.name_of(freed)
-    return str(found)
+    return next(iter(names_of_unsharded(freed)), "a parameter")
 
 
 def _freed_among(values: Any) -> Iterator[Any]:
     for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, (FreedParameter, FreedDTensor)) and hasattr(type(value), "owner"):
+        if isinstance(value, (FreedParameter, FreedDTensor)):
             yield value
         elif isinstance(value, (list, tuple, dict)):
             yield from _freed_among(value)
@@ -123,11 +110,11 @@ def _allowed() -> frozenset[Any]:
 class Readability:
     """Changes the classes of the unsharded parameters of one group: to freed ones, and back.
 
-    `owner`: the GroupParameters that knows their names. Those whose memory is never freed are none of `parameters`.
+    Those whose memory is never freed are none of `parameters`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], owner: GroupParameters | None) -> None:
-        of_kind = {kind: freed_class(kind, owner) for kind in dict.fromkeys(map(type, parameters)) if owner is not None}
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        of_kind = {kind: freed_class(kind) for kind in dict.fromkeys(map(type, parameters))}
         rows = [(each, type(each), of_kind[type(each)]) for each in parameters]
         self._rows: list[tuple[Any, type, type]] = [(each, kind, freed) for each, kind, freed in rows if freed]
         self.are_readable = True
@@ -140,4 +127,4 @@ class Readability:
                 parameter.__class__ = kind if readable else freed
 
 
-NOTHING_TO_REFUSE = Readability((), None)
+NOTHING_TO_REFUSE = Readability(())

@@ -44,14 +44,6 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor over `buffer`'s storage with a version counter of its own: refilling it is no change to
-    autograd.
-    """
-    leaf = torch.empty(0, dtype=dtype, device=buffer.device)
-    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
-
-
 # Pairs of a target and a source.
 Copies = list[tuple[Tensor, Tensor]]
 
@@ -159,8 +151,8 @@ class GatherPlan:
         self.split: tuple[Tensor, list[int], list[Tensor]] | None = None
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
-        # (dtype, True for the buffer of segments, False for that of unsharded parameters) -> that buffer in that dtype.
-        self._typed: dict[tuple[torch.dtype, bool], Tensor] = {}
+        # dtype -> the buffer of segments in that dtype, and that of unsharded parameters.
+        self._typed: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         if not layout.aliased:
             for i in layout.direct:
                 self._plan_direct(i)
@@ -293,27 +285,20 @@ class GatherPlan:
 
     def _plan_copy_out(self, i: int) -> None:
         spec, layout = self._layout.specs[i], self._layout
-        held = spec.num_holders  # the last ranks may hold nothing of a parameter of few rows
-        segment = layout.packed_nbytes // spec.compute_dtype.itemsize
-        first = self._segments_start + layout.packed_offsets[i]
-        chunks = self._rows_at(first, (held, spec.shard_numel), segment, spec.compute_dtype, of_segments=True)
+        dtype, itemsize, numel = spec.compute_dtype, spec.compute_dtype.itemsize, spec.shard_numel
+        if dtype not in self._typed:
+            self._typed[dtype] = self._segments.view(dtype), self._unsharded.view(dtype)
+        segments, unsharded = self._typed[dtype]
+        shape = spec.num_holders, numel  # the last ranks may hold nothing of a parameter of few rows
+        first = (self._segments_start + layout.packed_offsets[i]) // itemsize
+        # One `as_strided` takes the host less time than the six views that would lead there.
+        chunks = segments.as_strided(shape, (layout.packed_nbytes // itemsize, 1), first)
         if spec.dim == 0:
-            place = self._rows_at(layout.unsharded_offsets[i], chunks.shape, spec.shard_numel, spec.compute_dtype)
-            targets, sources = [place], [chunks]
+            place = unsharded.as_strided(shape, (numel, 1), layout.unsharded_offsets[i] // itemsize)
+            self._copies_out.append((place, chunks))
         else:
-            whole = view_bytes(self._unsharded, layout.unsharded_offsets[i], spec.numel, spec.compute_dtype)
-            targets, sources = _places_of_chunks(whole, chunks, spec)
-        self._copies_out += zip(targets, sources, strict=True)
-
-    def _rows_at(
-        self, offset: int, shape: Sequence[int], stride: int, dtype: torch.dtype, of_segments: bool = False
-    ) -> Tensor:
-        """Returns rows that begin at byte `offset`, `stride` elements apart. One `as_strided` takes the host less time
-        than the six views that would lead there.
-        """
-        if (dtype, of_segments) not in self._typed:
-            self._typed[dtype, of_segments] = (self._segments if of_segments else self._unsharded).view(dtype)
-        return self._typed[dtype, of_segments].as_strided(shape, (stride, 1), offset // dtype.itemsize)
+            whole = view_bytes(self._unsharded, layout.unsharded_offsets[i], spec.numel, dtype)
+            self._copies_out += zip(*_places_of_chunks(whole, chunks, spec), strict=True)
 
     def _own_part(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import compat, reduce
-from .buckets import Bucket, ReducePlan, codecs_of, find_buckets
+from .buckets import Bucket, ReducePlan, plan_buckets
 from .codec import Codec, Encoder
 from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
@@ -235,25 +235,20 @@ class GroupGradients:
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plans the buckets of the parameters `trainable`."""
         self._specs = specs
-        self._reduce_dtypes = tuple(policy.gradient_dtype(spec.delivered_dtype) for spec in specs)
-        self._codecs = codecs_of(specs, policy, self.reduction.shards.sums_on_arrival)
-        self._codecs_of_sums = codecs_of(specs, policy, as_computed=False)
         ranks = self.reduction.shards.rank, self.reduction.replicas.rank if self.reduction.replicas else 0
         name = f"{ranks} {self.group.name} {[param.name for param in self._params[:1]]}"
-        codecs = {*self._codecs, *self._codecs_of_sums}
-        self._encoders = {codec: self._encoders.get(codec) or Encoder(codec, name) for codec in codecs}
         self._find_summing(policy, name)
         for parameter in self._hooked:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
-        chosen = self.group.settings.bucket_bytes
-        summed = self.summed_apart(specs)
-        buckets = find_buckets(specs, self._reduce_dtypes, self._codecs, trainable, device, summed, chosen)
-        self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in buckets]
-        expected = [i for indices in buckets for i in indices]
-        sizes = [self._codecs[i].sent_nbytes(specs[i].shard_numel, self._reduce_dtypes[i]) for i in expected]
-        self.sent_nbytes = sum(sizes) * self.reduction.num_shards
-        self._hooked = [self._params[i].unsharded for i in expected]
+        which = self.reduction.shards.sums_on_arrival, tuple(trainable), device, tuple(self.summed_apart(specs))
+        plan = plan_buckets(specs, policy, *which, self.group.settings.bucket_bytes)
+        self._reduce_dtypes, self._codecs, self._codecs_of_sums = plan[:3]
+        codecs = {*plan.codecs, *plan.codecs_of_sums}
+        self._encoders = {codec: self._encoders.get(codec) or Encoder(codec, name) for codec in codecs}
+        self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in plan.buckets]
+        self.sent_nbytes = plan.sent_nbytes * self.reduction.num_shards
+        self._hooked = [self._params[i].unsharded for indices in plan.buckets for i in indices]
         for bucket in self.buckets:
             arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
             for i in bucket.indices:

@@ -113,7 +113,9 @@ class FSDPParamGroup:
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
-        self.streams = GroupStreams(mesh.device) if exist_on(mesh.device) and mesh.device.type != "meta" else None
+        self.streams = (
+            GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
+        )
         self.comms = self.usual_comms = self._make_comms()
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)

@@ -261,17 +261,18 @@ class GroupParameters:
 
     def _find_specs(self) -> tuple[ParamSpec, ...]:
         """Orders the parameters, and returns their specs."""
-        spec_of = {param: param.spec(self._settings.policy) for param in self.params}
-        ordered = sorted(self.params, key=lambda param: spec_of[param].extended)
+        specs = [param.spec(self._settings.policy) for param in self.params]
+        order = sorted(range(len(specs)), key=[spec.extended for spec in specs].__getitem__)
+        ordered = [self.params[i] for i in order]
         if ordered != self.params and self._gradients.is_pending():
             raise RuntimeError(
                 f"{ordered[-1].name}: how it is gathered (fsdp_pre_all_gather) can't change while gradients of its "
                 "group are unsynchronized, or in flight. Do that between steps."
             )
         self.params[:] = ordered
-        extended = [param for param in ordered if spec_of[param].extended]
+        extended = ordered[[spec.extended for spec in specs].count(False) :]
         self.extension = SubclassGather(extended, self, self._settings.policy) if extended else None
-        return tuple(spec_of[param] for param in ordered)
+        return tuple(specs[i] for i in order)
 
     def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:
         shared = self.params[: len(plain)]
@@ -353,7 +354,7 @@ class GroupParameters:
         self.readability.allow(True)
         buffers.keeps_storage = settings.keep_storage
         self.frees_memory = not buffers.layout.aliased and not buffers.keeps_storage
-        self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else (), self)
+        self.readability = Readability([param.unsharded for param in self.plain] if self.frees_memory else ())
         is_complex = any(spec.compute_dtype.is_complex for spec in buffers.layout.specs)  # views may be conjugated
         self.described_storage = buffers.storage_id if self.frees_memory and not is_complex else None
 
@@ -382,10 +383,6 @@ class GroupParameters:
         self.references = least = list(map(min, references, self.references or references))
         self.kept = list(compress(range(len(references)), map(gt, references, least)))
         return bool(self.kept)
-
-    def name_of(self, unsharded: Tensor) -> str:
-        """Returns the name of an unsharded parameter, or of the group."""
-        return next((param.name for param in self.params if param.unsharded is unsharded), self._gradients.group.name)
 
     def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         self._assigned.clear()
@@ -422,7 +419,8 @@ class GroupParameters:
         self.trainable = self.registration.trainable()
         with compat.no_torch_function():
             for param, trainable in zip(self.params, self.trainable, strict=True):
-                param.unsharded.requires_grad_(trainable)
+                if param.unsharded.requires_grad is not trainable:
+                    param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
         self._gradients.group.note_change()

@@ -85,6 +85,13 @@ class ParamSpec:
         if not self.shape:
             raise ValueError("expected a parameter of at least one dim, got a scalar")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.storage_dtype, self.compute_dtype, self.dim, self.gather_codec, self.grad_dtype))
+
     @cached_property
     def num_rows(self) -> int:
         return self.shape[self.dim]
@@ -144,12 +151,12 @@ class ParamSpec:
         """True if its chunks can be cut and joined slice by slice: dim 0, or the second dim of a stack of experts."""
         return self.dim == 0 or (self.is_even and self.num_slices <= MAX_SLICES)
 
-    @property
+    @cached_property
     def whole_chunks(self) -> int:
         """Number of ranks that hold a whole chunk of rows; the next one may hold fewer, the others hold none."""
         return self.num_rows // self.chunk_rows if self.chunk_rows else 0
 
-    @property
+    @cached_property
     def num_holders(self) -> int:
         """Number of ranks that hold any rows: the first ones."""
         return -(-self.num_rows // self.chunk_rows) if self.chunk_rows else 0
@@ -177,7 +184,7 @@ class ParamSpec:
 
     def rows(self, rank: int) -> tuple[int, int]:
         """Returns the first row that `rank` holds, and the one after its last."""
-        return min(rank * self.chunk_rows, self.num_rows), min((rank + 1) * self.chunk_rows, self.num_rows)
+        return bounds_of(self.num_rows, self.world_size, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         first, last = self.rows(rank)
@@ -185,6 +192,13 @@ class ParamSpec:
 
 
 param_spec = lru_cache(4096)(ParamSpec)
+
+
+@cache
+def bounds_of(num_rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Returns the first of `num_rows` rows that `rank` holds, and the one after its last."""
+    chunk_rows = -(-num_rows // world_size)
+    return min(rank * chunk_rows, num_rows), min((rank + 1) * chunk_rows, num_rows)
 
 
 @cache

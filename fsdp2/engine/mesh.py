@@ -214,6 +214,11 @@ class DataMesh:
         return rank
 
     @cached_property
+    def has_other_axes(self) -> bool:
+        """True if some axes of the user's mesh belong to the model: its parameters are DTensors on them."""
+        return self.mesh.ndim > len(self.shard_axes + self.replicate_axes)
+
+    @cached_property
     def num_ranks(self) -> int:
         """Number of ranks that share or replicate the parameters."""
         return math.prod(self.mesh.size(axis) for axis in (*self.shard_axes, *self.replicate_axes))
@@ -447,6 +452,6 @@ def distribute(parameter: Tensor, mesh: DataMesh, dim: int) -> Distribution:
     Raises:
         ValueError: `mesh` is a larger mesh, see DataParallelMeshDims.
     """
-    if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+    if mesh.has_other_axes:
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     return mesh.plain_distribution(dim, parameter.dim() == 0)

@@ -14,7 +14,7 @@ from . import compat
 from .codec import Codec
 from .compat import GradDtype, local_of
 from .events import extensions
-from .layout import ParamSpec, contiguous_stride, param_spec
+from .layout import ParamSpec, bounds_of, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
 from .subclasses import gathers_itself, rows_of_subclass
@@ -101,7 +101,7 @@ class FSDPParam:
         self.is_scalar = self.shape == ()
         if self.is_scalar:
             self.gathered_shape = (mesh.size,)
-        self.bounds = self._spec_of(original.dtype, original.dtype).rows(mesh.rank)
+        self.bounds = bounds_of(self.gathered_shape[self.dim], mesh.size, mesh.rank)
         self.unsharded = NOT_BUILT
         self.sharded = self.cut(original)
         # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
@@ -186,8 +186,8 @@ class FSDPParam:
 
     def _as_sharded(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self.prepare_gradients(local)
-        tensor = compat.new_dtensor(self.tensor_class, local, self.dtensor_spec)
-        sharded = compat.distributed_parameter(tensor, original.requires_grad)
+        kind = self.tensor_class, local, self.dtensor_spec
+        sharded = compat.distributed_parameter(*kind, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
         if self._user_class is not nn.Parameter:
             sharded.__dict__[USER_CLASS] = self._user_class

@@ -94,7 +94,10 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    # A function need not be hashable; policies are, by the rest.
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True, hash=False
+    )
     wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
     gradient_codec: Codec | None = field(default=None, kw_only=True)
     gather_codec: Codec | None = field(default=None, kw_only=True)

@@ -111,7 +111,7 @@ class Root:
         self.input_device = None if device.type in ("cpu", "meta") else device
         self._is_on_cuda = device.type == "cuda"
         # Shards without memory need not be waited for.
-        copies = [group.transfers for group in self.groups if device.type != "meta"]
+        copies = [group.transfers for group in self.groups if compat.type_of(device) != "meta"]
         self._transfers = {each for each in copies if each is not None}
         self.saved_tensors = SavedTensors(self.note_unseen)
         self.queue = ReductionQueue()

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .compat import type_of
+
 if TYPE_CHECKING:
     from .comm import Comm, Purpose
     from .streams import Transfers, Work
@@ -56,5 +58,6 @@ simulated: ContextVar[Simulation | None] = ContextVar("simulated", default=None)
 
 def kind_of(device: torch.device) -> str:
     """Returns the type of a device; of the meta device, the type of the one that it stands for."""
-    now = simulated.get() if device.type == "meta" else None
-    return device.type if now is None else now.device.type
+    kind = type_of(device)
+    now = simulated.get() if kind == "meta" else None
+    return kind if now is None else type_of(now.device)

@@ -27,12 +27,12 @@ Result = TypeVar("Result")
 
 def exist_on(device: torch.device) -> bool:
     """Returns True if work on `device` is queued on streams, so that waiting does not hold up the host."""
-    return (device.type if device.type != "meta" else kind_of(device)) not in ("cpu", "meta")
+    return kind_of(device) not in ("cpu", "meta")
 
 
 def costs_launches(device: torch.device) -> bool:
     """Returns True if an operation is a kernel, which takes longer to launch than a few bytes take to copy."""
-    return (device.type if device.type != "meta" else kind_of(device)) != "cpu"
+    return kind_of(device) != "cpu"
 
 
 @contextmanager

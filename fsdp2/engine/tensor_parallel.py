@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .annotations import Annotation, is_annotated, read
-from .compat import distributed_parameter, local_of, new_dtensor, take_hooks
+from .compat import distributed_parameter, local_of, take_hooks
 from .mesh import DataMesh, Distribution, check_order
 from .mesh import distribute as distribute_plain
 from .torch_names import SPMD_TYPE, concatenate_meshes, cut, strided_shard
@@ -41,7 +41,7 @@ class TensorParallel(Distribution):
 
     def as_parameter(self, gathered: Tensor, shape: tuple[int, ...], requires_grad: bool) -> nn.Parameter:
         spec = self.data_mesh.dtensor_spec(self.full_mesh, self.full_placements, shape, gathered.dtype)
-        return distributed_parameter(new_dtensor(DTensor, gathered, spec), requires_grad)
+        return distributed_parameter(DTensor, gathered, spec, requires_grad)
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         assert isinstance(gradient, DTensor), "a gradient is distributed like its parameter"
@@ -79,7 +79,7 @@ class Annotated(TensorParallel):
             if isinstance(placement, Shard):
                 shape[placement.dim] *= self.full_mesh.size(axis)
         spec = self.data_mesh.dtensor_spec(self.full_mesh, self.full_placements, tuple(shape), parameter.dtype)
-        whole = distributed_parameter(new_dtensor(DTensor, parameter.detach(), spec), parameter.requires_grad)
+        whole = distributed_parameter(DTensor, parameter.detach(), spec, parameter.requires_grad)
         own = self.annotation.attributes
         vars(whole).update({name: value for name, value in vars(parameter).items() if name not in own})
         take_hooks(parameter, whole)
@@ -122,7 +122,7 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         _check_data_axes(placements, mesh)
         _check_rows(local_of(parameter), mesh, dim)
         return TensorParallel(inner, _cut(inner, placements, mesh, dim, is_scalar), dim, inner, placements, mesh)
-    if mesh.mesh.ndim > len(mesh.shard_axes + mesh.replicate_axes):
+    if mesh.has_other_axes:
         raise ValueError(f"dp_mesh_dims: expected a DTensor on {mesh.mesh}, got a {type(parameter).__name__}")
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")

@@ -31,8 +31,9 @@ class UnshardedVersions:
     def __init__(self, params: Sequence[FSDPParam], made_of: tuple[int, ...], guards: bool = False) -> None:
         self._params = params
         self.guards, self.is_expired = guards, False
-        tensors = [(each, i) for i, param in enumerate(params) for each in _with_local(param.unsharded)]
-        self.tensors, self._indices = tuple(each for each, _ in tensors), [i for _, i in tensors]
+        tensors: list[Tensor] = [param.unsharded for param in params]
+        locals_ = {i: local_of(each) for i, each in enumerate(tensors) if isinstance(each, DTensor)}
+        self.tensors, self._indices = (*tensors, *locals_.values()), [*range(len(tensors)), *locals_]
         # The counters while the data is there, and while it isn't, where that is guarded.
         self.valid: tuple[int, ...] = ()
         self.expired: tuple[int, ...] = ()
@@ -88,10 +89,6 @@ class UnshardedVersions:
 
     def _set_valid(self, counters: tuple[int, ...]) -> None:
         self.valid, self.expired = counters, tuple(each + 1 for each in counters)
-
-
-def _with_local(unsharded: Tensor) -> tuple[Tensor, ...]:
-    return (unsharded, local_of(unsharded)) if isinstance(unsharded, DTensor) else (unsharded,)
 
 
 def refuse_written(names: Sequence[str]) -> None:

@@ -14,7 +14,8 @@ that has made the host wait, some steps are not late either: the program may rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -187,17 +188,13 @@ def may_be_late(groups: Sequence[FSDPParamGroup]) -> bool:
     return root.backward is None and not root.running
 
 
-def are_ours_alone(tensors: Sequence[Tensor], num_views: Mapping[int, int]) -> bool:
-    """Returns True if nothing but the engine and the optimizer has a view of the memory of `tensors`.
-
-    `num_views`: identity of a storage -> how many of these tensors, and others of the optimizer's, are views of it.
-    """
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        base = tensor._base is not None
-        if storage_uses(storage._cdata) > num_views[storage._cdata] + base + 1:  # and `storage`
-            return False
-    return True
+def are_ours_alone(tensors: Sequence[Tensor]) -> bool:
+    """Returns True if nothing has a view of the memory of `tensors` but these, which are distinct, and their bases."""
+    objects = [tensor.untyped_storage() for tensor in tensors]  # one for each storage, which is a use of it, too
+    storages = [each._cdata for each in objects]
+    num_views = Counter(storages)
+    bases = [tensor._base is not None for tensor in tensors]
+    return all(storage_uses(each) <= num_views[each] + base + 1 for each, base in zip(storages, bases, strict=True))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -63,7 +62,7 @@ class LateParts:
         own = [*map(local_of, plan.members), *gradients]
         kept = [tensor for uses in self._uses.values() for tensor in uses[1:]]
         tensors = list({id(tensor): tensor for tensor in (*own, *kept)}.values())
-        return are_ours_alone(tensors, Counter(tensor.untyped_storage()._cdata for tensor in tensors))
+        return are_ours_alone(tensors)
 
     def step(
         self, plan: Plan, optimizer: Any, own_step: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]

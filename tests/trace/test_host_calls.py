@@ -38,7 +38,7 @@ OPS_PER_GROUP = {
     ("1 parameter", "bf16/fp32"): 17,
 }
 # The same, of each parameter until the first forward is over.
-START_UP_CALLS = 177 if torch.__version__ >= "2.13" else 176
+START_UP_CALLS = 147
 Count = Callable[[Library | None, Shape, str], int]
 
 
