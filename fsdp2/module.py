@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from threading import RLock
@@ -797,7 +797,7 @@ class FSDPModule:
             ValueError: another level.
             RuntimeError: not the root, or during a forward or backward.
         """
-        if level not in (0, 1) or isinstance(level, bool):
+        if not isinstance(level, int) or level not in (0, 1) or isinstance(level, bool):
             raise ValueError(f"level: expected 0 or 1, got {level!r}")
         root = root_of(self, "set_debug_level")
         if root.running or root.is_in_backward():
@@ -946,8 +946,11 @@ def groups_of_all(name: str, modules: Any) -> tuple[Any, ...]:
     """Returns the groups of `modules`, the value of the argument `name`.
 
     Raises:
+        TypeError: they are no sequence.
         ValueError: one is not a sharded module.
     """
+    if not isinstance(modules, Iterable):
+        raise TypeError(f"{name}: expected a list of sharded modules, got {type(modules).__name__}")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")

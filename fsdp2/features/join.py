@@ -38,7 +38,7 @@ from ..engine.group import SECONDARY, FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.passes import reset
 from ..engine.placeholders import UnsynchronizedGrad, put_placeholder, take_placeholder
-from ..engine.policy import Hold, ReduceWhen
+from ..engine.policy import Hold, ReduceWhen, check_bool
 from ..engine.rank_facts import all_reduce_now, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.state import require_state
@@ -132,7 +132,7 @@ def join(
         A `Joined`.
 
     Raises:
-        TypeError: `step` can't be called, or `optimizer` is no optimizer.
+        TypeError: an argument: `step` can't be called, `optimizer` is no optimizer.
         NotImplementedError: groups are on different ranks (expert parallelism).
         RuntimeError: `model` is not the outermost sharded module, or is in such a block. Later, on all ranks: one has
             left the block by an exception; parameters or gradients were changed outside of a step; the settings of an
@@ -151,6 +151,9 @@ def join(
                 joined.step()
         ```
     """
+    check_bool("divide_by_initial_world_size", divide_by_initial_world_size)
+    check_bool("enable", enable)
+    check_bool("throw_on_early_termination", throw_on_early_termination)
     options = {
         "step": step,
         "optimizer": optimizer,

@@ -86,8 +86,9 @@ def flatten_optimizer(
             than its class has; it is flat already, with other arguments; `offload_states`, and `capturable=True`;
             `bucket_bytes` that are not positive.
     """
-    if not isinstance(offload_states, bool):
-        raise TypeError(f"offload_states: expected a bool, got {offload_states!r}")
+    for name, value in (("beside_forward", beside_forward), ("offload_states", offload_states)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {value!r}")
     check_bucket_bytes("bucket_bytes", bucket_bytes)
     if beside_forward and offload_states:
         raise ValueError(

@@ -222,8 +222,8 @@ def _require_planned(row: PlanRow, optimizer: torch.optim.Optimizer | None) -> N
     }
     for name in (name for name, is_lacking in lacks.items() if is_lacking):
         raise ValueError(
-            f"plan.check: optimizer: the plan has {name}=True, which this {type(optimizer).__name__} lacks: its numbers "
-            f"are those of another step than the planned one. Where the program builds it, write {line}"
+            f"plan.check: optimizer: the plan has {name}=True, which this {type(optimizer).__name__} lacks: its "
+            f"numbers are those of another step than the planned one. Where the program builds it, write {line}"
         )
 
 
