@@ -192,6 +192,11 @@ class Skips(Language):
         return hidden.detach() if self.skipped == "backward" else hidden
 
 
+def accumulate_twice(model: nn.Module, ids: Tensor) -> None:
+    for _ in range(2):
+        loss_of(model, ids).backward()
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_ranks_that_are_out_of_step_raise(replicas: int) -> None:
     """One leaves a lookup out: the others do not wait for its rows. The next step is exact."""
@@ -204,8 +209,7 @@ def test_ranks_that_are_out_of_step_raise(replicas: int) -> None:
         for skipped, text in (("forward", "looking rows up in embeds.0"), ("backward", "sending gradients of rows to")):
             model.skipped = skipped if rank == size - 1 else ""
             with pytest.raises(RuntimeError, match="out of step") as caught:
-                for _ in range(2):
-                    loss_of(model, batch(rank, 0)).backward()
+                accumulate_twice(model, batch(rank, 0))
             told: list[Any] = [None] * size
             dist.all_gather_object(told, str(caught.value))
             assert any(text in each for each in told), told
