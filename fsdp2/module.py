@@ -801,7 +801,7 @@ class FSDPModule:
             ValueError: another level.
             RuntimeError: not the root, or during a forward or backward.
         """
-        if level not in (0, 1) or isinstance(level, bool):
+        if not isinstance(level, int) or level not in (0, 1) or isinstance(level, bool):
             raise ValueError(f"level: expected 0 or 1, got {level!r}")
         root = root_of(self, "set_debug_level")
         if root.running or root.is_in_backward():
@@ -950,8 +950,11 @@ def groups_of_all(name: str, modules: Iterable[Any]) -> tuple[FSDPParamGroup, ..
     """Returns the groups of `modules`, the value of the argument `name`.
 
     Raises:
+        TypeError: they are no sequence.
         ValueError: one is not a sharded module.
     """
+    if not isinstance(modules, Iterable):
+        raise TypeError(f"{name}: expected a list of sharded modules, got {type(modules).__name__}")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"{name}: expected modules that fully_shard was applied to, got {type(module).__name__}")

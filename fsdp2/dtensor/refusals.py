@@ -40,6 +40,8 @@ NO_DTENSORS = (
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
+# Texts in torch's errors about operands of different dtypes.
+_DTYPES = ("expected dtype", "expected scalar type")
 
 
 def explain_refusals() -> None:
@@ -72,10 +74,36 @@ def _device_mesh(self: DTensor) -> DeviceMesh:
 
 def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     text = str(error)
+    if "Torch says" not in text and any(each in text for each in _DTYPES) and _explain_dtypes(error):
+        return
     if "mixed torch.Tensor and DTensor" in text:
         _explain_mixed(error, name_of(op), tensors_in(args, kwargs))
     elif "Torch says" not in text and any(each in text for each in _LACKS):
         _explain_lack(error, op, args, kwargs)
+
+
+def _explain_dtypes(error: Exception) -> bool:
+    """Returns True if it has explained the error of an optimizer whose gradients have another dtype than parameters."""
+    optimizer = optimizer_that_calls()
+    entries = [] if optimizer is None else optimizer.param_groups
+    params: list[Any] = [param for entry in entries for param in entry["params"] if param.grad is not None]
+    are_mixed = (each for each in params if isinstance(each, DTensor) and _grad_of(each).dtype != each.dtype)
+    mixed = next(are_mixed, None)
+    if mixed is None:
+        return False
+    first_line = str(error).splitlines()[0]
+    kind, dtype, of_gradient = type(optimizer).__name__, mixed.dtype, _grad_of(mixed).dtype
+    error.args = (
+        f"{describe([mixed])}: {kind} can't combine a parameter of {dtype} with a gradient of {of_gradient}, sharded "
+        f"or not. Leave out what chooses {of_gradient} for gradients, MixedPrecisionPolicy(grad_dtype=) or the "
+        f"parameter's grad_dtype; or keep the weights in {of_gradient}, and let them compute in {dtype}: "
+        f"MixedPrecisionPolicy(param_dtype={dtype}, grad_dtype={of_gradient}). Torch says: {first_line}",
+    )
+    return True
+
+
+def _grad_of(param: Any) -> Any:
+    return param.grad
 
 
 def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:

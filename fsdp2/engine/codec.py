@@ -158,12 +158,19 @@ class Cast:
     """Gradients travel in `dtype`, if that is narrower than the dtype in which they are summed.
 
     It is what `MixedPrecisionPolicy(wire_dtype=dtype)` chooses.
+
+    Raises:
+        TypeError: `dtype` is no floating-point dtype.
     """
 
     dtype: torch.dtype
 
     exchanges: ClassVar[bool] = True
     feedback: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise TypeError(f"dtype: expected a floating-point torch.dtype, got {self.dtype!r}")
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype.itemsize < summed.itemsize else summed

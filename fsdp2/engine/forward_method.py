@@ -12,7 +12,7 @@ from torch import nn
 
 from .compat import untraced
 from .module_class import run_method
-from .state import state_of
+from .state import require_module, state_of
 
 _DEFERRED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -24,9 +24,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     `module`.
 
     Raises:
+        TypeError: `module` is no module, or `method_name` no text.
         ValueError: there is no such method.
         NotImplementedError: it is asynchronous: it would run when the parameters are sharded again.
     """
+    require_module("module", module)
+    if not isinstance(method_name, str):
+        raise TypeError(f"method_name: expected a str, got {method_name!r}")
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"method_name: expected a method of {type(module).__name__}, got {method_name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -43,8 +43,13 @@ class DataParallelMeshDims:
     shard_across: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not (self.shard or self.replicate or self.shard_at_rest or self.shard_across):
+        if all(given is None or given in ("", (), []) for given in vars(self).values()):
             raise ValueError("DataParallelMeshDims: expected names for shard or replicate, got neither")
+        for field_ in fields(self):
+            given: Any = getattr(self, field_.name)
+            names = given if isinstance(given, tuple | list) else (given,)
+            if given is not None and not all(isinstance(name, str) for name in names):
+                raise TypeError(f"DataParallelMeshDims.{field_.name}: expected names of axes, got {given!r}")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def is_policy(value: Any) -> bool:
     """Returns True if `value` is an OffloadPolicy, ours or torch's own."""
     is_ours = isinstance(value, OffloadPolicy) or type(value).__name__ == "OffloadPolicy"
     is_other = isinstance(value, (type, OffloadBudget))
-    return not is_other and (is_ours or hasattr(value, "pin_memory"))
+    return not is_other and (is_ours or isinstance(getattr(value, "pin_memory", None), bool))
 
 
 def check_offload(value: Any) -> None:

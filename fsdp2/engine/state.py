@@ -123,12 +123,20 @@ def require_state(module: Any) -> FSDPState:
     """Returns the state of a sharded module.
 
     Raises:
+        TypeError: it is no module.
         RuntimeError: it is not sharded.
     """
-    state = state_of(module)
+    state: FSDPState | None = getattr(module, "__dict__", {}).get(STATE)
     if state is None:
+        require_module("model", module)
         raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
     return state
+
+
+def require_module(name: str, value: object) -> None:
+    """Raises TypeError if `value`, of the argument `name`, is no module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}: expected an nn.Module, got {type(value).__name__}")
 
 
 def root_of(module: Any) -> Root:

@@ -29,7 +29,7 @@ from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.policy import check_bool
 from ..engine.rank_facts import ranks_of
 from ..engine.root import Root
-from ..engine.state import groups_below, require_state
+from ..engine.state import groups_below, require_module, require_state
 from ..engine.streams import Transfer
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
@@ -52,7 +52,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model: a sharded module, or any module with sharded ones inside.
 
     Raises:
-        ValueError: there is no sharded module in `model`.
+        TypeError: `model` is no module.
+        ValueError: there is no sharded module in it.
 
     Example:
         ```python
@@ -61,6 +62,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model(last).sum().backward()  # `.grad` is of both
         ```
     """
+    require_module("model", model)
     groups = groups_below(model)
     if not groups:
         raise ValueError(f"model: expected a module that fully_shard was applied to, or one inside, got {type(model)}")

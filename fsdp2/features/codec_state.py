@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.group import FSDPParamGroup
-from ..engine.state import groups_below
+from ..engine.state import groups_below, require_module
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -45,6 +45,8 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         RuntimeError: during a backward pass.
     """
     groups = _groups_of(model)
+    if not isinstance(state, dict):
+        raise TypeError(f"state: expected what codecs.state_dict has returned, got {type(state).__name__}")
     names = [group.params[0].name for group in groups]
     if names != [*state]:
         raise ValueError(
@@ -59,6 +61,7 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    require_module("model", model)
     groups = [group for group in groups_below(model) if group.params]
     for root in {id(group.root): group.root for group in groups}.values():
         if root.is_in_backward():

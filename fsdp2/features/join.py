@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
+from ..engine.policy import check_bool
 from ..engine.rank_facts import moves_data, ranks_of
 from ..engine.state import require_state
 from ..engine.torch_names import has_backend
@@ -70,7 +71,7 @@ def join(
         A `Joined`.
 
     Raises:
-        TypeError: `step` can't be called, or `optimizer` is no optimizer.
+        TypeError: an argument: `step` can't be called, `optimizer` is no optimizer.
         NotImplementedError: groups are on different ranks (expert parallelism).
         RuntimeError: `model` is not the outermost sharded module, or is in such a block. Later, on all ranks: one has
             left the block by an exception; parameters or gradients were changed outside of a step; the settings of an
@@ -89,6 +90,9 @@ def join(
                 joined.step()
         ```
     """
+    check_bool("divide_by_initial_world_size", divide_by_initial_world_size)
+    check_bool("enable", enable)
+    check_bool("throw_on_early_termination", throw_on_early_termination)
     options = {
         "step": step,
         "optimizer": optimizer,

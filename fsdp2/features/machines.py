@@ -91,6 +91,8 @@ def two_hop_mesh(device_type: str | None = None, *, ranks_per_machine: int | Non
 
 def _kind_and_world(device_type: str | None) -> tuple[str, int]:
     """Returns the type of the devices, and the number of ranks. It initialises the default process group."""
+    if device_type is not None and not isinstance(device_type, str):
+        raise TypeError(f"device_type: expected a str or None, got {device_type!r}")
     kind = device_type or default_mesh().device_type
     if not dist.is_initialized():
         dist.init_process_group()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engine.collectives import choice_of
+from ..engine.comm import compare_first
 from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.policy import BY_ROWS
@@ -29,6 +30,9 @@ from ..engine.user_code import hides_modes
 if TYPE_CHECKING:
     from ..engine.parameter import FSDPParam
     from ..engine.root import Root
+
+
+_LOOKING_UP, _SENDING_BACK = "looking rows up in", "sending gradients of rows to"
 
 
 class RowEmbedding(nn.Embedding):
@@ -89,6 +93,7 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
     chunk = -(-num_rows // mesh.size)
     edges = torch.arange(mesh.size + 1, device=ids.device) * chunk
     counts = torch.searchsorted(sorted_ids, edges).diff()
+    _compare(group, _LOOKING_UP, ids)
     is_wrong = (sorted_ids[:1] < 0).any() | (sorted_ids[-1:] >= num_rows).any()
     if mesh.replicate_group is not None:  # the other replicas raise, too
         is_wrong = is_wrong.to(torch.int64)
@@ -108,6 +113,19 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
     owned = sorted_ids.new_empty(sum(received))
     _all_to_all(owned, sorted_ids, received, sent, ranks)
     return Route(order, owned - mesh.rank * chunk, sent, received)
+
+
+def _compare(group: FSDPParamGroup, kind: str, like: Tensor) -> None:
+    """Returns when all ranks are about to exchange rows of this group, where they compare what they do: the messages of
+    an all-to-all have no names. `like`: has the dtype of what follows; ranks have different numbers of rows.
+
+    Raises:
+        RuntimeError: they are not; on all ranks.
+    """
+    comms = group.comms
+    for comm in (comms.gathers, comms.replicas):
+        if comm is not None and comm.size > 1:
+            compare_first(comm, kind, like.new_empty(0))
 
 
 def exchange_counts(counts: Tensor, process_group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
@@ -165,6 +183,7 @@ class _Rows(torch.autograd.Function):
         mesh, settings = group.mesh, group.settings
         gradients = gradient.reshape(-1, gradient.shape[-1]).index_select(0, order)
         if sent:
+            _compare(group, _SENDING_BACK, gradients)
             arrived = gradients.new_empty(len(rows), gradients.shape[1])
             _all_to_all(arrived, gradients, received, sent, mesh.shard_group)
             gradients = arrived

@@ -11,10 +11,23 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # What a save replaces. All else in the folder stays: tokenizers, other adapters.
 _OWN = r"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors|{stem}\.safetensors\.index\.json"
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises TypeError if `value`, of the argument `name`, is no path."""
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}: expected a path, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError if `value`, of the argument `name`, is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
 class NewFolder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from ..shards.tensors import fqn, is_marked, mark, no_torch_function
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
+from .folders import check_flag, check_path
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
@@ -142,6 +143,11 @@ def load_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_path("folder", folder)
+    check_flag("strict", strict)
+    check_flag("convert", convert)
+    if init is not None and not callable(init):
+        raise TypeError(f"init: expected a function of a module, or None, got {init!r}")
     path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)
     groups = groups_managing(model)
     ranks = Ranks(meshes_of(model, groups))
@@ -175,7 +181,11 @@ _Sources = dict[ModelTensor, list[list[Leaf]]]
 
 
 def _patterns(unexpected: Sequence[str]) -> list[re.Pattern[str]]:
-    if isinstance(unexpected, str) or not all(isinstance(each, str) for each in unexpected):
+    if (
+        not isinstance(unexpected, Iterable)
+        or isinstance(unexpected, str)
+        or not all(isinstance(each, str) for each in unexpected)
+    ):
         raise TypeError(f"unexpected: expected a list of names or patterns, got {unexpected!r}")
     return [re.compile(pattern_of(each)) for each in unexpected]
 

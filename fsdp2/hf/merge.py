@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..shards.runs import in_runs
 from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
-from .folders import NewFolder
+from .folders import NewFolder, check_path
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .tensors import some
@@ -87,10 +87,16 @@ def merge_checkpoint(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+    for name, value in (("checkpoint", checkpoint), ("folder", folder), ("config", config)):
+        if not (name == "config" and value is None):
+            check_path(name, value)
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key: expected a str or None, got {key!r}")
     most = parse_size(max_shard_size)
+    table, bar = NameTable(names), Progress("merging", progress, is_first=True)
     reader = _Reader(Path(checkpoint))
     chosen, left_out = _model_of(reader.metadata, key)
-    stored = _named(chosen, NameTable(names), left_out)
+    stored = _named(chosen, table, left_out)
     files = plan_files(
         [
             FileTensor(name, _saved_dtype(name, each.properties.dtype, dtype), tuple(each.size), "", 0)
@@ -102,7 +108,6 @@ def merge_checkpoint(
     more = _files_beside(config)
     new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
     try:
-        bar = Progress("merging", progress, is_first=True)
         with torch.no_grad(), bar.begin(nbytes):
             _write(files, stored, reader, new.path, bar)
         if files.index_text is not None:

@@ -14,10 +14,13 @@ class Progress:
     installed.
 
     Raises:
+        TypeError: `wanted` is neither a bool nor None.
         ImportError: it is wanted, and tqdm is not there.
     """
 
     def __init__(self, what: str, wanted: bool | None, is_first: bool) -> None:
+        if wanted is not None and not isinstance(wanted, bool):
+            raise TypeError(f"progress: expected a bool or None, got {wanted!r}")
         self._what, self._wanted, self._is_first = what, wanted, is_first
         self._bar: Any = None
         if wanted:

@@ -20,7 +20,7 @@ from ..shards.tensors import bits_of, checksum, no_torch_function
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
-from .folders import NewFolder
+from .folders import NewFolder, check_flag, check_path
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas
@@ -87,6 +87,10 @@ def save_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    check_path("folder", folder)
+    check_flag("convert", convert)
+    if names is not None and not isinstance(names, Mapping):
+        raise TypeError(f"names: expected a dict of names, got {names!r}")
     if getattr(model, "peft_config", None) and names is None:
         what = "the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder)"
         raise ValueError(f"save_model: {what}, or merge them before.")
@@ -139,6 +143,7 @@ def save_adapter(
         NotImplementedError: peft computes a tensor from values that are not found.
             Besides, what `save_model` raises.
     """
+    check_path("folder", folder)
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if configs and adapter_name not in configs:
         raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")

@@ -86,8 +86,9 @@ def flatten_optimizer(
             than its class has; it is flat already, with other arguments; `offload_states`, and `capturable=True`;
             `bucket_bytes` that are not positive.
     """
-    if not isinstance(offload_states, bool):
-        raise TypeError(f"offload_states: expected a bool, got {offload_states!r}")
+    for name, value in (("beside_forward", beside_forward), ("offload_states", offload_states)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {value!r}")
     check_bucket_bytes("bucket_bytes", bucket_bytes)
     if beside_forward and offload_states:
         raise ValueError(
@@ -122,7 +123,6 @@ def flatten_optimizer(
 
 def _step_beside(optimizer: Any) -> None:
     vars(optimizer)[_STEPS].late = LateParts()
-    optimizer.steps_beside_forward = True
 
 
 def _make_flat(optimizer: Optimizer, cls: type[Optimizer], bucket_bytes: int | None) -> None:
@@ -185,11 +185,19 @@ class FlatOptimizer:
     """Is what the classes of flat optimizers inherit from, before the optimizer's own class.
 
     `counts_own_steps`: a step counts itself in the versions of the parameters.
-    `steps_beside_forward`: a step may still run when it returns.
     """
 
     counts_own_steps = True
-    steps_beside_forward = False
+
+    @property
+    def steps_beside_forward(self) -> bool:
+        """True if a step may still run when it returns."""
+        return vars(self)[_STEPS].late is not None
+
+    @property
+    def states_rest_on_cpu(self) -> bool:
+        """True if states of parameters on a device rest on the CPU."""
+        return vars(self)[_STEPS].bucket_bytes is not None
 
 
 @once
@@ -310,7 +318,8 @@ def _reduce(cls: type[Optimizer]) -> Callable[..., Any]:
         twin = object.__new__(cls)
         vars(twin).update({name: value for name, value in vars(self).items() if name not in (_STEPS, "state")})
         vars(twin)["state"] = self.state
-        return twin.__reduce_ex__(protocol)
+        # Protocol 2 and those above would compare the class with that of `self`.
+        return twin.__reduce_ex__(1)
 
     return reduce_ex
 

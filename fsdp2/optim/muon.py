@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .whole_matrix import BUCKET_BYTES, WholeMatrixOptimizer
+from .whole_matrix import BUCKET_BYTES, WholeMatrixOptimizer, check_number
 
 
 def muon(
@@ -56,8 +56,13 @@ def muon(
     """
     if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
+    if isinstance(ns_steps, bool) or not isinstance(ns_steps, int):
+        raise TypeError(f"ns_steps: expected an int, got {ns_steps!r}")
+    check_number("eps", eps)
     if not 0 <= ns_steps < 100:
         raise ValueError(f"ns_steps: expected 0 to 99, got {ns_steps}")
+    if not isinstance(ns_coefficients, tuple | list):
+        raise TypeError(f"ns_coefficients: expected three numbers, got {ns_coefficients!r}")
     if len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients: expected three numbers, got {ns_coefficients}")
     rule = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}

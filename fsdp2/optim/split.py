@@ -108,15 +108,21 @@ def split_matrices(
             sizes. For a fused query, key and value: 3, or the sizes of the three; by heads: the number of all heads.
 
     Raises:
-        TypeError: patterns that are one string.
+        TypeError: an argument: patterns that are one string, for example.
         ValueError: a pattern that matches no trainable matrix; a matrix that is excluded, and matched by another
             pattern; an embedding that none matches; blocks that do not make up a parameter.
     """
-    blocks = blocks or {}
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    blocks = {} if blocks is None else blocks
+    if not isinstance(blocks, Mapping):
+        raise TypeError(f"blocks: expected a dict of patterns, got {blocks!r}")
     options: dict[str, Collection[str]] = {"exclude": exclude, "include": include, "blocks": blocks}
     for option, patterns in options.items():
         if isinstance(patterns, str):
             raise TypeError(f"{option}: expected a collection of patterns, got the string {patterns!r}")
+        if not isinstance(patterns, Collection) or not all(isinstance(each, str) for each in patterns):
+            raise TypeError(f"{option}: expected a collection of patterns, got {patterns!r}")
     unmatched = {(option, pattern) for option, patterns in options.items() for pattern in patterns}
     modules: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..shards.tensors import dtensor, local_if_any, spec_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan
-from .resting import StateStream, load_to_rest, rests_apart, to_rest
+from .resting import StateStream, check_bucket_bytes, load_to_rest, rests_apart, to_rest
 
 BUFFER = "momentum_buffer"
 BUCKET_BYTES = 64 << 20
@@ -37,6 +38,15 @@ def newton_schulz_cost(rows: int, cols: int) -> float:
 def plain_learning_rate(group: dict[str, Any], rows: int, cols: int) -> float:
     """Returns the learning rate of a param group, whatever the shape of the matrix."""
     return float(group["lr"])
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError if `value` is no number of at least 0, or a tensor of one."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    if not is_tensor and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    if not value >= 0.0:
+        raise ValueError(f"{name}: expected a number of at least 0, got {value}")
 
 
 class WholeMatrixOptimizer(Optimizer):
@@ -92,7 +102,7 @@ class WholeMatrixOptimizer(Optimizer):
         options: further defaults of param groups, for `update` and `learning_rate`.
 
     Raises:
-        TypeError: `update` is no function.
+        TypeError: an argument: `update` is no function, for example.
         ValueError: a parameter that is no real floating-point matrix; `blocks` that do not make up a parameter; in the
             first step: ranks that have other parameters (on all of them).
         NotImplementedError: a matrix that tensor parallelism has cut, too; a parameter whose `grad_dtype` is None.
@@ -118,10 +128,18 @@ class WholeMatrixOptimizer(Optimizer):
         if not callable(update):
             raise TypeError(f"update: expected a function of (matrices, group), got {update!r}")
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if not value >= 0.0:
-                raise ValueError(f"{name}: expected a number of at least 0, got {value}")
-        if not isinstance(offload_states, bool):
-            raise TypeError(f"offload_states: expected a bool, got {offload_states!r}")
+            check_number(name, value)
+        for name, flag in (("nesterov", nesterov), ("offload_states", offload_states)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: expected a bool, got {flag!r}")
+        for name, function in (("learning_rate", learning_rate), ("cost", cost)):
+            if not callable(function):
+                raise TypeError(f"{name}: expected a function, got {function!r}")
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise TypeError(f"wire_dtype: expected a floating-point torch.dtype or None, got {wire_dtype!r}")
+        if batched is not None and not isinstance(batched, bool):
+            raise TypeError(f"batched: expected a bool or None, got {batched!r}")
+        check_bucket_bytes("bucket_bytes", bucket_bytes)
         self.offload_states = offload_states
         self.update, self.learning_rate, self.cost = update, learning_rate, cost
         self.wire_dtype, self.batched, self.bucket_bytes = wire_dtype, batched, bucket_bytes

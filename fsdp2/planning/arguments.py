@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -48,6 +48,8 @@ def read_backend(backend: str | None, device: str) -> str:
     """Returns the backend that a device usually has, if none is given."""
     if not isinstance(device, str):
         raise TypeError(f'device: expected the type of a device, "cuda" for example, got {device!r}')
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: expected a str or None, got {backend!r}")
     found = backend or _BACKENDS.get(device, "nccl")
     if found not in ("nccl", "gloo", "other"):
         raise ValueError(f'backend: expected "nccl", "gloo", "other" or None, got {backend!r}')
@@ -142,6 +144,8 @@ def read_settings(settings: Any, worlds: Sequence[Any], policies: Sequence[str],
             Setting(world)  # which checks it
         joins = machine.has_speeds and machine.latency != NO_LATENCY
         return candidates(worlds, policies, machine.can_offload, machine.ranks_per_machine, joins)
+    if not isinstance(settings, Iterable) or isinstance(settings, str | Mapping):
+        raise TypeError(f"settings: expected a list of Settings or dicts, got {settings!r}")
     found, names = [], {each.name for each in fields(Setting)}
     for each in settings:
         if isinstance(each, Setting):

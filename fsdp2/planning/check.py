@@ -18,6 +18,7 @@ from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
 from ..engine.state import groups_below, require_state
 from ..tools.watched_comms import Collective, watch
+from .advice import line_of_optimizer
 from .prediction import Prediction
 
 if TYPE_CHECKING:
@@ -180,7 +181,10 @@ class SecondStep(Observer):
 
         Raises:
             RuntimeError: fewer than two steps have run.
+            TypeError: `optimizer` is no optimizer.
+            ValueError: it does not step as the row says.
         """
+        _require_planned(row, optimizer)
         self._end()
         if self.num_steps < 2:
             raise RuntimeError(f"plan.check: expected two steps after plan.apply, got {self.num_steps}")
@@ -190,6 +194,8 @@ class SecondStep(Observer):
         if optimizer is not None:
             values.append(CheckedValue("optimizer states", row.optimizer_nbytes, _state_nbytes(optimizer)))
         notes = [f"Peaks were not measured: {self.problem}"] if self.problem else []
+        if optimizer is None and (line := line_of_optimizer(row.setting)) is not None:
+            notes.append(f"The plan also says how the optimizer steps, which plan.check(optimizer) compares: {line}")
         if row.has_activations:
             values.append(CheckedValue("forward peak", predicted.forward_peak, self.forward_peak))
             values.append(CheckedValue("step peak", predicted.step_peak, self.step_peak))
@@ -199,6 +205,26 @@ class SecondStep(Observer):
             if predicted.moved.get(kind) or self.moved[kind]:
                 values.append(CheckedValue(f"{kind} bytes", predicted.moved.get(kind, 0), self.moved[kind]))
         return PlanCheck(tuple(values), tuple(notes))
+
+
+def _require_planned(row: PlanRow, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises ValueError if an optimizer lacks a setting that the row has, TypeError if it is no optimizer."""
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"plan.check: optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    setting, line = row.setting, line_of_optimizer(row.setting)
+    # Attributes of the optimizers of fsdp2: flat ones, and those of whole matrices.
+    has_states_at_rest = getattr(optimizer, "states_rest_on_cpu", getattr(optimizer, "offload_states", False))
+    lacks = {
+        "offload_states": setting.offload_states and not has_states_at_rest,
+        "beside_forward": setting.beside_forward and not getattr(optimizer, "steps_beside_forward", False),
+    }
+    for name in (name for name, is_lacking in lacks.items() if is_lacking):
+        raise ValueError(
+            f"plan.check: optimizer: the plan has {name}=True, which this {type(optimizer).__name__} lacks: its "
+            f"numbers are those of another step than the planned one. Where the program builds it, write {line}"
+        )
 
 
 def _shard_nbytes(group: FSDPParamGroup) -> int:

@@ -229,10 +229,13 @@ class Plan:
         communicate: each rank may call it, and sees its own numbers. Ranks with fewer rows of a parameter rest on less.
 
         Args:
-            optimizer: also compares the bytes of its states.
+            optimizer: also compares the bytes of its states, and looks whether it steps as the plan says
+                (`offload_states`, `beside_forward`).
 
         Raises:
             RuntimeError: the plan was not applied, or fewer than two steps have run since.
+            TypeError: `optimizer` is no torch.optim.Optimizer.
+            ValueError: `optimizer` lacks a setting that the plan has.
         """
         if self._meter is None or self._applied is None:
             raise RuntimeError("plan.check: expected plan.apply(mesh) and two steps before it")

@@ -79,6 +79,8 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(plan, str | os.PathLike | Mapping):
+        raise TypeError(f"plan: expected a file, or what Plan.to_dict has returned, got {type(plan).__name__}")
     saved = dict(plan) if isinstance(plan, Mapping) else _read(Path(plan))
     if saved.get("format") != _FORMAT:
         raise ValueError(f"plan: expected a plan of format {_FORMAT}, got {saved.get('format')!r}. Plan again.")

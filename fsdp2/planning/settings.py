@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from ..engine.policy import MixedPrecisionPolicy
+from ..engine.policy import MixedPrecisionPolicy, check_bool
 from .network import Latency
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "P": 1000**5}
@@ -70,6 +70,12 @@ class Setting:
             raise ValueError(
                 f"machines: expected 1 with replicas, with a wire_dtype, or with one rank on each, got {self.machines}"
             )
+        for name in ("checkpointing", "offload", "shard_at_rest", "offload_states", "beside_forward"):
+            check_bool(name, getattr(self, name))
+        if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
+            raise TypeError(f"wire_dtype: expected a torch.dtype or None, got {self.wire_dtype!r}")
+        if not isinstance(self.policy, str):
+            raise TypeError(f"policy: expected the name of a wrap policy, got {self.policy!r}")
         kept = self.reshard_after_forward
         if kept is not None and not isinstance(kept, (bool, int)):
             raise TypeError(f"reshard_after_forward: expected a bool, an int or None, got {kept!r}")
@@ -87,7 +93,11 @@ class Setting:
     def _check_what_rests(self) -> None:
         is_int = isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool)
         budget, names = self.offload_budget, cast("Any", self.by_rows)
-        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+        if (
+            not isinstance(names, Iterable)
+            or isinstance(names, str)
+            or not all(isinstance(each, str) for each in names)
+        ):
             raise TypeError(f"by_rows: expected names of embeddings, got {names!r}")
         object.__setattr__(self, "by_rows", tuple(names))
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
 
 
 def balance(costs: Sequence[float], num_ranks: int, *, num_batches: int | None = None) -> list[list[list[int]]]:
@@ -36,11 +40,19 @@ def balance(costs: Sequence[float], num_ranks: int, *, num_batches: int | None =
             ...
         ```
     """
+    given: Any = costs
+    costs = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(costs, Sequence):
+        raise TypeError(f"costs: expected a sequence of numbers, got {type(costs).__name__}")
     for name, value in (("num_ranks", num_ranks), ("num_batches", 1 if num_batches is None else num_batches)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, got {value!r}")
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    each: list[Any] = [*costs]
+    strange = [cost for cost in each if not isinstance(cost, Real | Tensor)]
+    if strange:
+        raise TypeError(f"costs: expected numbers, got {strange[0]!r}")
     bad = [cost for cost in costs if not 0 <= cost < math.inf]
     if bad:
         raise ValueError(f"costs: expected numbers that are finite and not negative, got {bad[0]!r}")

@@ -56,6 +56,10 @@ def compare(
             is not the same on every rank. If one rank raises, all do.
         RuntimeError: there are unsynchronized gradients.
     """
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn: expected a function of the module and the batch, or None, got {loss_fn!r}")
+    if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int | float)):
+        raise TypeError(f"rtol: expected a number or None, got {rtol!r}")
     shards = sharded(model)
     mesh = widest(shards.groups)
     share: Callable[[Any], list[Any]] = partial(gather_objects, groups=mesh.axis_groups, device=mesh.device)
@@ -85,6 +89,11 @@ def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: A
     """Returns the error that makes a comparison impossible, as far as this rank can see, or None."""
     if not isinstance(reference, nn.Module):
         return TypeError(f"reference: expected an nn.Module, got a {type(reference).__name__}")
+    if any(isinstance(param, DTensor) for param in reference.parameters()):
+        return ValueError(
+            "reference: expected a plain module, got one whose parameters are sharded. Build it again from the same "
+            "seed, or copy it before fully_shard."
+        )
     ours, theirs = (named_tensors(each, duplicates=True) for each in (model, reference))
     if ours.keys() != theirs.keys():
         return ValueError(f"reference: expected the names of the model, but one lacks {sorted({*ours} ^ {*theirs})}")

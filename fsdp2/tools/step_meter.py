@@ -119,6 +119,17 @@ class StepMeter:
             raise TypeError(f"every: expected an int, got {every!r}")
         if every < 1:
             raise ValueError(f"every: expected 1 or more, got {every}")
+        if write is not None and not callable(write):
+            raise TypeError(f"write: expected a function of a line, or None, got {write!r}")
+        if attention is not None and not isinstance(attention, tuple | list):
+            raise TypeError(f"attention: expected (layers, width, sequence length), got {attention!r}")
+        for name, value in (("flops_per_token", flops_per_token), ("device_flops", device_flops)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise TypeError(f"{name}: expected a number or None, got {value!r}")
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a ProcessGroup or None, got {group!r}")
         if attention is not None and len(attention) != 3:
             raise ValueError(f"attention: expected (layers, width, sequence length), got {attention!r}")
         self.every, self._write = every, write

@@ -51,6 +51,8 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
     shards = shards_of(model)
     if not shards.groups:
         raise ValueError(f"model: expected sharded modules, {type(model).__name__} has none")

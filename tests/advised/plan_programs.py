@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import pickle
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,8 +44,8 @@ def stack() -> Any:
 # ---- flat optimizers
 
 
-def train_with(model: Any, plain: Any, make: Any) -> None:
-    """Trains both with an optimizer that `make` builds of parameters."""
+def train_with(model: Any, plain: Any, make: Any) -> Any:
+    """Trains both with an optimizer that `make` builds of parameters. Returns that of `model`."""
     optimizers = make(model.parameters()), make(plain.parameters())
     for step in range(2):
         for each, optimizer, x in zip((model, plain), optimizers, (own(batch(step)), batch(step)), strict=True):
@@ -51,6 +53,7 @@ def train_with(model: Any, plain: Any, make: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
     same_parameters(model, plain, 1e-4)
+    return optimizers[0]
 
 
 class Lamb(torch.optim.Optimizer):
@@ -235,6 +238,7 @@ def plans_whose_replicas_share_what_rests() -> None:
     "the plan also says how the optimizer steps. Write {}",
     "which nothing hides. Simulated. Write {}",
     "No GPU has measured AdamW beside matrix products: beside_price. Write {}",
+    "of another step than the planned one. Where the program builds it, write {}",
     ranks=2,
 )
 def plans_that_say_how_the_optimizer_steps() -> None:
@@ -251,7 +255,17 @@ def plans_that_say_how_the_optimizer_steps() -> None:
 
         mesh = init_device_mesh("cpu", (2,))
         model = plan.apply(mesh) if dist.get_rank() else warned(lambda plan=plan, mesh=mesh: plan.apply(mesh))
-        train_with(model, build(stack), flat)
+        other = "beside_forward" if setting == "offload_states" else "offload_states"
+        lacking = fsdp2.flatten_optimizer(torch.optim.AdamW(model.parameters()), **{other: True})
+        for optimizer in (torch.optim.AdamW(model.parameters()), lacking):
+            assert refused(lambda plan=plan, optimizer=optimizer: plan.check(optimizer)).endswith(f"write {line}")
+        optimizer = train_with(model, build(stack), flat)
+        assert not any(line in note for note in plan.check(optimizer).notes)
+        assert any(line in note for note in plan.check().notes)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))  # of torch's own class
+        refused(lambda plan=plan, copied=copied: plan.check(copied))
+        with pytest.raises(TypeError, match=r"optimizer: expected a torch.optim.Optimizer, got list"):
+            plan.check([optimizer])
 
 
 # ---- optimizers of whole matrices

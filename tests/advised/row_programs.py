@@ -39,6 +39,27 @@ def a_tied_table() -> None:
     trains_as(fsdp2.fully_shard(model), plain, torch.tensor([[1, 2], [2, 5]]))
 
 
+class TiedByHand(nn.Module):
+    """Computes its logits with the table, and has no second parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = embedding()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids) @ self.embed.weight.T
+
+
+@follows("which is looked up by rows: nothing gathers it. Shard that embedding with fully_shard")
+def a_table_that_another_module_reads() -> None:
+    ids, by_rows, model = torch.tensor([[1, 2], [2, 5]]), TiedByHand(), TiedByHand()
+    fsdp2.embed_by_rows(by_rows.embed)
+    fsdp2.fully_shard(by_rows)
+    assert "computes with embed.weight" in refused(lambda: by_rows(ids))
+    fsdp2.fully_shard(model.embed)
+    trains_as(fsdp2.fully_shard(model), TiedByHand(), ids)
+
+
 @follows("Shard others with fully_shard")
 def a_bag() -> None:
     bag, plain = embedding(nn.EmbeddingBag), embedding(nn.EmbeddingBag)

@@ -33,7 +33,7 @@ from advised.registry import (
     shard,
     train,
 )
-from fsdp2 import full_params, fully_shard
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
 from helpers import full
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -53,6 +53,46 @@ def without_a_rule_or_with_a_plain_tensor() -> None:
         same(use(model.head.weight.full_tensor()).detach(), expected, "full_tensor")
         with full_params(model.head):
             same(use(model.head.weight).detach(), expected, "full_params")
+
+
+@follows("Leave out what chooses {} for gradients", "or keep the weights in {}, and let them compute in {}")
+def gradients_of_another_dtype() -> None:
+    """Optimizers that take none, by torch's loops, on lists and fused, say so of the dtypes, and not of DTensors."""
+
+    def one(dtype: torch.dtype, make: Any, flat: bool, **policy: Any) -> Any:
+        model = shard(build().to(dtype), mp_policy=MixedPrecisionPolicy(**policy))
+        optimizer = make(model.parameters())
+        if flat:
+            fsdp2.flatten_optimizer(optimizer)
+        loss_of(model(own(batch()).to(dtype))).backward()
+        optimizer.step()
+        return model
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    makes = (
+        *(
+            partial(torch.optim.AdamW, lr=0.1, eps=1.0, **options)
+            for options in ({}, {"foreach": True}, {"fused": True})
+        ),
+        partial(torch.optim.SGD, lr=0.1, fused=True),
+    )
+    for make in makes:
+        for flat in (False, True):
+            text = refused(lambda make=make, flat=flat: one(bf16, make, flat, grad_dtype=f32))
+            assert text.startswith("stem.weight: "), text
+            assert "DTensor" not in text, text
+        policy = text.split("compute in torch.bfloat16: ")[1].split(". Torch says")[0]
+        chosen = eval(policy, {"MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch})
+        plain = build().float()
+        with torch.autocast("cpu", enabled=False):
+            loss_of(plain(batch().float())).backward()
+        make(plain.parameters()).step()
+        kept = one(f32, make, False, param_dtype=chosen.param_dtype, grad_dtype=chosen.grad_dtype)
+        same_parameters(kept, plain, 0.02)
+        plain = build().to(bf16)
+        loss_of(plain(batch().to(bf16))).backward()
+        make(plain.parameters()).step()
+        same_parameters(one(bf16, make, True), plain, 0.02)
 
 
 @follows("and {} can't combine that with a plain tensor.", "call full_tensor() on it, or compute inside")

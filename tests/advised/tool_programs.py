@@ -278,13 +278,17 @@ def other_ranks_to_sync() -> None:
 
 
 @follows(
-    "Build the reference from one seed, and pass the whole batch everywhere", "End the accumulation, or call zero_g"
+    "Build the reference from one seed, and pass the whole batch everywhere",
+    "End the accumulation, or call zero_g",
+    "Build it again from the same seed, or copy it before fully_shard",
 )
 def compared_with_a_reference() -> None:
     model, plain = pair()
     refused(lambda: fsdp2.compare(build(seed=dist.get_rank()), model, batch()))
     refused(lambda: fsdp2.compare(plain, model, own(batch())))
+    refused(lambda: fsdp2.compare(shard(build()), model, batch()))
     assert fsdp2.compare(plain, model, batch())
+    assert fsdp2.compare(build(), model, batch())
     for way in ("end", "clear"):
         model, plain = pair()
         model.set_requires_gradient_sync(False)

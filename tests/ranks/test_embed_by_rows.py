@@ -180,6 +180,49 @@ def test_errors_are_raised_on_every_rank() -> None:
     run_ranks(2, body)
 
 
+class Skips(Language):
+    """Leaves the embedding out of a forward, or only of its backward, when it is told to."""
+
+    skipped = ""
+
+    def begin(self, ids: Tensor) -> Tensor:
+        if self.skipped == "forward":
+            return torch.zeros(*ids.shape, WIDTH, dtype=torch.float64)
+        hidden = super().begin(ids)
+        return hidden.detach() if self.skipped == "backward" else hidden
+
+
+def accumulate_twice(model: nn.Module, ids: Tensor) -> None:
+    for _ in range(2):
+        loss_of(model, ids).backward()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_that_are_out_of_step_raise(replicas: int) -> None:
+    """One leaves a lookup out: the others do not wait for its rows. The next step is exact."""
+
+    def body(rank: int, size: int) -> None:
+        mesh = init_device_mesh("cpu", (size,) if replicas == 1 else (replicas, size // replicas))
+        torch.manual_seed(3)
+        plain = Skips().double()
+        model: Any = shard(copy.deepcopy(plain), mesh)
+        for skipped, text in (("forward", "looking rows up in embeds.0"), ("backward", "sending gradients of rows to")):
+            model.skipped = skipped if rank == size - 1 else ""
+            with pytest.raises(RuntimeError, match="out of step") as caught:
+                accumulate_twice(model, batch(rank, 0))
+            told: list[Any] = [None] * size
+            dist.all_gather_object(told, str(caught.value))
+            assert any(text in each for each in told), told
+            model.skipped = ""
+            model.zero_grad()
+        loss_of(model, batch(rank, 1)).backward()
+        (sum(loss_of(plain, batch(each, 1)) for each in range(size)) / size).backward()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            same(full(param.grad), expected.grad)
+
+    run_ranks(4, body)
+
+
 def test_refuses_what_it_does_not_follow() -> None:
     def body(rank: int, size: int) -> None:
         tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))

@@ -4,6 +4,7 @@ The oracle is the same optimizer, as torch has it, on a second sharded model, on
 """
 
 import copy
+import pickle
 import random
 from collections.abc import Callable
 from functools import partial
@@ -487,6 +488,25 @@ def check_copies() -> None:
     pair.step()
     pair.compare("copied")
     pair.compare_states("copied")
+
+
+def check_pickled() -> None:
+    """What comes back has torch's own class: a program that reads the file need not have fsdp2."""
+    ways: tuple[dict[str, bool], ...] = ({}, {"offload_states": True}, {"beside_forward": True})
+    for options in ways:
+        pair = Pair(adamw)
+        pair.optimizers[0] = optim.AdamW(pair.models[0].parameters())
+        pair.optimizers[1] = flatten_optimizer(optim.AdamW(pair.models[1].parameters()), **options)
+        pair.backward(0)
+        pair.step()
+        for protocol in (2, pickle.HIGHEST_PROTOCOL):
+            loaded = pickle.loads(pickle.dumps((pair.models[1], pair.optimizers[1]), protocol))
+            assert type(loaded[1]) is optim.AdamW
+            pair.models[1], pair.optimizers[1] = loaded[0], flatten_optimizer(loaded[1], **options)
+            pair.backward(1)
+            pair.step()
+            pair.compare("pickled")
+            pair.compare_states("pickled")
 
 
 def check_evaluation_ahead() -> None:
