@@ -53,7 +53,8 @@ class Adviser:
             found += self._with_states_at_rest([*rows, *found])
             found += self._with_a_budget(rows)
         best = min((*rows, *found), key=self._cost)
-        return found + self._faster(best)
+        found += self._faster(best)
+        return found + self._along_dim_0(min((*rows, *found), key=self._cost))
 
     def _first(self, rows: Sequence[PlanRow]) -> PlanRow | None:
         """Returns the best of `rows`, however much memory they take."""
@@ -106,6 +107,10 @@ class Adviser:
                 found.append(row)
         return found
 
+    def _along_dim_0(self, best: PlanRow) -> list[PlanRow]:
+        """Returns the row to compare the best with, whose parameters of few rows are padded."""
+        return [self._row(replace(best.setting, cheapest_dims=False))] if best.setting.cheapest_dims else []
+
 
 def _time(row: PlanRow) -> float | None:
     return row.prediction.time
@@ -136,6 +141,12 @@ def texts(row: PlanRow, rows: Sequence[PlanRow]) -> list[str]:
             "neither gathered nor reduced. It costs one wait of the host in each forward, up to 1 ms, which is not in "
             "the time; gradients of repeated ids are summed at the owner; accumulate, join and others refuse it. "
             "Simulated, as many ids from each rank to each"
+        )
+    if setting.cheapest_dims:
+        found.append(
+            f"cheapest dims: {_beside(row, rows, cheapest_dims=False)}. Few rows are padded along dim 0. "
+            "Along another dim each gather copies them once more, which is not in the time, but in the choice. In a "
+            "program it is shard_placement_fn=fsdp2.cheapest_placement(mesh)"
         )
     if setting.shard_at_rest:
         found.append(

@@ -16,6 +16,7 @@ from ..api import embed_by_rows, fully_shard
 from ..engine.compat import backend_name
 from ..engine.meshes import DataParallelMeshDims
 from ..engine.policy import MixedPrecisionPolicy
+from ..tools.padding import cheapest_placement
 from .clocks import Machine
 from .outline import row_policy, usual_offload
 from .policies import WrapGroup
@@ -78,6 +79,8 @@ def shard(
         assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
         replicas, shards = mesh.mesh_dim_names
         options["dp_mesh_dims"] = DataParallelMeshDims(shard=shards, shard_at_rest=replicas)
+    if setting.cheapest_dims:
+        options["shard_placement_fn"] = cheapest_placement(mesh, options.get("dp_mesh_dims"))
     if setting.checkpointing:
         for module in blocks(calls):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)

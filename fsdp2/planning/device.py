@@ -54,24 +54,27 @@ class StorageMeterOfSteps(StorageMeter):
     `doing`: what runs; `peak_at`: what ran at the peak.
 
     Args:
-        casts: kernels that add up in another dtype cast their operands first, as those of the CPU do.
+        on_cpu: kernels allocate what those of the CPU do: operands in the dtype in which they add up, and padded copies
+            of what they cut into chunks.
     """
 
     sees_fsdp2 = True
 
-    def __init__(self, casts: bool) -> None:
+    def __init__(self, on_cpu: bool) -> None:
         super().__init__()
         self.activations = 0
         self.doing = self.peak_at = ""
-        self._casts = casts
+        self._on_cpu = on_cpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if packet in _FILLS or (packet in _FILLS_OUT and "out" in kwargs):
             target = kwargs.get("out", args[0])
-            if self._casts and packet in _PROMOTES:
+            if self._on_cpu and packet in _PROMOTES:
                 self.note(_cast_nbytes([target, *args]))
+            if self._on_cpu and packet is _aten._chunk_cat:
+                self.note(_padded_nbytes(*args))
             return target if func._schema.returns else None
         out = func(*args, **kwargs)
         self.see(out)
@@ -109,6 +112,12 @@ def _cast_nbytes(tensors: Sequence[Any]) -> int:
     operands = [each for each in tensors if isinstance(each, Tensor)]
     computed = reduce(torch.promote_types, {each.dtype for each in operands})
     return sum(each.numel() * computed.itemsize for each in operands if each.dtype != computed)
+
+
+def _padded_nbytes(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> int:
+    """Returns the bytes of the copies that `_chunk_cat` makes of tensors that `num_chunks` does not divide."""
+    uneven = [each for each in tensors if each.shape[dim] % num_chunks]
+    return sum(each.nbytes // each.shape[dim] * num_chunks * -(-each.shape[dim] // num_chunks) for each in uneven)
 
 
 # ---- communication
@@ -316,7 +325,7 @@ class DeviceOfSizes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.device = machine, machine.torch_device
-        self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(casts=self.device.type == "cpu")
+        self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(on_cpu=self.device.type == "cpu")
         self.transfers: Transfers = _TransfersOfSizes(self)
 
     def beside(self, lane: str = "") -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from ..engine.state import FSDPState, modules_below, require_state
 from ..engine.subclasses import is_packed
 from ..features.row_embedding import RowEmbedding
 from ..module import sharded_class
+from ..tools.padding import choose_placement
 from .compat import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting
@@ -173,13 +174,15 @@ class Outline:
                 options[require_state(modules[0])] = chosen
                 continue
             place, offloads = _without_pins(offload, budgets, original)
+            ranks = mesh(can_offload and offloads)
             apply(
                 modules if len(modules) > 1 else modules[0],
                 Arguments(
-                    mesh(can_offload and offloads),
+                    ranks,
                     chosen.get("reshard_after_forward", setting.reshard_after_forward),
                     mp_policy=replace(setting.chosen(policy), param_dtype_override_fn=partial(dtype_of, policy)),
                     offload_policy=place,
+                    shard_placement_fn=partial(choose_placement, ranks) if setting.cheapest_dims else None,
                 ),
                 sharded_class,
             )

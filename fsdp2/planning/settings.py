@@ -38,6 +38,8 @@ class Setting:
         by_rows: FQNs of embeddings whose rows are looked up at the ranks that own them (`embed_by_rows`).
         offload_states: optimizer states rest on the CPU (`flatten_optimizer(offload_states=True)`).
         beside_forward: the optimizer steps beside the next forward (`flatten_optimizer(beside_forward=True)`).
+        cheapest_dims: each parameter is sharded along the dim that is cheapest to gather (`cheapest_placement`), not
+            along dim 0.
     """
 
     ranks: int
@@ -54,6 +56,7 @@ class Setting:
     by_rows: tuple[str, ...] = ()
     offload_states: bool = False
     beside_forward: bool = False
+    cheapest_dims: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "replicas", "blocks_per_call", "machines"):

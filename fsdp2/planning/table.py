@@ -69,6 +69,8 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
         parts.append("shards at rest over both")
     if setting.by_rows:
         parts.append(f"rows of {', '.join(setting.by_rows)}")
+    if setting.cheapest_dims:
+        parts.append("cheapest dims")
     if setting.machines > 1:
         parts.append(f"two hops over {setting.machines} machines")
     if setting.checkpointing:
@@ -129,7 +131,7 @@ def _group_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _group_cells(group: PlannedGroup, setting: Setting) -> tuple[str, ...]:
-    specs, policy = group.specs(setting.num_at_rest), group.policy
+    specs, policy = group.specs(setting.num_at_rest, setting.cheapest_dims), group.policy
     trainable = [s for s, p in zip(specs, group.parameters, strict=True) if p.requires_grad]
     dtypes = [
         dict.fromkeys(s.storage_dtype for s in specs),

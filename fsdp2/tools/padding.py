@@ -78,10 +78,11 @@ def cheapest_placement(
     """
     check_mesh(mesh, dp_mesh_dims)
     ranks = shared_data_mesh(mesh, dp_mesh_dims)
-    return partial(_choose, ranks)
+    return partial(choose_placement, ranks)
 
 
-def _choose(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
+def choose_placement(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
+    """Returns what `cheapest_placement` says of a parameter that these ranks shard. None: dim 0."""
     data = local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
     if parameter.dim() == 0 or type(data) is not Tensor:
         return None

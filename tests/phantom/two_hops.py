@@ -109,19 +109,16 @@ def replayed(out: Path, model: str, ranks: int, cards: int, latency: float) -> d
 
 # ---- plan
 
-# As many parameters, flops and bytes as "moe", in experts that 512 ranks share without padding: a plan cuts along the
-# first dim only.
-models.SHAPES["moe of 512"] = replace(models.SHAPES["moe"], experts=512, hidden=128, chosen=64)
-
 
 def predicted(model: str, ranks: int, cards: int, latency: float) -> dict[str, fsdp2.Prediction]:
     """Returns setting -> what `fsdp2.plan` predicts."""
     machine, hops = Machine(), {"machines": ranks // 8}
     fields = FIELDS | {f"two hops{', k=8' if each else ''}": {**each, **hops} for each in FIELDS.values()}
     times = replace(NCCL_LATENCY, **{name: latency * value for name, value in vars(NCCL_LATENCY).items()})
-    shape = f"{model} of 512" if (model, ranks) == ("moe", 512) else model
+    if (model, ranks) == ("moe", 512):
+        fields = {name: {**each, "cheapest_dims": True} for name, each in fields.items()}
     plan = fsdp2.plan(
-        models.make(shape, LAYERS.get(model, 0))[0],
+        models.make(model, LAYERS.get(model, 0))[0],
         ranks=ranks,
         batch=lambda: torch.zeros(1, TOKENS, dtype=torch.long, device="meta"),
         loss=_loss,

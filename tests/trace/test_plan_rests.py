@@ -107,6 +107,51 @@ def two_axes() -> Any:
     return init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
 
 
+# ---- other dims than dim 0
+
+
+class Experts(nn.Module):
+    """Has fewer experts than there are ranks."""
+
+    def __init__(self, width: int = 24, hidden: int = 40) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, width, hidden) / 8)
+        self.down = nn.Parameter(torch.randn(4, hidden, width) / 8)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.einsum("bd,ndh,nhe->be", self.norm(hidden), self.up, self.down)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*[Experts() for _ in range(4)]), nn.Linear(24, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(self.blocks(hidden))
+
+    def example(self) -> Tensor:
+        return torch.ones(4, 24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [({}, FP32), ({}, BF16), ({"reshard_after_forward": 2}, BF16), ({"reshard_after_forward": False}, BF16)],
+    ids=["fp32", "bf16", "k=2", "kept"],
+)
+def test_experts_along_the_cheapest_dims(fields: dict[str, Any], policy: MixedPrecisionPolicy) -> None:
+    """Peaks, bytes and launches are those of real steps, also of padded shards."""
+    plans = [planned(Mixture(), {**fields, "cheapest_dims": each}, policy) for each in (True, False)]
+    for plan in plans:
+        assert_predicted(plan, counted(plan, lambda: init_device_mesh("cpu", (RANKS,)), Mixture().example()))
+    cheapest, padded = (plan.best.prediction for plan in plans)
+    assert cheapest.sent < 0.6 * padded.sent
+    assert cheapest.shards < 0.6 * padded.shards
+    shard = fsdp2.tools.describe.size_text(round((cheapest.shards - 4 * (64 // RANKS) * 25) / 4))
+    assert f"  {shard}  " in next(line for line in str(plans[0]).splitlines() if line.startswith("blocks.0"))
+
+
 # ---- embeddings by rows
 
 
@@ -350,6 +395,8 @@ def test_a_saved_plan_has_these_settings() -> None:
         again = fsdp2.apply_plan(large_root(), saved, mesh)
         assert isinstance(again.embed, row_embedding.RowEmbedding)
         assert fsdp2.describe(again) == fsdp2.describe(plan.apply(mesh))
+        model = fsdp2.apply_plan(Mixture(), planned(Mixture(), {"cheapest_dims": True}, FP32).to_dict(), mesh)
+        assert [each.placements[0].dim for each in model.blocks[0].parameters()] == [1, 1, 0, 0]
         plan = planned(Stack(), {"replicas": 2, "shard_at_rest": True}, FP32)
         model = fsdp2.apply_plan(Stack(), plan.to_dict(), two_axes())
         assert all(group.mesh.shards_at_rest for group in groups_below(model))

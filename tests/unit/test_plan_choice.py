@@ -639,6 +639,32 @@ def test_rows_are_advised_where_they_gain() -> None:
         assert not any(row.setting.by_rows for row in other.rows)
 
 
+class Experts(nn.Module):
+    """Has as many experts as there are ranks in a test, half or all of them."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bd,edh->bed", self.norm(x), self.up).sum(1)
+
+
+def test_few_experts_are_sharded_along_another_dim() -> None:
+    """Where padding matters. The row along dim 0 stays to compare. A user's settings stay as they are."""
+    options: dict[str, Any] = {"link": 1e8, "flops": 1e14}
+    few, enough = (nn.Sequential(*[Experts(num) for _ in range(3)]) for num in (RANKS // 2, RANKS))
+    made = plan(few, **options)
+    assert made.best.setting.cheapest_dims
+    (padded,) = (row for row in made.rows if not row.setting.cheapest_dims)
+    assert padded.setting == dataclasses.replace(made.best.setting, cheapest_dims=False)
+    gain = padded.prediction.time - made.best.prediction.time  # type: ignore[operator]
+    assert f"cheapest dims: {gain * 1e3:.1f} ms less" in str(made)
+    assert not any(row.setting.cheapest_dims for row in plan(enough, **options).rows)
+    assert not any(row.setting.cheapest_dims for row in plan(few, settings=[{}], **options).rows)
+
+
 def test_late_steps_are_advised_where_the_user_allows() -> None:
     speeds = {"flops": 1e9, "link": 1e6, "memory_link": 1e6}
     assert not any(row.setting.beside_forward for row in plan(**speeds).rows)
