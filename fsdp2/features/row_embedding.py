@@ -73,6 +73,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     _refuse(group)
     if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
         group.adopt_replacements(may_be_meta=False)
+    group.root.prefetcher.ran_alone(group)
     for wait in group.writers:
         wait(group)
     (param,) = group.params
