@@ -129,9 +129,10 @@ class Calls(Language):
         (large_root, {"replicas": 2}, BF16),
         (large_root, {"replicas": 2, "shard_at_rest": True}, BF16),
         (large_root, {"machines": 2}, BF16),
+        (large_root, {"blocks_per_call": 2}, BF16),
         (lambda: Calls(9000, tied=False), {}, FP32),
     ],
-    ids=["bf16", "checkpointing", "HSDP", "replicas that share what rests", "two hops", "two calls"],
+    ids=["bf16", "checkpointing", "HSDP", "replicas that share what rests", "two hops", "blocks together", "two calls"],
 )
 def test_an_embedding_by_rows(make: Any, fields: dict[str, Any], policy: MixedPrecisionPolicy, even_ids: None) -> None:
     """Peaks, bytes by all-to-alls and launches are those of a real step. Nothing of the table is gathered."""
