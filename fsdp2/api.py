@@ -224,7 +224,11 @@ def replicate(
 
 
 def embed_by_rows(
-    module: nn.Embedding, *, mesh: DeviceMesh | None = None, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    module: nn.Embedding,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FSDPModule:
     """Shards an embedding's table by rows, in place, and has each lookup fetch the rows that it needs from the owners.
 
@@ -245,6 +249,8 @@ def embed_by_rows(
         module: an nn.Embedding, whose weight no other module has. Modified in place.
         mesh: as for `fully_shard`: ranks of one axis share the table; of two, the first replicates it (HSDP).
         mp_policy: as for `fully_shard`: `param_dtype` is that of the rows, in which they and their gradients travel.
+        dp_mesh_dims: as for `fully_shard`. With `shard_across` or `shard_at_rest` all ranks share the table: a rank
+            sends its ids to the owners directly, in one hop.
 
     Raises:
         TypeError: `module` is no nn.Embedding, is of a subclass, or has a `forward` of its own: those may read the
@@ -266,7 +272,7 @@ def embed_by_rows(
         fully_shard(model)
         ```
     """
-    check_mesh(mesh, None)
+    check_mesh(mesh, dp_mesh_dims)
     if type(module) is not nn.Embedding or "forward" in vars(module):
         which = " with a forward of its own" if type(module) is nn.Embedding else ""
         raise TypeError(
@@ -285,9 +291,14 @@ def embed_by_rows(
             raise NotImplementedError(
                 f"embed_by_rows: mp_policy.{name} is not supported: rows and their gradients travel in param_dtype."
             )
-    found = shared_data_mesh(mesh, None)
+    found = shared_data_mesh(mesh, dp_mesh_dims)
     if found.replicas_may_grow:
         raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")
+    if found.mesh.ndim > len(found.shard_axes + found.replicate_axes):
+        raise NotImplementedError(
+            f"embed_by_rows: dp_mesh_dims on a mesh with further axes, {found.mesh.mesh_dim_names}, is not supported: "
+            "it takes axes of data parallelism only."
+        )
     given = Arguments(found, *checked)._replace(extras={BY_ROWS: True})
     sharded: Any = apply(module, given, lambda _: sharded_class(RowEmbedding))
     return sharded  # type: ignore[no-any-return]

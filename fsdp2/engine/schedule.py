@@ -109,6 +109,8 @@ class Prefetcher:
         self._budget = (0, True)
         self._order: list[FSDPParamGroup] = []
         self._order_now: list[FSDPParamGroup] = []
+        # Groups that ran without a gather -> how many others had run before them, in the pass that ran last.
+        self._ran_alone: dict[FSDPParamGroup, int] = {}
         # How many groups, at the end of that order, backward needs at once.
         self._num_last = 0
         # How many groups of this pass had to be gathered. If none had, one rank may run it alone: the next pass then
@@ -131,6 +133,7 @@ class Prefetcher:
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
+        self._ran_alone.clear()
         self.first_in_backward.clear()
         self.drop()
 
@@ -141,8 +144,15 @@ class Prefetcher:
 
     @property
     def last_order(self) -> Sequence[FSDPParamGroup]:
-        """The groups in the order of the forward pass that ran last."""
-        return self._order_now or self._order
+        """The groups in the order of the forward pass that ran last, those among them that ran without a gather."""
+        order = [*(self._order_now or self._order)]
+        for group, position in reversed(self._ran_alone.items()):  # positions grow
+            order.insert(position, group)
+        return order
+
+    def ran_alone(self, group: FSDPParamGroup) -> None:
+        """Records that `group` runs in a forward pass without a gather. Nothing is gathered ahead for it."""
+        self._ran_alone.setdefault(group, len(self._order_now))
 
     def in_forward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it

@@ -77,6 +77,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     _refuse(group)
     if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
         group.adopt_replacements(may_be_meta=False)
+    group.root.prefetcher.ran_alone(group)
     for wait in group.writers:
         wait(group)
     (param,) = group.params
@@ -193,7 +194,9 @@ class _Rows(torch.autograd.Function):
         if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
             total[ctx.padding - param.bounds[0]] = 0
         divisor = settings.divide_factor or mesh.num_ranks
-        if group.comms.replicas is None:
+        if (
+            not mesh.replicate_axes or group.comms.replicas is None
+        ):  # replicas that share what rests have their own rows
             total.div_(divisor)
         else:
             group.comms.replicas.all_reduce(total, divisor, param.name).wait()

@@ -94,8 +94,7 @@ class Adviser:
     def _faster(self, best: PlanRow) -> list[PlanRow]:
         """Returns rows that are faster than the best by settings beside its own."""
         found: list[PlanRow] = []
-        one_axis = best.setting.machines == 1 and not best.setting.shard_at_rest
-        if self._tables and one_axis and best.has_activations and _time(best) is not None:
+        if self._tables and best.has_activations and _time(best) is not None:
             row = self._row(replace(best.setting, by_rows=self._tables))
             if _gain(row, best) > ROWS_COST * len(self._tables) and row.fits == best.fits:
                 found.append(row)

@@ -86,7 +86,8 @@ def shard(
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     for call in calls:
         if call.by_rows:
-            embed_by_rows(call.module, mesh=mesh, mp_policy=row_policy(policy))  # type: ignore[arg-type]
+            dims = options.get("dp_mesh_dims")
+            embed_by_rows(call.module, mesh=mesh, mp_policy=row_policy(policy), dp_mesh_dims=dims)  # type: ignore[arg-type]
             continue
         own = dict(call.options)
         if "mp_policy" in own:

@@ -258,7 +258,7 @@ def join_blocks(model: nn.Module, calls: Sequence[WrapGroup], count: int) -> lis
         while first < len(run):
             together = run[first : first + size]
             modules = tuple(module for call in together for module in call.modules)
-            joined.append(WrapGroup(together[0].name, modules, dict(together[0].options)))
+            joined.append(WrapGroup(together[0].name, modules, dict(together[0].options), together[0].by_rows))
             first += size
             size = min(count, first + 1)
     return _in_order(joined, modules_below(model))
@@ -267,6 +267,8 @@ def join_blocks(model: nn.Module, calls: Sequence[WrapGroup], count: int) -> lis
 def _follows(call: WrapGroup, before: WrapGroup) -> bool:
     """Returns True if a call is on the next block of the same list."""
     if len(call.modules) > 1 or len(before.modules) > 1 or call.options != before.options:
+        return False
+    if call.by_rows or before.by_rows:
         return False
     (list_of, _, index), (list_before, _, index_before) = call.name.rpartition("."), before.name.rpartition(".")
     if list_of != list_before or not (index.isdecimal() and index_before.isdecimal()):

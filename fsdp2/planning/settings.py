@@ -112,8 +112,6 @@ class Setting:
                 "shard_at_rest: expected several replicas of several ranks, and no int for reshard_after_forward, got "
                 f"{self.replicas} of {self.num_shards}, {self.reshard_after_forward}"
             )
-        if names and (self.machines > 1 or self.shard_at_rest):
-            raise ValueError("by_rows: expected machines=1 and no shard_at_rest: embed_by_rows shards over one axis")
         if self.beside_forward and (self.offload or self.offload_states):
             raise ValueError("beside_forward: expected neither offload nor offload_states: such steps are not late")
 

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from . import models
+from . import models, timeline
 
 MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("embed_by_rows", "beside_forward", "machines"),
+    *("embed_by_rows", "beside_forward", "machines", "packing_beside", "prefetch_mib"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--beside-forward", action="store_true", help="it is flat, and steps beside the next forward: fsdp2 alone")
+    add("--packing-beside", action="store_true", help="pack gradients on a stream beside: fsdp2 alone")
+    add("--prefetch-mib", type=int, default=0, help="gather so many MiB ahead: fsdp2 alone")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -128,10 +130,15 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
         if args.embed_by_rows and library == "fsdp2":
-            _embed_by_rows(model.embedding, args.tokens, mesh=mesh, mp_policy=options.get("mp_policy"))
+            of_rows = {name: options[name] for name in ("mesh", "mp_policy", "dp_mesh_dims") if name in options}
+            _embed_by_rows(model.embedding, args.tokens, **of_rows)
         for unit in _together([*models.units(model)], args.blocks):
             module.fully_shard(unit, **options)
-        module.fully_shard(model, **options)
+        sharded: Any = module.fully_shard(model, **options)
+        if args.packing_beside and library == "fsdp2":
+            sharded.set_packing_beside(True)
+        if args.prefetch_mib and library == "fsdp2":
+            sharded.set_prefetch_budget(args.prefetch_mib * 2**20)
     model.to_empty(device=device)
     models.tie(model)
     if args.offload:  # CPU arithmetic is real here
@@ -150,9 +157,7 @@ def _embed_by_rows(embedding: nn.Module, tokens: int, **options: Any) -> None:
         return [tokens // len(counts)] * len(counts), [tokens // len(counts)] * len(counts)
 
     rows.exchange_counts = exchange_counts
-    importlib.import_module("fsdp2").embed_by_rows(
-        embedding, **{name: value for name, value in options.items() if value is not None}
-    )
+    importlib.import_module("fsdp2").embed_by_rows(embedding, **options)
 
 
 def _beside_forward(optimizer: Any) -> Any:
@@ -296,12 +301,20 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
             run_step(model, ids, optimizer, _mark_nothing)
             cpu_ms.append((time.process_time() - begin) * 1e3)
             gc.collect()
+            before: list[Call] = []
+            if args.beside_forward:  # forward waits for what this step issues
+                runtime.phantom_reset(1)
+                run_step(model, ids, optimizer, runtime.phantom_mark)
+                runtime.phantom_dump(file.name.encode())
+                before = of_host(read_log(file.name)[1])
             runtime.phantom_reset(1)
             run_step(model, ids, optimizer, runtime.phantom_mark)
             runtime.phantom_dump(file.name.encode())
             runtime.phantom_reset(0)
             counts, calls = read_log(file.name)
             steps.append(of_host(calls))
+            if before:
+                timeline.link_events(before, steps[-1])
     calls, same = merge(steps)
     del model, optimizer, ids
     gc.collect()

@@ -111,6 +111,25 @@ def test_a_collective_beside_compute_is_hidden_and_what_waits_for_it_shows_the_r
     assert result["exposed gather"] == pytest.approx(12)
 
 
+def test_forward_waits_for_what_the_step_before_has_issued() -> None:
+    """Events are other ones in each step: a wait is for the record at the same place of the step before."""
+
+    def step(event: int, last: int) -> list[list[Any]]:
+        """20 us of compute, behind a gather of 24 us that the step before has issued last."""
+        waited = [call("cudaStreamWaitEvent", 0, last)] if last else []
+        ends = [call("cudaEventRecord", 0, 50), call("cudaStreamWaitEvent", 7, 50), gather(2)]
+        return [*waited, gemm(20), *ends, call("cudaEventRecord", 7, event)]
+
+    before, recorded, unlinked = step(21, 0), step(22, 21), step(22, 21)
+    timeline.link_events(before, recorded)
+    assert [each[4] for each in recorded if each[2].startswith("cudaEvent")] == [0, 1]
+    assert [each[4] for each in recorded if each[2] == "cudaStreamWaitEvent"] == [1, 0]
+    assert timeline.replay({"about": ABOUT, "calls": recorded}, MACHINE)["step"] == pytest.approx(44)
+    assert timeline.replay({"about": ABOUT, "calls": unlinked}, MACHINE)["step"] < 44
+    with pytest.raises(RuntimeError, match=r"as many events, got \[0, 2\]"):
+        timeline.link_events([], step(22, 21))
+
+
 def test_a_group_of_collectives_has_one_latency() -> None:
     together = [call("ncclGroupStart"), gather(1), gather(1), call("ncclGroupEnd")]
     wait = [call("cudaEventRecord", 7, 1), call("cudaStreamWaitEvent", 0, 1, 7), gemm(1)]

@@ -223,6 +223,31 @@ class Replay:
         return self.rings[comm, size]
 
 
+def link_events(before: list[list[Any]], step: list[list[Any]]) -> None:
+    """Numbers the events of a step by their records, in place, so that its calls can be replayed again and again.
+
+    A wait gets the number of the record that it waits for, in this step or in the one before, which makes the same
+    calls: forward waits for an optimizer's step that was issued before it. Waits for older records stay as they are.
+
+    Raises:
+        RuntimeError: the steps record different numbers of events.
+    """
+    numbers: dict[int, int] = {}
+    counts = []
+    for calls in (before, step):
+        count = 0
+        for call in calls:
+            kind, event = call[2], call[4]
+            if kind == "cudaEventRecord":
+                numbers[event] = count
+                count += 1
+            if calls is step and kind in ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize"):
+                call[4] = numbers.get(event, -1 - event)
+        counts.append(count)
+    if counts[0] != counts[1]:
+        raise RuntimeError(f"expected two steps that record as many events, got {counts}")
+
+
 def shared(sent: Sequence[tuple[float, dict[str, float]]]) -> list[float]:
     """Returns how long the bytes of each collective pass, given when they begin. Those that pass a link at the same
     time share it equally.

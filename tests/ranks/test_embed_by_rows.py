@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
 from helpers import end_of_part, full, run_ranks, world_sizes
 
 ROWS, WIDTH, STEPS = 11, 6, 3
@@ -153,6 +153,31 @@ def test_replicas_train_as_plain() -> None:
         same(found, expected)
         with pytest.raises(IndexError, match=r"embeds\.0\.weight: expected ids from 0 to 10"):
             model(torch.tensor([ROWS] if rank == 3 else [0, 1]))
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("use", ["shard_across", "shard_at_rest"])
+def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard(use: str) -> None:
+    """In two hops, and with replicas that share what rests: all ranks share the table."""
+
+    def body(rank: int, size: int) -> None:
+        if use == "shard_across":
+            mesh = fsdp2.two_hop_mesh("cpu", ranks_per_machine=2)
+            dims = DataParallelMeshDims(shard="gpu", shard_across="machine")
+        else:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+            dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
+        plain, model = make(padding_idx=1), shard(make(padding_idx=1), mesh, dp_mesh_dims=dims)
+        assert model.embeds[0].weight.to_local().shape[0] in (3, 2)
+        assert model.embeds[0].weight.device_mesh == model.head.weight.device_mesh
+        expected = train(plain, adamw(plain), [*range(size)], size, 2)
+        same(train(model, adamw(model), [rank], size, 2), expected)
+        with pytest.raises(IndexError, match=r"embeds\.0\.weight: expected ids from 0 to 10"):
+            model(torch.tensor([ROWS] if rank == 3 else [0, 1]))
+        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        with pytest.raises(NotImplementedError, match=r"further axes, \('data', 'model'\), is not supported"):
+            embed_by_rows(nn.Embedding(4, 2), mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="data"))
 
     run_ranks(4, body)
 

@@ -327,6 +327,14 @@ def two_hops(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
 
 
+@guide("All schedules together", ranks=4)
+def together(names: Names) -> None:
+    for name in ("model", "in_two_hops"):
+        assert_equal(names[name], trained(names, steps=3))
+        assert "rows are looked up" in str(fsdp2.describe(names[name]))
+    assert "machine: SHARD_ACROSS" in str(fsdp2.describe(names["in_two_hops"]))
+
+
 @guide("Checkpoints and resuming")
 def checkpoints(names: Names) -> None:
     assert names["first"] == 2

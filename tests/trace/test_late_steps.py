@@ -16,7 +16,7 @@ from simulated_world import count_host_waits, simulated_world
 from torch import Tensor, nn
 from vector_clocks import Simulation
 
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, full_params, fully_shard
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, flatten_optimizer, full_params, fully_shard
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import comm
 from fsdp2.features.late_steps import LateStep, LateSteps
@@ -365,6 +365,41 @@ def test_forward_waits_for_one_group_after_the_other() -> None:
     assert at == [3, 4, 4]
     order = [late._waited for late in dict.fromkeys(waited)]
     assert all(streams == [simulation.main] for streams in order)
+
+
+class WithRows(Program):
+    """Has an embedding that is looked up by rows; this rank asks for rows of its own."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__(simulation, beside=True)
+        torch.manual_seed(0)
+        table, blocks = nn.Embedding(RANKS * 3, DIM), [nn.Linear(DIM, DIM) for _ in range(3)]
+        embed_by_rows(table)
+        for block in blocks:
+            fully_shard(block)
+        self.model = fully_shard(nn.Sequential(table, *blocks))
+        self.model.set_packing_beside(True)
+        made = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=True)
+        self.optimizer = flatten_optimizer(made, beside_forward=True)
+
+    def backward(self) -> None:
+        self.model(torch.tensor([3, 5, 3])).square().sum().backward()
+
+
+def test_an_embedding_by_rows_is_stepped_on_where_forward_looks_it_up() -> None:
+    """It is not gathered, but runs first: behind the steps on all others, its lookup would wait for all of them."""
+    issued: list[Any] = []
+    add = LateSteps.add
+    with simulated_world(RANKS) as simulation, pytest.MonkeyPatch.context() as patch:
+        this = WithRows(simulation)
+        patch.setattr(LateSteps, "add", lambda steps, group, late: issued.append(group.name) or add(steps, group, late))
+        with simulation:
+            for _ in range(4):
+                issued.clear()
+                this.step()
+        assert this.late().taken == 3
+    judge(simulation)
+    assert issued == ["0", "1", "2", "3"]
 
 
 # ---- planted faults

@@ -107,6 +107,10 @@ def two_axes() -> Any:
     return init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
 
 
+def two_hops() -> Any:
+    return fsdp2.two_hop_mesh("cpu", ranks_per_machine=RANKS // 2)
+
+
 # ---- other dims than dim 0
 
 
@@ -168,20 +172,25 @@ class Calls(Language):
         (large_root, {}, BF16),
         (large_root, {"checkpointing": True}, FP32),
         (large_root, {"replicas": 2}, BF16),
+        (large_root, {"replicas": 2, "shard_at_rest": True}, BF16),
+        (large_root, {"machines": 2}, BF16),
+        (large_root, {"blocks_per_call": 2}, BF16),
         (lambda: Calls(9000, tied=False), {}, FP32),
     ],
-    ids=["bf16", "checkpointing", "HSDP", "two calls"],
+    ids=["bf16", "checkpointing", "HSDP", "replicas that share what rests", "two hops", "blocks together", "two calls"],
 )
 def test_an_embedding_by_rows(make: Any, fields: dict[str, Any], policy: MixedPrecisionPolicy, even_ids: None) -> None:
     """Peaks, bytes by all-to-alls and launches are those of a real step. Nothing of the table is gathered."""
     model, gathered = make(), make()
     plan = planned(model, {"by_rows": ["embed"], **fields}, policy)
     batch = model.example()
-    found = counted(plan, two_axes if "replicas" in fields else lambda: init_device_mesh("cpu", (RANKS,)), batch)
+    meshes: dict[str, Any] = {"replicas": two_axes, "machines": two_hops}
+    one_axis = lambda: init_device_mesh("cpu", (RANKS,))  # noqa: E731
+    found = counted(plan, next((meshes[name] for name in fields if name in meshes), one_axis), batch)
     assert isinstance(model.embed, row_embedding.RowEmbedding)
     assert_predicted(plan, found)
     taken, without = plan.best.prediction, planned(gathered, fields, policy).best.prediction
-    shards = RANKS // fields.get("replicas", 1)
+    shards = plan.best.setting.num_at_rest
     assert taken.moved["all_to_all"] * (shards - 1) / shards == found.sent["all_to_all"]
     item = 2 if policy is BF16 else 4
     table = gathered.embed.weight.numel() * item
@@ -198,8 +207,6 @@ def test_embeddings_that_cannot_be_by_rows() -> None:
         planned(large_root(), {"by_rows": ["word"]}, FP32)
     with pytest.raises(TypeError, match="by_rows: expected names of embeddings, got 'embed'"):
         fsdp2.Setting(8, by_rows="embed")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="by_rows: expected machines=1 and no shard_at_rest"):
-        fsdp2.Setting(8, machines=2, by_rows=("embed",))
 
 
 # ---- replicas that share what rests

@@ -1,0 +1,160 @@
+"""Tests all schedules together: each keeps the bits of the defaults, and so must all of them at once.
+
+Rows of an embedding whose tokens repeat, and sums in two hops, round otherwise. So ranks have tokens that differ here,
+and no more than two ranks have gradients in a step, whose sum no order changes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fake_gpu
+from fake_gpu.training import judged
+from fsdp2 import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    embed_by_rows,
+    flatten_optimizer,
+    fully_shard,
+    two_hop_mesh,
+)
+from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
+from fsdp2.engine.state import groups_below
+from helpers import end_of_part, full, run_ranks
+
+VOCAB, WIDTH, TOKENS, STEPS = 23, 6, 9, 6
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+FP32 = MixedPrecisionPolicy()
+ACROSS = DataParallelMeshDims(shard="gpu", shard_across="machine")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make() -> Language:
+    torch.manual_seed(0)
+    return Language()
+
+
+def by_default(policy: MixedPrecisionPolicy, kind: str) -> tuple[Any, Any]:
+    model, mesh = make().to(kind), init_device_mesh(kind, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)
+
+
+def together(policy: MixedPrecisionPolicy, kind: str, machines: int = 1, reshard: Any = None) -> tuple[Any, Any]:
+    """As a user writes it: two hops, the embedding by rows, blocks in pairs, packing and AdamW beside."""
+    size = dist.get_world_size()
+    options: dict[str, Any] = {"mp_policy": policy}
+    if machines == 1:
+        options["mesh"] = init_device_mesh(kind, (size,))
+    else:
+        options |= {"mesh": two_hop_mesh(kind, ranks_per_machine=size // machines), "dp_mesh_dims": ACROSS}
+    model: Any = make().to(kind)
+    embed_by_rows(model.embedding, **options)
+    for blocks in (model.blocks[0], [*model.blocks[1:3]], [*model.blocks[3:5]]):
+        fully_shard(blocks, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    model.set_packing_beside(True)
+    model.set_prefetch_budget(4000)
+    model.set_reduce_scatter_max_input_buffers(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)
+    return model, flatten_optimizer(optimizer, beside_forward=True)
+
+
+def ids_of(rank: int, step: int, micro: int) -> Tensor:
+    """Returns tokens of a rank, of which none repeats."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randperm(VOCAB, generator=generator)[:TOKENS]
+
+
+def train(model: Any, optimizer: Any, kind: str) -> dict[str, Tensor]:
+    """Trains with two micro-batches in some steps, clipping and an evaluation; returns what a program can read."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), dict[str, Tensor]()
+    for step in range(STEPS):
+        learns = rank in (step % size, (step + 1 + step // size) % size)
+        for micro in range(1 + step % 2):
+            loss = model(ids_of(rank, step, micro).to(kind)).float().square().mean() * learns
+            loss.backward()
+            found[f"loss {step} {micro}"] = loss.detach().cpu().clone()
+        found[f"embedding's gradient {step}"] = full(model.embedding.weight.grad).cpu().clone()
+        clip_grad_norm_(model.parameters(), 1e6)  # a coefficient of 1: norms are of other parts
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            with torch.no_grad():
+                found["evaluated"] = model(ids_of(0, 99, 0).to(kind)).float().cpu().clone()
+    return found | {name: full(parameter).cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def compare(policy: MixedPrecisionPolicy, kind: str, build: Callable[..., tuple[Any, Any]]) -> Any:
+    """Returns the optimizer of the combination, whose bits are those of the default."""
+    expected = train(*by_default(policy, kind), kind)
+    end_of_part()
+    model, optimizer = build(policy, kind)
+    found = train(model, optimizer, kind)
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not different, different
+    assert {each.num_hops for each in groups_below(model)} == {2 if build.keywords["machines"] > 1 else 1}  # type: ignore[attr-defined]
+    return optimizer
+
+
+def ways(size: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"machines": 1, "reshard": reshard} for reshard in (None, False, size // 2)]
+    return found + [{"machines": 2, "reshard": reshard} for reshard in (None, False, 2) if size == 4]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bits_are_those_of_the_default(size: int) -> None:
+    def body(rank: int, size: int) -> None:
+        for policy in (FP32, BF16):
+            for way in ways(size):
+                compare(policy, "cpu", partial(together, **way))
+                end_of_part()
+
+    run_ranks(size, body)
+
+
+@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="no step is beside: writes are not announced")
+@pytest.mark.parametrize("size", [2, 4])
+def test_bits_and_order_on_a_device(size: int) -> None:
+    """On streams, whose clocks find races, and with steps that are beside."""
+
+    def body(rank: int, size: int) -> None:
+        for way in ways(size)[:: 2 if size == 2 else 3]:
+            with judged():
+                optimizer = compare(BF16, fake_gpu.KIND, partial(together, **way))
+                assert vars(optimizer)["_fsdp2_flat_steps"].late.taken >= 2
+            end_of_part()
+
+    run_ranks(size, body, device=fake_gpu.KIND)
