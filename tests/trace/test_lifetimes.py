@@ -24,8 +24,6 @@ from fsdp2.features import large_submodules
 from helpers import NIGHTLY, fake_world, full
 from models import CausalBlock, TinyGPT, mean_loss
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RANKS = 8
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

@@ -31,8 +31,6 @@ from fsdp2.features import large_submodules
 from helpers import fake_world
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices
 SLACK = 0.02 * GROUP

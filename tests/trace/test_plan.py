@@ -38,8 +38,6 @@ from helpers import NIGHTLY, fake_world
 from python_groups import WithTensors, python_group
 from simulated_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RANKS, DIM, TOKENS = 8, 128, 32
 TOLERANCE = 0.015  # half of what the guide promises
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -42,7 +42,6 @@ from fsdp2.planning import apply, stepping
 from helpers import fake_world
 from simulated_device import DEVICE
 
-pytestmark = pytest.mark.usefixtures("few_objects")
 FP32 = MixedPrecisionPolicy()
 
 
