@@ -5,11 +5,11 @@ The list can only shrink. State of a group belongs into the group or into what i
 
 import ast
 import collections
+import functools
 import importlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,9 @@ ALLOWED = {
 LEFT_TO_SUBCLASSES: set[str] = set()
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    return ((path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def assigned(tree: ast.Module) -> set[str]:
