@@ -254,10 +254,13 @@ class AllocationMeter:
         return self._timeline[-1][1] if self._timeline else 0
 
     def _read_events(self) -> None:
-        total = 0
-        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == "[memory]":
-                total += event.nbytes()
-                self._timeline.append((event.start_ns(), total))
-            elif event.name().startswith("meter::"):
-                self._regions[event.name().removeprefix("meter::")] = (event.start_ns(), event.end_ns())
+        allocations, total = [], 0
+        for event in self._profile.profiler.kineto_results.events():
+            name = event.name()
+            if name == "[memory]":
+                allocations.append((event.start_ns(), event.nbytes()))
+            elif name.startswith("meter::"):
+                self._regions[name.removeprefix("meter::")] = (event.start_ns(), event.end_ns())
+        for when, nbytes in sorted(allocations, key=lambda allocation: allocation[0]):
+            total += nbytes
+            self._timeline.append((when, total))

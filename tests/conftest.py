@@ -93,13 +93,12 @@ def _warm() -> None:
             optimizer(model.parameters()).step()
 
 
-@pytest.fixture(scope="module")
-def few_objects() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects(request: pytest.FixtureRequest) -> None:
     """All that torch consists of stays out of the garbage collections, which take a fifth of a second with it."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    if not _forks(request.node):  # `run_ranks` does it for its ranks
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -132,6 +132,15 @@ def record(model: nn.Module) -> list[str]:
     return lines
 
 
+def in_text(lines: list[str]) -> str:
+    """Returns the events as text, in which each line begins with a module's forward or backward."""
+    text = ""
+    for line in lines:
+        event = " ".join(line.split())
+        text += ("\n" if event.startswith(("run", "back")) else ", ") * bool(text) + event
+    return text
+
+
 def _recorded_reshard(group: FSDPParamGroup, lines: list[str]) -> Any:
     reshard = group.reshard
 

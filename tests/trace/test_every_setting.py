@@ -4,10 +4,8 @@ test_settings_on_topologies.py tests that each setting has an effect; here is wh
 bytes and numbers of collectives are those of test_schedule_model.py and test_comm_counts.py.
 """
 
-import dataclasses
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -31,7 +29,7 @@ from fsdp2 import (
 )
 from fsdp2.codecs import Cast
 from fsdp2.engine import streams
-from fsdp2.engine.state import groups_below, groups_of
+from fsdp2.engine.state import groups_below, groups_of, require_state
 from helpers import fake_world, public_methods
 from simulated_device import Stream
 
@@ -99,144 +97,36 @@ def trace(model: nn.Module, steps: int = 2) -> list[str]:
     return lines
 
 
-@dataclasses.dataclass
-class Seen:
-    """What can be seen of one group in a step."""
-
-    lines: list[str]
-    # "AVG" or "SUM", of each reduction that was launched.
-    ops: list[str]
-    # Bytes of the unsharded parameters' storage between steps.
-    resting: int
-    # Whether reductions go through another process group than gathers.
-    is_separate: bool
+def choices(model: nn.Module) -> list[Any]:
+    """Returns what is chosen for the root, and for each group."""
+    return [require_state(model).root.settings, *map(chosen_for, groups_below(model))]
 
 
-def look(model: nn.Module) -> dict[str, Seen]:
-    """By group."""
-    groups = {group.name: group for group in groups_below(model)}
-    ops = {name: spy_on(group.comms.reduces) for name, group in groups.items()}
-    separate = {name: group.comms.reduces.group is not group.comms.gathers.group for name, group in groups.items()}
-    lines = trace(model)
-    return {
-        name: Seen(
-            [line for line in lines if line.split()[1] == name and not line.startswith("grad")],
-            ops[name],
-            group.parameters.buffers.storage.nbytes(),
-            separate[name],
-        )
-        for name, group in groups.items()
-    }
-
-
-def spy_on(comm: Any) -> list[str]:
-    """Returns the operations that a Comm asks the backend for, from now on."""
-    ops: list[str] = []
-    launch = comm._scatter_one
-
-    def reduce_scatter(output: Tensor, source: Tensor, options: Any) -> Any:
-        ops.append("AVG" if options.reduceOp == dist.ReduceOp.AVG else "SUM")
-        return launch(output, source, options)
-
-    comm._scatter_one = reduce_scatter
-    return ops
-
-
-def groups_changed(configure: Callable[[Any], object], make: Callable[[], Any] = build) -> set[str]:
-    """The groups of which something else can be seen with a setting than without."""
-    plain, model = make(), make()
-    configure(model)
-    before, after = look(plain), look(model)
-    return {name for name in NAMES if before[name] != after[name]}
+def chosen_for(group: Any) -> tuple[Any, ...]:
+    comms = group.comms
+    return group.settings, comms.reduces.force_sum, comms.reduces.group is comms.gathers.group
 
 
 # ---- settings of several modules at once -----------------------------------------------------------------------------
 
 
-def kept_by_root_only() -> Any:
-    return build(reshard_after_forward=True)
-
-
-hooked: list[int] = []
-
-
-@dataclasses.dataclass
-class Recursive:
-    """A setter with `recurse`: how to call it so that each group it acts on shows that."""
-
-    value: Any
-    make: Callable[[], Any] = build
-    changed: Callable[[Callable[[Any], object], Callable[[], Any]], set[str]] = groups_changed
-
-
-def groups_hooked(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
-    model = make()
-    configure(model)
-    hooked.clear()
-    backward(model)
-    return {{4: "root", 8: "b0", 16: "b1"}[numel] for numel in hooked}
-
-
-def groups_whose_viewed_memory_is_freed(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
-    """Those of which nothing is left after an evaluation, while a hook has a view of each weight."""
-    model, kept = make(), []
-    configure(model)
-    for group in groups_below(model):
-        for param in group.params[:1]:
-            module, name = param.slots[0].module, param.slots[0].name
-            module.register_forward_hook(lambda module, *_, name=name: kept.append(getattr(module, name).detach()))
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        model(torch.ones(2, 4))
-    sizes = {group.name: group.parameters.buffers.storage.nbytes() for group in groups_below(model) if group.params}
-    return {name for name, nbytes in sizes.items() if not nbytes}
-
-
-def groups_that_raise_the_limit(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
-    """The largest number counts, so each group's own is what is in force when the others' are 1."""
-    names = set()
-    for name in NAMES:
-        model = make()
-        configure(model)
-        for group in groups_below(model):
-            if group.name != name:
-                group.modules[0].set_reduce_scatter_max_input_buffers(1, recurse=False)
-        lines = trace(model)
-        if lines.index("reduce root  64") < lines.index("grad   b1"):
-            names.add(name)
-    return names
-
-
-def groups_of_small_buckets(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
-    """The root has one parameter, so it has one bucket anyway."""
-    model = make()
-    configure(model)
-    return {group.name for group in groups_below(model) if group.settings.bucket_bytes == 1}
-
-
-def groups_that_pack_beside(configure: Callable[[Any], object], make: Callable[[], Any]) -> set[str]:
-    """What that does needs streams: test_stream_order.py."""
-    model = make()
-    configure(model)
-    return {group.name for group in groups_below(model) if group.gradients.reduction.packs_beside}
-
-
-RECURSIVE = {
-    "set_requires_gradient_sync": Recursive(False),
-    "set_requires_all_reduce": Recursive(False, hsdp),
-    "set_reshard_after_forward": Recursive(False, kept_by_root_only),
-    "set_reshard_after_backward": Recursive(False),
-    "set_unshard_in_backward": Recursive(False, kept_by_root_only),
-    "set_reduce_scatter_unused_params": Recursive(True),
-    "set_reduce_scatter_max_input_buffers": Recursive(3, changed=groups_that_raise_the_limit),
-    "set_packing_beside": Recursive(True, changed=groups_that_pack_beside),
-    "set_gradient_buckets": Recursive(1, changed=groups_of_small_buckets),
-    "set_gradient_divide_factor": Recursive(3.0),
-    "set_force_sum_reduction_for_comms": Recursive(True),
-    "set_all_reduce_hook": Recursive(lambda reduced: hooked.append(reduced.numel()), changed=groups_hooked),
-    "set_separate_reduce_scatter_group": Recursive(True),
-    "set_keep_unsharded_storage": Recursive(True),
-    "set_free_viewed_storage": Recursive(True, changed=groups_whose_viewed_memory_is_freed),
+# Setters with `recurse`, each with a value that is not the default.
+RECURSIVE: dict[str, Any] = {
+    "set_requires_gradient_sync": False,
+    "set_requires_all_reduce": False,
+    "set_reshard_after_forward": True,
+    "set_reshard_after_backward": False,
+    "set_unshard_in_backward": False,
+    "set_reduce_scatter_unused_params": True,
+    "set_reduce_scatter_max_input_buffers": 3,
+    "set_packing_beside": True,
+    "set_gradient_buckets": 1,
+    "set_gradient_divide_factor": 3.0,
+    "set_force_sum_reduction_for_comms": True,
+    "set_all_reduce_hook": print,
+    "set_separate_reduce_scatter_group": True,
+    "set_keep_unsharded_storage": True,
+    "set_free_viewed_storage": True,
 }
 
 
@@ -249,11 +139,13 @@ def parameters_of(method: str) -> dict[str, inspect.Parameter]:
 @pytest.mark.parametrize("name", [name for name in sorted(public_methods()) if "recurse" in parameters_of(name)])
 def test_recurse(name: str) -> None:
     """A setter acts on the module's own group, and with `recurse` on those inside it; never on one outside."""
-    setting = RECURSIVE[name]
     default = inspect.signature(getattr(FSDPModule, name)).parameters["recurse"].default
 
     def changed(on: str = "", **options: Any) -> set[str]:
-        return setting.changed(lambda m: getattr(m.get_submodule(on), name)(setting.value, **options), setting.make)
+        model = build()
+        before = {group.name: chosen_for(group) for group in groups_below(model)}
+        getattr(model.get_submodule(on), name)(RECURSIVE[name], **options)
+        return {group.name for group in groups_below(model) if chosen_for(group) != before[group.name]}
 
     assert changed(recurse=False) == {"root"}
     assert changed(recurse=True) == set(NAMES)
@@ -491,6 +383,18 @@ def test_manual_finalisation() -> None:
         assert all(module.weight.grad is not None for module in (model, model.b0, model.b1))
 
 
+def test_the_largest_number_of_reductions_in_flight_counts() -> None:
+    def is_delivered_early(buffers: int) -> bool:
+        model = build()
+        model.set_reduce_scatter_max_input_buffers(1)
+        model.b1.set_reduce_scatter_max_input_buffers(buffers)
+        lines = trace(model)
+        return lines.index("grad   b1") < lines.index("reduce root  64")
+
+    assert is_delivered_early(1)
+    assert not is_delivered_early(3)
+
+
 def test_reset() -> None:
     model = build()
     model.unshard()
@@ -604,7 +508,7 @@ def test_values_other_than_bools_are_refused_by_name() -> None:
         arguments = {name: VALID.get(name, True) for name in parameters_of(method)} | {flag: wrong}
         with pytest.raises(TypeError, match=f"^{flag}: expected a bool"):
             getattr(model, method)(**arguments)
-    assert look(model) == look(build())
+    assert choices(model) == choices(build())
 
 
 OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
@@ -662,7 +566,7 @@ def test_values_that_are_refused() -> None:
     for error, text, call in refused:
         with pytest.raises(error, match=text):
             call()
-    assert look(model) == look(build())
+    assert choices(model) == choices(build())
     exchanging.set_custom_reduce_scatter(None)
     assert "reduce b1    128" in trace(exchanging)
 

@@ -21,8 +21,6 @@ from benchmarks.models import Shape, build_sharded, compute_loss, make_batch
 from fsdp2 import AveragedModel, clip_grad_norm_, flatten_optimizer
 from helpers import fake_world
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 SHAPE = Shape(blocks=16, dim=16, hidden=32, tokens=4)
 RANKS = 64
 

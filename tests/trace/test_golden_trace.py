@@ -11,7 +11,7 @@ from unittest import mock
 
 import expecttest
 import torch
-from recorder import Root, record
+from recorder import Root, in_text, record
 from torch import Tensor
 
 from fsdp2 import full_params, fully_shard
@@ -45,7 +45,7 @@ class WithLoss(Root):
             lines.clear()
             output = self(torch.ones(2, 4))
             (output if self.inside else self.loss(output)).backward()
-        return "\n".join(lines)
+        return in_text(lines)
 
 
 def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
@@ -61,7 +61,7 @@ def trace_of_the_second(model: Root) -> str:
         # Reentrant checkpointing works only on inputs that need a gradient.
         model(torch.ones(2, 4, requires_grad=bool(model.reentrant))).sum().backward()
         model.zero_grad()
-    return "\n".join(lines)
+    return in_text(lines)
 
 
 class TestGoldenTrace(expecttest.TestCase):
@@ -76,63 +76,15 @@ class TestGoldenTrace(expecttest.TestCase):
         self.assertExpectedInline(
             trace_of_second_iteration(Root()),
             """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
-        )
-
-    def test_reshard_after_forward_true_everywhere(self) -> None:
-        """The root is freed after forward too, and gathered first in backward."""
-        self.assertExpectedInline(
-            trace_of_second_iteration(Root(), reshard_after_forward=True),
-            """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-free   b1
-run    b2
-free   b2
-free   root
-gather root  128
-gather b2    128
-back   root
-free   root
-reduce root  128
-gather b1    128
-back   b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
+gather root 128, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1
+run b2
+back root, free root, reduce root 128
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128""",
         )
 
     def test_lists(self) -> None:
@@ -143,22 +95,15 @@ reduce b0    128""",
         self.assertExpectedInline(
             trace_of_the_second(model),
             """\
-gather root  128
-gather b0    256
-run    root
-run    b0
-run    b1
-run    b2
-free   b0
-gather b0    256
-back   root
-free   root
-reduce root  128
-back   b2
-back   b1
-back   b0
-free   b0
-reduce b0    256""",
+gather root 128, gather b0 256
+run root
+run b0
+run b1
+run b2, free b0, gather b0 256
+back root, free root, reduce root 128
+back b2
+back b1
+back b0, free b0, reduce b0 256""",
         )
 
     def test_checkpoint_reentrant(self) -> None:
@@ -166,35 +111,18 @@ reduce b0    256""",
         self.assertExpectedInline(
             trace_of_second_iteration(Root(reentrant=True)),
             """\
-gather root  128
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-free   b1
-run    b2
-free   b2
-gather b2    128
-back   root
-free   root
-reduce root  128
-gather b1    128
-run    b2
-back   b2
-reduce b2    128
-free   b2
-gather b0    128
-run    b1
-back   b1
-reduce b1    128
-free   b1
-run    b0
-back   b0
-reduce b0    128
-free   b0""",
+gather root 128, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1, free b1
+run b2, free b2, gather b2 128
+back root, free root, reduce root 128, gather b1 128
+run b2
+back b2, reduce b2 128, free b2, gather b0 128
+run b1
+back b1, reduce b1 128, free b1
+run b0
+back b0, reduce b0 128, free b0""",
         )
 
     def test_large_submodules(self) -> None:
@@ -203,31 +131,15 @@ free   b0""",
             self.assertExpectedInline(
                 trace_of_second_iteration(Root()),
                 """\
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-free   b1
-gather head  128
-run    b2
-back   root
-free   head
-reduce head  128
-gather b1    128
-back   b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128
-free   root""",
+gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1, free b1, gather head 128
+run b2
+back root, free head, reduce head 128, gather b1 128
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128, free root""",
             )
 
     def test_full_params_in_forward(self) -> None:
@@ -235,34 +147,15 @@ free   root""",
         self.assertExpectedInline(
             WithLoss(inside=True).trace_of_second_iteration(),
             """\
-gather root  64
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-free   b1
-gather head  128
-run    b2
-loss
-free   head
-reduce head  128
-back   root
-free   root
-reduce root  64
-gather b1    128
-back   b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
+gather root 64, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1, free b1, gather head 128
+run b2, loss, free head, reduce head 128
+back root, free root, reduce root 64, gather b1 128
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128""",
         )
 
     def test_full_params_after_forward(self) -> None:
@@ -270,32 +163,13 @@ reduce b0    128""",
         self.assertExpectedInline(
             WithLoss(inside=False).trace_of_second_iteration(),
             """\
-gather root  64
-gather b0    128
-run    root
-gather b1    128
-run    b0
-free   b0
-gather b2    128
-run    b1
-run    b2
-gather head  128
-loss
-free   head
-gather head  128
-free   head
-reduce head  128
-back   root
-free   root
-reduce root  64
-back   b2
-free   b2
-reduce b2    128
-gather b0    128
-back   b1
-free   b1
-reduce b1    128
-back   b0
-free   b0
-reduce b0    128""",
+gather root 64, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1
+run b2, gather head 128, loss, free head, gather head 128, free head, reduce head 128
+back root, free root, reduce root 64
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128""",
         )

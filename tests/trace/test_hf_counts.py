@@ -17,8 +17,6 @@ from fsdp2.hf import load, save
 from helpers import fake_world
 from safetensors_files import calls_of
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RANKS, LAYERS, DIM = 8, 6, 1024
 NBYTES = LAYERS * DIM * DIM * 4
 BUCKET = 256 * 1024

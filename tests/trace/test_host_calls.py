@@ -19,8 +19,6 @@ from benchmarks.models import PRECISIONS, Shape, make_vectors
 from benchmarks.wrapping import LAYERS, Chain
 from helpers import fake_world
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 # (parameters of a block, precision) -> most per group. Counted in November 2026 with torch 2.13 and 2.15, plus a
 # twentieth. In 2.11 DTensor asks our class, in Python, about each attribute.
 CALLS_PER_GROUP = {

@@ -24,8 +24,6 @@ from fsdp2.features import large_submodules
 from helpers import NIGHTLY, fake_world, full
 from models import CausalBlock, TinyGPT, mean_loss
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 RANKS = 8
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -327,36 +325,12 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     **{
         program.__name__.replace("_", " "): program
         for program in (
-            given_empty_memory,
-            given_empty_memory_and_never_run,
-            loaded_by_assignment,
-            untied_by_loading,
-            whose_state_dict_failed,
-            whose_forward_failed,
-            whose_backward_failed,
-            in_the_middle_of_a_forward,
-            with_gradients_that_wait,
-            recomputed,
-            stepped_in_backward,
-            flattened,
-            clipped,
-            conditional,
-            copied,
-            read_outside_its_module,
-            with_whole_parameters,
-            described,
-            traced,
-            replicas,
-            averaged,
-            stepped_on_whole_matrices,
-            streamed,
-            checked,
-            saved,
-            compiled,
-            storage_kept,
-            frozen,
-            cast_to_another_dtype,
-            profiled,
+            *(given_empty_memory, given_empty_memory_and_never_run, loaded_by_assignment, untied_by_loading),
+            *(whose_state_dict_failed, whose_forward_failed, whose_backward_failed, in_the_middle_of_a_forward),
+            *(with_gradients_that_wait, recomputed, stepped_in_backward, flattened, clipped, conditional, copied),
+            *(read_outside_its_module, with_whole_parameters, described, traced, replicas, averaged),
+            *(stepped_on_whole_matrices, streamed, checked, saved, compiled, storage_kept, frozen),
+            *(cast_to_another_dtype, profiled),
         )
     },
 }

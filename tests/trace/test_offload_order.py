@@ -11,7 +11,7 @@ import expecttest
 import pytest
 import torch
 import torch.distributed as dist
-from recorder import Root, record
+from recorder import Root, in_text, record
 from torch import Tensor, nn
 
 from benchmarks.overlap import BLOCKS, DIM, FORWARD_SECONDS, LATENCY_SECONDS, LAYERS, Compute, SlowStack
@@ -51,48 +51,17 @@ class TestOrder(expecttest.TestCase):
         if torch.__version__ < "2.13":
             lines.remove("host waits")  # at the end of forward: writes to shards are not noticed before they happen
         self.assertExpectedInline(
-            "\n".join(lines),
+            in_text(lines),
             """\
-in           32
-gather root  128
-wait         32
-in           32
-gather b0    128
-run    root
-wait         32
-in           32
-gather b1    128
-run    b0
-free   b0
-wait         32
-in           32
-gather b2    128
-run    b1
-wait         32
-run    b2
-back   root
-free   root
-reduce root  128
-back   b2
-free   b2
-reduce b2    128
-in           32
-gather b0    128
-back   b1
-free   b1
-out          32
-reduce b1    128
-wait         32
-back   b0
-free   b0
-out          32
-reduce b0    128
-out          32
-out          32
-land         32
-land         32
-land         32
-land         32""",
+in 32, gather root 128, wait 32, in 32, gather b0 128
+run root, wait 32, in 32, gather b1 128
+run b0, free b0, wait 32, in 32, gather b2 128
+run b1, wait 32
+run b2
+back root, free root, reduce root 128
+back b2, free b2, reduce b2 128, in 32, gather b0 128
+back b1, free b1, out 32, reduce b1 128, wait 32
+back b0, free b0, out 32, reduce b0 128, out 32, out 32, land 32, land 32, land 32, land 32""",
         )
 
 

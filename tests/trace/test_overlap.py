@@ -24,8 +24,7 @@ def test_only_the_first_gather_and_the_last_bucket_are_exposed(per_compute: floa
     assert exposed < floor_of(transfer)
 
 
-@pytest.mark.parametrize("layers", [8, 16])
-@pytest.mark.parametrize("per_compute", [0.3, 0.56, 0.66])
+@pytest.mark.parametrize(("layers", "per_compute"), [(8, 0.3), (8, 0.66), (16, 0.66)])
 def test_compute_does_not_wait_in_a_block_that_hides_a_gather_and_a_reduction(layers: int, per_compute: float) -> None:
     """Reductions in fp32 take twice as long as gathers in bf16, so that both take 3/2 of `per_compute` backwards of a
     block. Many buckets must not mean that few bytes are on their way: the last eighth alone is exposed.

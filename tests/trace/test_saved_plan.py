@@ -37,11 +37,11 @@ def mesh_for(setting: fsdp2.Setting) -> Any:
     return init_device_mesh("cpu", shape)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+OPTIONS = {CausalBlock: {"reshard_after_forward": False, "mp_policy": BF16}}
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [CausalBlock, {CausalBlock: {"reshard_after_forward": False, "mp_policy": BF16}}],
-    ids=["classes", "options"],
+    ("setting", "policy"), [(each, (CausalBlock, OPTIONS)[i % 2]) for i, each in enumerate(SETTINGS)]
 )
 def test_a_saved_plan_shards_alike(setting: dict[str, Any], policy: Any, tmp_path: Path) -> None:
     tokens = torch.zeros(2, 4, dtype=torch.long)

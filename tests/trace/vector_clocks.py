@@ -32,7 +32,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class Event:
         self._simulation.host_waits_for("Event.synchronize", self.clock)
 
 
-@dataclass
+@dataclass(slots=True)
 class Access:
     """One operation's use of bytes `first` up to `end` of a block."""
 
@@ -408,7 +407,7 @@ def _place() -> str:
     """Up to three lines of fsdp2 that run, innermost first; else "user"."""
     frame, places = sys._getframe(1), []
     while frame is not None and len(places) < 3:
-        file = _file_in_package(frame.f_code)
+        file = _file_in_package(frame.f_code.co_filename)
         if file is None:
             break
         if file:
@@ -418,8 +417,8 @@ def _place() -> str:
 
 
 @cache
-def _file_in_package(code: CodeType) -> str | None:
+def _file_in_package(file: str) -> str | None:
     """Returns "" of other code, and None of pytest's, outside which there is none of the package."""
-    if "/_pytest/" in code.co_filename:
+    if "/_pytest/" in file:
         return None
-    return code.co_filename.removeprefix(PACKAGE) if code.co_filename.startswith(PACKAGE) else ""
+    return file.removeprefix(PACKAGE) if file.startswith(PACKAGE) else ""

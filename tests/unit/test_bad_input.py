@@ -1,6 +1,5 @@
 """Tests what `fully_shard` and the methods that it adds refuse, before anything has changed, and what they accept."""
 
-import abc
 import copy
 import dataclasses
 import functools
@@ -227,17 +226,12 @@ def weight(value: Callable[[], Any], error: type[Exception], match: str) -> Case
 CASES = {
     # the module
     "no module": Case(TypeError, "module: expected an nn.Module.*NoneType", lambda: None),
-    "a parameter": Case(TypeError, "module: expected an nn.Module.*Parameter", lambda: parameter(4)),
-    "a class": Case(TypeError, "module: expected an nn.Module.*type", lambda: Block),
-    "a dict": Case(TypeError, "module: expected an nn.Module.*dict", lambda: {"a": Block()}),
-    "a generator": Case(TypeError, "module: expected .*generator", lambda: (Block() for _ in range(2))),
     "an empty list": Case(ValueError, "module: .*empty", list),
     "a list with something else": Case(TypeError, "module: expected .*str", lambda: [Block(), "block"]),
     "one twice in a list": Case(ValueError, "module: .*twice", lambda: [Block()] * 2),
     "a module twice": Case(ValueError, "Block.*already", lambda: sharded(Block())),
     "a sharded one in a list": Case(ValueError, "Block.*already", lambda: [Block(), sharded(Block())]),
     "ModuleList": Case(ValueError, "ModuleList has no forward", lambda: nn.ModuleList([Block()])),
-    "ModuleDict": Case(ValueError, "ModuleDict has no forward", lambda: nn.ModuleDict({"a": Block()})),
     "a container in a list": Case(ValueError, "NoForward has no forward", lambda: [Block(), NoForward()]),
     "own unshard": Case(TypeError, "Unshard has unshard", Unshard),
     "a class that refuses subclasses": Case(TypeError, "InitSubclass", InitSubclass),
@@ -320,15 +314,12 @@ CASES = {
         lambda: nn.Sequential(nn.Embedding(8, 4, scale_grad_by_freq=True)),
     ),
     # mesh
-    "mesh: a size": option("mesh", lambda: 4, TypeError, "mesh: expected a DeviceMesh.*int"),
     "mesh: a group": option("mesh", lambda: dist.group.WORLD, TypeError, "mesh: expected a DeviceMesh.*ProcessGroup"),
     "mesh: 3-D": option("mesh", mesh_3d, ValueError, r"mesh: expected one axis .* or two .*, got 3 .*\(2, 2, 1\)"),
     # reshard_after_forward
-    "reshard: 3": option("reshard_after_forward", lambda: 3, ValueError, "reshard_after_forward=3.*divisor of 4"),
     "reshard: 0": option("reshard_after_forward", lambda: 0, ValueError, "reshard_after_forward=0.*divisor of 4"),
-    "reshard: 8": option("reshard_after_forward", lambda: 8, ValueError, "reshard_after_forward=8.*divisor of 4"),
+    "reshard: 3": option("reshard_after_forward", lambda: 3, ValueError, "reshard_after_forward=3.*divisor of 4"),
     "reshard: text": option("reshard_after_forward", lambda: "yes", TypeError, "reshard_after_forward.*'yes'"),
-    "reshard: float": option("reshard_after_forward", lambda: 1.0, TypeError, r"reshard_after_forward.*1\.0"),
     # conditional
     "conditional: text": option("conditional", lambda: "yes", TypeError, "conditional: expected a bool, got 'yes'"),
     "conditional: keeps a part": Case(
@@ -364,10 +355,8 @@ CASES = {
         lambda: fully_shard(Block()).inner,
     ),
     # policies
-    "mp_policy: None": option("mp_policy", lambda: None, TypeError),
-    "mp_policy: a dtype": option("mp_policy", lambda: torch.bfloat16, TypeError, "mp_policy.*torch.bfloat16"),
-    "mp_policy: a dict": option("mp_policy", lambda: {"param_dtype": torch.bfloat16}, TypeError),
     "mp_policy: a class": option("mp_policy", lambda: MixedPrecisionPolicy, TypeError),
+    "mp_policy: None": option("mp_policy", lambda: None, TypeError),
     "wire_dtype: nothing to shard": Case(
         ValueError,
         "inner.weight: expected no wire_dtype .* on a mesh that only replicates, got torch.bfloat16",
@@ -376,16 +365,6 @@ CASES = {
             "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
             "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
             "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
-        },
-    ),
-    "gradient_codec: nothing to shard": Case(
-        ValueError,
-        "inner.weight: expected no gradient_codec .* on a mesh that only replicates, got Cast",
-        Block,
-        {
-            "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
-            "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
-            "mp_policy": lambda: MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)),
         },
     ),
     "gradient_codec: gradients that it can't encode": Case(
@@ -404,16 +383,10 @@ CASES = {
             "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
         },
     ),
-    "offload_policy: None": option("offload_policy", lambda: None, TypeError),
-    "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
-    "offload_policy: a class": option("offload_policy", lambda: OffloadPolicy, TypeError),
     "offload_policy: the class": option("offload_policy", lambda: CPUOffloadPolicy, TypeError),
-    "offload_policy: a number": option("offload_policy", lambda: 1 << 30, TypeError, "offload_policy.*1073741824"),
+    "offload_policy: a flag": option("offload_policy", lambda: True, TypeError, "offload_policy.*True"),
     "offload_policy: names of no policies": option(
         "offload_policy", lambda: {"weight": True}, TypeError, "offload_policy: .*'weight': True"
-    ),
-    "offload_policy: names of budgets": option(
-        "offload_policy", lambda: {"weight": OffloadBudget(1)}, TypeError, "offload_policy: .*OffloadBudget"
     ),
     "offload_policy: a function that returns a budget": Case(
         TypeError,
@@ -430,15 +403,9 @@ CASES = {
         Block,
         {"offload_policy": lambda: {"inner.*": OffloadPolicy(), "inner.wait": CPUOffloadPolicy()}},
     ),
-    "offload_policy: a function that returns a flag": Case(
-        TypeError,
-        "inner.weight: expected offload_policy to return an OffloadPolicy or None, got True",
-        Block,
-        {"offload_policy": lambda: lambda name, parameter: True},
-    ),
     # declared, not there yet
-    "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "ignored_params: a parameter": option("ignored_params", lambda: parameter(4), TypeError),
+    "ignored_params: names": option("ignored_params", lambda: {"weight"}, TypeError),
     "dp_mesh_dims: a tuple": option("dp_mesh_dims", lambda: ("replicate", "shard"), TypeError),
     "dp_mesh_dims: an axis for both": Case(
         ValueError,
@@ -625,20 +592,6 @@ def test_methods_need_a_sharded_module() -> None:
 # ---- what is accepted
 
 
-class Abstract(nn.Module, abc.ABC):
-    @abc.abstractmethod
-    def forward(self, x: Tensor) -> Tensor: ...
-
-
-class Concrete(Abstract):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 class GenericBlock(Block, Generic[T]):
     pass
 
@@ -649,14 +602,6 @@ class SlotsBlock(Block):
     def __init__(self) -> None:
         super().__init__()
         self.cache = 3
-
-
-class Mixin:
-    mixed_in = True
-
-
-class MixedBlock(Mixin, Block):
-    pass
 
 
 class Meta(type):
@@ -673,16 +618,6 @@ class MetaBlock(Block, metaclass=Meta):
     pass
 
 
-class Counting(Block):
-    """Counts calls of its constructor."""
-
-    built = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        type(self).built += 1
-
-
 class OwnSetattr(Block):
     """Refuses unknown attributes, as some configuration-checked modules do."""
 
@@ -694,13 +629,9 @@ class OwnSetattr(Block):
 
 ACCEPTED = [
     Block,
-    Concrete,
-    GenericBlock,
     GenericBlock[int],
     SlotsBlock,
-    MixedBlock,
     MetaBlock,
-    Counting,
     OwnSetattr,
     lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
     lambda: nn.LSTM(4, 4),
@@ -727,35 +658,12 @@ def test_class_swap(build: Callable[[], nn.Module]) -> None:
         assert all(isinstance(p.grad, DTensor) for p in model.parameters())
 
 
-def test_one_class_for_all_modules_of_a_class() -> None:
+def test_one_class_for_all_modules_of_a_class_and_their_attributes_are_kept() -> None:
     with fake_world(2):
-        first, second = sharded(Block()), sharded(Block())
-        assert type(first) is type(second)
-        assert type(first) is not Block
-
-
-def test_instance_attributes_are_kept() -> None:
-    with fake_world(2):
-        model = SlotsBlock()
-        model.note = "kept"
-        fully_shard(model)
-        assert (model.cache, model.note) == (3, "kept")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ignored_params": set()},
-        {"ignored_params": None, "shard_placement_fn": None, "dp_mesh_dims": None},
-        {"reshard_after_forward": True},
-        {"reshard_after_forward": None},
-        {"offload_policy": OffloadPolicy()},
-    ],
-    ids=str,
-)
-def test_defaults_may_be_spelled_out(options: dict[str, Any]) -> None:
-    with fake_world(2):
-        fully_shard(Block(), **options)
+        first, second = SlotsBlock(), SlotsBlock()
+        first.note = "kept"
+        assert type(fully_shard(first)) is type(fully_shard(second)) is not SlotsBlock
+        assert (first.cache, first.note) == (3, "kept")
 
 
 def test_a_parent_and_its_child_in_one_list() -> None:

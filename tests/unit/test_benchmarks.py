@@ -1,6 +1,7 @@
 """Tests the benchmarks: their arithmetic, their table, and that they run."""
 
 import dataclasses
+import gc
 import os
 import platform
 import shutil
@@ -340,8 +341,9 @@ def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
 ON_CPU = dataclasses.replace(tiny_setup(torch.device("cpu")), alone=False)
 
 
-def test_programs_for_a_gpu_run_on_a_cpu() -> None:
+def test_programs_for_a_gpu_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is nothing to count, but each library is wrapped, and the wire counts bytes: two gathers, one sum."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)  # conftest.py has frozen what no collection is to visit
     parts, setup = (measure_calls, measure_memory, measure_time, measure_exposed), ON_CPU
     if not NIGHTLY:
         setup = dataclasses.replace(setup, variants=setup.names)
@@ -423,15 +425,17 @@ def test_the_wire_moves_what_one_rank_has() -> None:
 
 @pytest.mark.parametrize("world", one_of_many.WORLDS)
 def test_the_first_program_of_a_session_runs_on_a_cpu(world: str) -> None:
-    """Every way of training ends as the plain model, which one GPU is to show of kernels and streams."""
-    for name in one_of_many.ways_in(world):
+    """A way of training ends as the plain model, which one GPU is to show of kernels and streams. The dry session of
+    test_gpu_session.py tries all at night.
+    """
+    for name in one_of_many.ways_in(world)[[*one_of_many.WORLDS].index(world) :: 5]:
         one_of_many.run("cpu", world, name)
 
 
 def test_a_way_that_fails_costs_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each says how it has ended as soon as it has."""
     broken = dataclasses.replace(one_of_many.WAYS["fp32"], after=lambda model: model.set_gradient_divide_factor(3.0))
-    ways = {"fp32": one_of_many.WAYS["fp32"], "divided by 3": broken, "recomputed": one_of_many.WAYS["recomputed"]}
+    ways = {"divided by 3": broken, "fp32": one_of_many.WAYS["fp32"]}
     monkeypatch.setattr(one_of_many, "WAYS", ways)
     assert one_of_many.main("cpu") == 1
     told, _ = capsys.readouterr()

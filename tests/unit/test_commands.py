@@ -38,13 +38,6 @@ def test_help_is_its_own(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert command in text
 
 
-def test_help_in_a_process_of_its_own() -> None:
-    """Python has options of these names, too."""
-    result = subprocess.run([sys.executable, "-m", "fsdp2", "--help"], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0
-    assert "python -m fsdp2 plan" in result.stdout
-
-
 @pytest.mark.parametrize("word", ["--version", "-V"])
 def test_releases(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, word) == 0

@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def params() -> Params:
 
 
 class Own(optim.Optimizer):
-    """A user's own: `p -= lr * change(gradient, state, options)`."""
+    """A user's own: `p -= lr * change(p, gradient, state, options)`."""
 
     change: Callable[..., Tensor]
 
@@ -38,82 +38,69 @@ class Own(optim.Optimizer):
         return loss
 
 
-class Signs(Own):
+def own(change: Callable[..., Tensor]) -> Any:
+    """Returns a class of optimizers that has the name of its function."""
+    return type(change.__name__, (Own,), {"change": staticmethod(change)})
+
+
+@own
+def Signs(p: Tensor, g: Tensor, state: Any, _: Any) -> Tensor:
     """With a count in Python, and a moment."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        state["count"] = state.get("count", 0) + 1
-        state["moment"] = state.get("moment", torch.zeros_like(p)).lerp(g, 0.1)
-        return state["moment"].sign() / state["count"]
+    state["count"] = state.get("count", 0) + 1
+    state["moment"] = state.get("moment", torch.zeros_like(p)).lerp(g, 0.1)
+    return state["moment"].sign() / state["count"]
 
 
-class Writes(Own):
+@own
+def Writes(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Changes the gradient, as old optimizers do."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        return g.add_(p, alpha=0.1)
+    return g.add_(p, alpha=0.1)
 
 
-class Shifts(Own):
+@own
+def Shifts(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Moves zeros."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        return g + 1
+    return g + 1
 
 
-class Lamb(Own):
+@own
+def Lamb(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Scales by a norm of each tensor."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        return g * (p.norm() / g.norm().clamp(min=1e-6))
+    return g * (p.norm() / g.norm().clamp(min=1e-6))
 
 
-class NormInState(Own):
+@own
+def NormInState(p: Tensor, g: Tensor, state: Any, _: Any) -> Tensor:
     """Looks at a norm, by which it does not step yet."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        state["norm"] = g.norm()
-        return g
+    state["norm"] = g.norm()
+    return g
 
 
-class LargeOnes(Own):
+@own
+def LargeOnes(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Does something else from 4096 elements on, as quantised states do."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        return g.to(torch.bfloat16).to(g.dtype) if p.numel() >= 4096 else g
+    return g.to(torch.bfloat16).to(g.dtype) if p.numel() >= 4096 else g
 
 
-class Blocks(Own):
+@own
+def Blocks(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Rounds in blocks of 256."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        flat = nn.functional.pad(g.reshape(-1), (0, -g.numel() % 256)).view(-1, 256)
-        scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-6) / 127
-        return ((flat / scale).round() * scale).view(-1)[: g.numel()].view(g.shape)
+    flat = nn.functional.pad(g.reshape(-1), (0, -g.numel() % 256)).view(-1, 256)
+    scale = flat.abs().amax(1, keepdim=True).clamp(min=1e-6) / 127
+    return ((flat / scale).round() * scale).view(-1)[: g.numel()].view(g.shape)
 
 
-class Random(Own):
+@own
+def Random(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Rounds stochastically."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        return g + 0.1 * torch.rand_like(g)
+    return g + 0.1 * torch.rand_like(g)
 
 
-class RowSums(Own):
+@own
+def RowSums(p: Tensor, g: Tensor, state: Any, _: Any) -> Tensor:
     """Keeps a state of another shape."""
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        state["rows"] = g.sum(-1, keepdim=True)
-        return g
+    state["rows"] = g.sum(-1, keepdim=True)
+    return g
 
 
 def verdict(optimizer: optim.Optimizer, dtype: torch.dtype = torch.float32) -> Verdict:
@@ -146,15 +133,14 @@ def test_what_else_is_found() -> None:
     assert not verdict(optim.AdamW(params(), eps=0.0)).keeps_zeros
 
 
-class Counts(Own):
+DEVICES: set[str] = set()
+
+
+@own
+def Counts(p: Tensor, g: Tensor, *_: Any) -> Tensor:
     """Keeps the number of steps in a tensor on the default device, as Adam does."""
-
-    devices: ClassVar[set[str]] = set()
-
-    @staticmethod
-    def change(p: Tensor, g: Tensor, state: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        Counts.devices.add(torch.zeros(()).device.type)
-        return g
+    DEVICES.add(torch.zeros(()).device.type)
+    return g
 
 
 def test_the_default_device_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +150,10 @@ def test_the_default_device_is_that_of_training(monkeypatch: pytest.MonkeyPatch)
     optimizer = Counts(params())
     for said, expected in (("meta", "cpu"), ("cuda", "meta")):
         monkeypatch.setattr(torch, "get_default_device", lambda said=said: torch.device(said))
-        Counts.devices.clear()
+        DEVICES.clear()
         with torch.device("meta"):  # stands for any device but the CPU, where get_default_device says another name
             probe(optimizer, Counts, optimizer.param_groups[0], torch.zeros(1, device="cpu"))
-        assert Counts.devices == {expected}
+        assert {expected} == DEVICES
 
 
 def test_kernels_that_compute_the_ends_of_tensors_otherwise() -> None:
@@ -256,8 +242,9 @@ def test_the_state_is_freed_with_the_optimizer() -> None:
 
 
 def test_a_group_that_can_not_be_flat_is_not_added() -> None:
-    class Chosen(Own):
-        change = staticmethod(lambda p, g, s, o: g * g.norm() if o["norms"] else g)  # type: ignore[assignment]
+    @own
+    def Chosen(p: Tensor, g: Tensor, _: Any, options: Any) -> Tensor:
+        return g * g.norm() if options["norms"] else g
 
     optimizer = flatten_optimizer(Chosen(params(), norms=False))
     with warnings.catch_warnings(), pytest.raises(TypeError, match="Chosen can't step"):

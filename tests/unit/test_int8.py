@@ -41,9 +41,11 @@ def arrives(codec: Int8, numbers: Tensor, seed: int = 1) -> Tensor:
     return decoded
 
 
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("block", [1, 16, 128, 5000])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "block", "feedback"),
+    [(F32, 128, False), (F32, 128, True), (BF16, 16, True), (F16, 5000, False), (F64, 16, False), (F32, 1, True)],
+    ids=str,
+)
 def test_an_error_is_less_than_a_step_of_its_block(dtype: torch.dtype, block: int, feedback: bool) -> None:
     """Half a step, if it rounds to the nearest one. Whole numbers of steps, and the largest of a block, are exact."""
     codec = Int8(block, feedback)

@@ -17,7 +17,6 @@ from fsdp2.engine.layout import (
     BucketLayout,
     GatherLayout,
     ParamSpec,
-    align,
     bucket_layout,
     gather_layout,
     param_spec,
@@ -84,11 +83,6 @@ def test_a_scalar_has_no_layout() -> None:
         ParamSpec((), F32, F32, 2)
 
 
-@pytest.mark.parametrize(("value", "alignment", "expected"), [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 1, 17)])
-def test_align(value: int, alignment: int, expected: int) -> None:
-    assert align(value, alignment) == expected
-
-
 # ---- gather
 
 
@@ -121,6 +115,7 @@ def test_gather_regions_do_not_overlap() -> None:
             segments, tails = (0, segments[1]), (segments[1], tails[1])
             assert_disjoint([segments, tails], layout.segments_nbytes)
         else:
+            # So none of the copies out of the segments, one after the other, overwrites what another reads.
             assert_disjoint([*full, segments, tails], layout.unsharded_nbytes)
         assert sum(specs[i].compute_nbytes for i in layout.packed) + layout.tail_nbytes == layout.packed_nbytes
         assert_disjoint(packed_regions(layout), layout.packed_nbytes)
@@ -225,43 +220,6 @@ def test_aliased_means_shards_are_the_full_storage() -> None:
         if layout.aliased:
             assert layout.shard_offsets == layout.unsharded_offsets
             assert layout.shard_nbytes == layout.unsharded_nbytes
-
-
-def simulate_gather(layout: GatherLayout) -> dict[int, bytes]:
-    """Move tagged bytes as the collectives would: byte k of parameter i on rank r is distinct modulo 251."""
-    specs, world_size = layout.specs, layout.world_size
-
-    def shard(i: int, rank: int) -> bytes:
-        return bytes((i * 37 + rank * 11 + k) % 251 for k in range(specs[i].compute_nbytes))
-
-    full = bytearray(layout.unsharded_nbytes)
-    for rank in range(world_size):
-        for i in layout.direct:
-            start = layout.unsharded_offsets[i] + rank * specs[i].compute_nbytes
-            full[start : start + specs[i].compute_nbytes] = shard(i, rank)
-        for i in layout.packed:
-            start = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
-            full[start : start + specs[i].compute_nbytes] = shard(i, rank)
-    for i in layout.packed:
-        for rank in range(world_size):
-            source = layout.packed_start + rank * layout.packed_nbytes + layout.packed_offsets[i]
-            target = layout.unsharded_offsets[i] + rank * specs[i].compute_nbytes
-            full[target : target + specs[i].compute_nbytes] = full[source : source + specs[i].compute_nbytes]
-    return {i: bytes(chain.from_iterable(shard(i, rank) for rank in range(world_size))) for i in range(len(specs))} | {
-        -1: bytes(full)
-    }
-
-
-def test_gathered_shards_are_the_parameter_in_rank_order() -> None:
-    """Byte for byte, with the copies out of the packed segments done one after the other: none overwrites a source."""
-    for specs, world_size, direct_min_bytes in random_groups():
-        if sum(spec.compute_nbytes for spec in specs) * world_size > 20_000:
-            continue
-        layout = gather_layout(tuple(specs), world_size, direct_min_bytes)
-        expected = simulate_gather(layout)
-        full = expected.pop(-1)
-        for i, whole in expected.items():
-            assert full[layout.unsharded_offsets[i] :][: len(whole)] == whole
 
 
 # ---- reduce

@@ -113,8 +113,9 @@ REMEMBERED = {
 LEFT_TO_SUBCLASSES: set[str] = set()
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    return ((path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")))
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def modules() -> Iterator[tuple[str, ast.Module, ModuleType]]:

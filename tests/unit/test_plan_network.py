@@ -203,7 +203,7 @@ def test_the_step_of_an_optimizer_reads_and_writes_memory(optimizer: Any, nbytes
 
 # A token chooses as many weights as with 64 experts, in experts that 512 ranks share without padding.
 models.SHAPES["experts"] = replace(models.SHAPES["moe"], experts=512, hidden=128, chosen=64)
-LAYERS = dict.fromkeys(("1B", "8B", "experts"), 8)  # of 16, 32 and 16: the order of settings is the same
+LAYERS = dict.fromkeys(("1B", "8B", "experts"), 4)  # of 16, 32 and 16: the order of settings is the same
 PRECISION = fsdp2.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 DEFAULT: dict[str, Any] = {}
 FEW, KEEP, WIRE = {"reshard_after_forward": 8}, {"reshard_after_forward": False}, {"wire_dtype": BF16}
