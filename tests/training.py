@@ -95,6 +95,7 @@ TOPOLOGIES = {
     "2": Topology(2, lambda: init_device_mesh("cpu", (2,)), has_replicas=False),
     "1x2": Topology(2, lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES), has_replicas=False),
     "4": Topology(4, lambda: init_device_mesh("cpu", (4,)), has_replicas=False),
+    "3": Topology(3, lambda: init_device_mesh("cpu", (3,)), has_replicas=False),
     **matrix.TOPOLOGIES,
 }
 TOPOLOGIES.pop("2x2 of more", None)
