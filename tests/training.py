@@ -1009,7 +1009,7 @@ def sampled(seed: int = 0, candidates: int = 3000) -> list[Draw]:
         worth = len(pairs[i] & missing) / COSTS[found[i].ranks]
         if heap and -worth > heap[0][0]:
             heapq.heappush(heap, (-worth, i))
-        elif worth >= 4 / 3:
+        elif worth >= 5 / 3:
             missing -= pairs[i]
             chosen.append(found[i])
     return chosen
