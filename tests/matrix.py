@@ -44,7 +44,7 @@ class Topology:
 
 
 TOPOLOGIES = {
-    "3": Topology(3, lambda: init_device_mesh("cpu", (3,)), has_replicas=False),
+    "2": Topology(2, lambda: init_device_mesh("cpu", (2,)), has_replicas=False),
     "2x1": Topology(2, lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)),
     # Rank 1 is another replica of what rank 0 holds: an axis taken for the other shows.
     "2x2 across": Topology(4, lambda: DeviceMesh("cpu", [[0, 2], [1, 3]])),
@@ -65,7 +65,7 @@ TOPOLOGIES = {
 }
 if NIGHTLY:
     TOPOLOGIES |= {
-        "2": Topology(2, lambda: init_device_mesh("cpu", (2,)), has_replicas=False),
+        "3": Topology(3, lambda: init_device_mesh("cpu", (3,)), has_replicas=False),
         "1x2": Topology(2, lambda: init_device_mesh("cpu", (1, 2)), has_replicas=False),
         "2x2 of more": Topology(4, lambda: init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *NAMES))[NAMES]),
     }
@@ -251,7 +251,7 @@ class Matrix:
 
     A scenario gets a `MatrixRun`, and a value for each choice. Each value of a choice meets each value of each other
     choice. Dealt to these combinations, in turn, are ways to wrap, the values of `wrap`; topologies, all that there are
-    if a scenario does not say which, and those of four ranks, which cost most, half as often; and settings, if there
+    if a scenario does not say which, and those of four ranks, which cost most, a third as often; and settings, if there
     are ways to wrap. At night there are all combinations, on all topologies.
     """
 
@@ -274,7 +274,7 @@ class Matrix:
         found = []
         for scenario, topologies, has_settings, choices in self._entries:
             few = [each for each in topologies if TOPOLOGIES[each].ranks < 4]
-            deal = deals.setdefault(topologies, itertools.cycle([*topologies, *few]))
+            deal = deals.setdefault(topologies, itertools.cycle([*topologies, *few, *few]))
             others = {name: values for name, values in choices.items() if name != "wrap"}
             rows = cover(others, seed=zlib.crc32(scenario.__name__.encode())) if others else [{}]
             for row in wrapped(rows, choices["wrap"]) if has_settings else rows:

@@ -95,6 +95,7 @@ TOPOLOGIES = {
     "2": Topology(2, lambda: init_device_mesh("cpu", (2,)), has_replicas=False),
     "1x2": Topology(2, lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES), has_replicas=False),
     "4": Topology(4, lambda: init_device_mesh("cpu", (4,)), has_replicas=False),
+    "3": Topology(3, lambda: init_device_mesh("cpu", (3,)), has_replicas=False),
     **matrix.TOPOLOGIES,
 }
 TOPOLOGIES.pop("2x2 of more", None)
@@ -1008,7 +1009,7 @@ def sampled(seed: int = 0, candidates: int = 3000) -> list[Draw]:
         worth = len(pairs[i] & missing) / COSTS[found[i].ranks]
         if heap and -worth > heap[0][0]:
             heapq.heappush(heap, (-worth, i))
-        elif worth >= 4 / 3:
+        elif worth >= 5 / 3:
             missing -= pairs[i]
             chosen.append(found[i])
     return chosen

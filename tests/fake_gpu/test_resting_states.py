@@ -21,11 +21,10 @@ import fake_gpu
 from fake_gpu.training import ROWS_OF_RANK, WIDTH, build, judged
 from fsdp2 import CPUOffloadPolicy, flatten_optimizer, muon
 from fsdp2.optim import resting, whole_matrix
-from helpers import run_checks
+from helpers import run_checks, world_sizes
 
 BUCKET = 600
 CLASSES: dict[str, Callable[..., optim.Optimizer]] = {
-    "SGD": partial(optim.SGD, lr=0.1),
     "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.1),
     "AdamW": partial(optim.AdamW, lr=0.01),
     "AdamW, amsgrad": partial(optim.AdamW, lr=0.01, amsgrad=True, maximize=True),
@@ -159,11 +158,9 @@ def test_bits_are_those_of_states_on_the_device() -> None:
     run_checks(2, checks, device=fake_gpu.KIND)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", world_sizes(3, nightly=[1]))
 def test_on_other_numbers_of_ranks(ranks: int) -> None:
-    run_checks(
-        ranks, [(name, partial(trains, CLASSES[name])) for name in ("AdamW", "SGD, momentum")], device=fake_gpu.KIND
-    )
+    run_checks(ranks, [("AdamW", partial(trains, CLASSES["AdamW"]))], device=fake_gpu.KIND)
 
 
 def matrices(params: list[dict[str, Any]], nesterov: bool, offload: bool) -> optim.Optimizer:
@@ -173,7 +170,7 @@ def matrices(params: list[dict[str, Any]], nesterov: bool, offload: bool) -> opt
 
 def muon_trains(nesterov: bool) -> None:
     with judged():
-        pair = Pair(CLASSES["SGD"])
+        pair = Pair(CLASSES["SGD, momentum"])
         params = [[{"params": [*model.parameters()]}] for model in pair.models]
         pair.optimizers = [matrices(params[i], nesterov, offload=bool(i)) for i in range(2)]
         for step, frozen in enumerate([" ", "blocks.0", " "]):

@@ -42,7 +42,6 @@ SENT_IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=to
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
-    "packed beside": {"packs_beside": True},
     "packed beside, bf16": {"packs_beside": True, **BF16},
     "packed beside, offloaded": {"packs_beside": True, **OFFLOAD, **BF16},
     "packed beside, accumulated": {"packs_beside": True, "micro_batches": 2},
@@ -54,34 +53,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed, reentrant": {"recompute": True},
     "offloaded": OFFLOAD,
     "offloaded, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "offloaded, recomputed": {**OFFLOAD, "recompute": False},
     "offloaded, bf16": {**OFFLOAD, **BF16},
-    "weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
     "weights offloaded, accumulated": {"offload_policy": matrices_rest_on_the_cpu, "micro_batches": 2},
     "weights offloaded, in backward": {"offload_policy": matrices_rest_on_the_cpu, "in_backward": True},
     "weights offloaded, recomputed": {"offload_policy": matrices_rest_on_the_cpu, "recompute": False, **BF16},
     "by names": {"offload_policy": {"*.bias": OffloadPolicy(), "*[!e]": CPUOffloadPolicy()}, "conditional": True},
     "up to a budget": {"offload_policy": OffloadBudget(700)},
-    "conditional": {"conditional": True},
     "conditional, recomputed": {"conditional": True, "recompute": False},
     "accumulated": {"micro_batches": 2},
-    "weighted": {"micro_batches": 2, "weighted": {"num_batches": 2}},
     "weighted, at the end": {"micro_batches": 2, "weighted": {}},
-    "weighted, each": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}},
     "weighted, each, at the end": {"micro_batches": 2, "weighted": {"sync": "each"}},
     "weighted, each, offloaded": {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}, **OFFLOAD},
-    "optimizer in backward": {"in_backward": True},
     "optimizer in backward, offloaded": {"in_backward": True, **OFFLOAD},
-    "backward on a thread": {"calls_backward": on_a_thread},
-    "forward on a thread": {"calls_forward": on_a_thread},
     "both on threads": {"calls_forward": on_a_thread, "calls_backward": on_a_thread},
 }
-WEIGHTED = WAYS["weighted, each"]
+WEIGHTED: dict[str, Any] = {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}}
 REPLICAS: dict[str, dict[str, Any]] = {
-    "HSDP": {},
     "HSDP, bf16": BF16,
     "HSDP, packed beside": {"packs_beside": True, **BF16},
-    "HSDP, offloaded": OFFLOAD,
     "HSDP, weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
     "HSDP, weighted": WEIGHTED,
     "HSDP, int8 between": {"mp_policy": MixedPrecisionPolicy(replica_codec=Int8(8, True)), "tolerance": ROUNDED},
@@ -92,7 +81,6 @@ REPLICAS: dict[str, dict[str, Any]] = {
 }
 TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams": {},
-    "two streams, recomputed": {"recompute": False},
     "two streams, offloaded": OFFLOAD,
     "two streams, bf16": BF16,
     "two streams, packed beside": {"packs_beside": True, **BF16},

@@ -26,7 +26,7 @@ from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, full, run_checks
+from helpers import assert_same, full, run_checks, world_sizes
 from helpers import shard_blocks as shard
 from models import FrozenMix, OddMLP, SkippedModule, TanhBlock, TinyGPT, TinyModel, build
 
@@ -112,7 +112,7 @@ WAYS = [(sync, known) for sync in ("last", "each") for known in (True, False)]
 ONE_AXIS = (OddMLP, TinyGPT, FrozenMix, SkippedModule)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", world_sizes(1, 2, nightly=[3]))
 def test_random_partitions(ranks: int) -> None:
     cases: list[tuple[str, Callable[[], None]]] = []
     for i, (sync, known) in enumerate(WAYS):

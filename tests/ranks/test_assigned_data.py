@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from helpers import assert_same, full, run_checks, world_sizes
+from helpers import NIGHTLY, assert_same, full, run_checks, world_sizes
 
 WIDTH = 6
 Assign = Callable[[nn.Parameter], object]
@@ -148,7 +148,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_data_assigned_while_unsharded_is_refused_and_dropped(world_size: int) -> None:
     def check(moment: Callable[[Any, Assign], None], assign: Assign, way: str) -> None:
         model = sharded(**WAYS[way]())
@@ -158,7 +158,7 @@ def test_data_assigned_while_unsharded_is_refused_and_dropped(world_size: int) -
 
     cases = [(moment, assign, "freed") for moment in MOMENTS for assign in ASSIGNS]
     cases += [(moment, assign, way) for moment in MOMENTS for assign in (larger, equal) for way in WAYS]
-    chosen = cases if world_size == 2 else cases[::5]
+    chosen = cases if NIGHTLY else cases[::4]
     names = [f"{moment.__name__} {assign.__name__} {way}" for moment, assign, way in chosen]
     run_checks(world_size, [(name, partial(check, *case)) for name, case in zip(names, chosen, strict=True)])
 

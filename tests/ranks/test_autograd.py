@@ -9,7 +9,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,7 +31,6 @@ from scenarios import (
     WIDTH,
     WRAPS,
     Block,
-    KeepsWeight,
     MayFail,
     Net,
     Run,
@@ -49,17 +47,6 @@ from scenarios import (
 matrix = Matrix()
 
 # ---- graphs: several forwards, several backwards ---------------------------------------------------------------------
-
-
-@matrix.over(wrap=WRAPS)
-def several_forwards_before_one_backward(run: MatrixRun, wrap: Wrap) -> None:
-    """A group freed after the backward of one forward must be there for that of the next; gradients come once."""
-    model = run.build(Net)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(2):
-        losses = [loss_of(model(run.batch(seed=10 * step + i))) for i in range(3)]
-        run.step(f"step {step}", model, optimizer, losses[0] + 2 * losses[2] - losses[1])
 
 
 @matrix.over(wrap=WRAPS)
@@ -119,20 +106,6 @@ def separate_losses_over_parts_of_one_graph(run: MatrixRun, wrap: Wrap) -> None:
         run.rows("x.grad", x.grad / run.world_size)
         run.rows("y.grad", y.grad / run.world_size)
         run.step(f"step {step}", model, optimizer)
-
-
-@matrix.over(wrap=WRAPS)
-def a_state_carried_over_several_forwards(run: MatrixRun, wrap: Wrap) -> None:
-    """Backpropagation through time: the output of one pass is the input of the next, and one backward goes through."""
-    model = run.build(Net)
-    wrap(run, model)
-    optimizer = sgd(model)
-    state = run.batch(seed=0)
-    for step in range(2):
-        for i in range(3):
-            state = torch.tanh(model(state + run.batch(seed=i)))
-        run.step(f"step {step}", model, optimizer, loss_of(state))
-        state = state.detach()
 
 
 class Recursive(nn.Module):
@@ -294,70 +267,6 @@ def a_model_called_inside_the_forward_of_another(run: MatrixRun, opaque: bool, w
 
 
 @matrix.over(wrap=WRAPS)
-def unused_parameters_have_no_gradient(run: MatrixRun, wrap: Wrap) -> None:
-    """Modules that are skipped, outputs that are dropped, untouched parameters: None, and no rank waits for them."""
-
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.maybe, self.dropped, self.never = Block(), Block(), Block(), Block()
-            self.own = nn.Parameter(torch.ones(3))
-            self.run_maybe = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            self.dropped(x)
-            if self.run_maybe:
-                x = self.maybe(x)
-            return x.tanh()
-
-    model = run.build(Skips)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(4):
-        model.run_maybe = step % 3 == 0
-        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_frozen_blocks_between_and_before_trainable_ones(world_size: int) -> None:
-    """Gradients flow through frozen weights, which are needed after the last trainable gradient has come."""
-
-    class Adapter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(WIDTH, WIDTH)
-            self.down = nn.Parameter(torch.randn(2, WIDTH))
-            self.up = nn.Parameter(torch.randn(WIDTH, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.base(x) + x @ self.down.T @ self.up.T)
-
-    class Mix(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Adapter(), Block(), Adapter(), Block()])
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.norm(x)
-
-    def scenario(run: Run, frozen: str, wrap: Wrap) -> None:
-        model = run.build(Mix)
-        for name, param in model.named_parameters():
-            param.requires_grad_(not any(part in name for part in frozen.split()))
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    frozen = ("base", "base blocks.0 blocks.2", "blocks.0 blocks.1 blocks.4 norm", "up.weight down.bias norm.bias")
-    check(scenario, world_size, frozen=frozen, wrap=WRAPS if world_size == 2 else (leaves,))
-
-
-@matrix.over(wrap=WRAPS)
 def freezing_and_unfreezing_between_steps(run: MatrixRun, wrap: Wrap) -> None:
     """What is reduced together is planned for what is trainable; the plan follows, and frozen gradients stay None."""
     model = run.build(Net)
@@ -444,36 +353,6 @@ def shared_modules_and_tensors_stored_on_self(run: MatrixRun, wrap: Wrap) -> Non
         model.keeps.kept.clear()
         run.value("nothing", model(run.batch(seed=step)))
         run.step(f"step {step}", model, optimizer, sum(loss_of(t) for t in model.keeps.kept[1:]))
-
-
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
-def test_weights_that_a_function_stores() -> None:
-    """A fused kernel may put a weight on its context without save_for_backward: it must be there when it is used."""
-
-    class FusedLinear(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return KeepsWeight.apply(x, self.weight)
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = FusedLinear(), FusedLinear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(self.b(self.a(x).tanh()).tanh())
-
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(Twice)
-        wrap(run, model)
-        optimizer = sgd(model)
-        for step in range(2):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-    check(scenario, wrap=WRAPS)
 
 
 @matrix.over(wrap=(whole, blocks))
@@ -667,54 +546,6 @@ def forces_by_autograd_grad_inside_forward(run: MatrixRun, wrap: Wrap) -> None:
             for param in model.parameters():
                 param.mul_(0.9)
         run.rows("force of new weights", model(run.batch(seed=step))[1])
-
-
-@matrix.over(wrap=WRAPS)
-def forces_without_a_graph_then_the_energy_trains(run: MatrixRun, wrap: Wrap) -> None:
-    """The inner backward uses the graph up (retain_graph), and the outer one comes to weights freed in between."""
-
-    class Evaluates(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Block(), Block()
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_()
-            y = self.b(self.a(x)) * self.scale
-            (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-            return y + self.a(slope)
-
-    model = run.build(Evaluates)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(3):
-        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-
-
-@matrix.over(wrap=WRAPS)
-def a_backward_inside_forward_that_gives_parameters_their_gradient(run: MatrixRun, wrap: Wrap) -> None:
-    """Layer-local training: gradients are delivered while the outer forward still computes with the full parameters."""
-
-    class Greedy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x * self.scale)
-                loss_of(x).backward()
-                x = x.detach()
-            return x
-
-    model = run.build(Greedy)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(3):
-        run.rows("output", model(run.batch(seed=step)))
-        run.step(f"step {step}", model, optimizer)
 
 
 @matrix.over(wrap=WRAPS)
@@ -993,25 +824,6 @@ def checkpointed_modules_called_twice_with_hidden_outputs(run: MatrixRun, root: 
 # ---- no_grad and inference_mode --------------------------------------------------------------------------------------
 
 
-@matrix.over(mode=(torch.no_grad, torch.inference_mode), first=(False, True), wrap=(whole, kept, leaves))
-def evaluation_between_training_forward_and_backward(run: MatrixRun, mode: Any, first: bool, wrap: Wrap) -> None:
-    """Evaluation frees and gathers what a waiting backward needs; the first forward of all builds the buffers."""
-    model = run.build(Net)
-    wrap(run, model)
-    optimizer = sgd(model)
-    if first:
-        with mode():
-            run.rows("first", model(run.batch(seed=9)))
-    for step in range(2):
-        loss = loss_of(model(run.batch(seed=step)))
-        with mode():
-            run.rows("evaluated", model(run.batch(seed=9)))
-        run.params("after evaluation", model)
-        run.step(f"step {step}", model, optimizer, loss)
-        with mode():
-            run.rows("evaluated again", model(run.batch(seed=9)))
-
-
 @torch.inference_mode()
 def built(run: Run) -> Any:
     return run.shard(run.build(Net))
@@ -1261,35 +1073,6 @@ def a_change_of_weights_that_backward_does_not_need_is_allowed(run: MatrixRun, w
         run.step(f"step {step}", model, optimizer, loss)
 
 
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
-def test_saved_tensor_hooks_of_users() -> None:
-    """`save_on_cpu` and the like are on top of the stack: what they save of a weight is theirs to keep, or to lose."""
-
-    def scenario(run: Run, inside: bool, copies: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        if inside:
-            for block in model.blocks:
-                block.forward = with_hooks(block.forward, copies)
-        wrap(run, model)
-        optimizer = sgd(model)
-        call = model if inside else with_hooks(model, copies)
-        for step in range(2):
-            losses = [loss_of(call(run.batch(seed=step + i))) for i in range(2)]
-            run.step(f"step {step}", model, optimizer, losses[0] + losses[1])
-
-    def with_hooks(function: Callable[..., Any], copies: bool) -> Callable[..., Any]:
-        def pack(tensor: Tensor) -> Tensor:
-            return tensor.clone() if copies else tensor
-
-        def call(*args: Any) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                return function(*args)
-
-        return call
-
-    check(scenario, inside=(False, True), copies=(True, False), wrap=WRAPS)
-
-
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
@@ -1366,23 +1149,6 @@ def steps_in_backward(run: MatrixRun, model: Any, requires_grad: bool = False) -
         run.mean("loss", loss)
         run.grads("cleared", model)
         run.params(f"step {step}", model)
-
-
-@matrix.over(wrap=WRAPS)
-def optimizer_in_backward(run: MatrixRun, wrap: Wrap) -> None:
-    """One optimizer per parameter steps and clears as soon as the gradient is there, while backward goes on."""
-
-    class Shares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.last = Net(depth=2), Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.last(self.net(x)))
-
-    model = run.build(Shares)
-    wrap(run, model)
-    steps_in_backward(run, model)
 
 
 @matrix.over(use_reentrant=(False, True), wrap=WRAPS)
@@ -1468,24 +1234,6 @@ def test_autocast() -> None:
             run.step(f"step {step}", model, optimizer, loss)
 
     check(scenario, tolerance={"rtol": 1e-5, "atol": 1e-6}, wrap=WRAPS)
-
-
-@matrix.over(wrap=WRAPS)
-def forward_and_backward_on_other_threads(run: MatrixRun, wrap: Wrap) -> None:
-    """Saved-tensor hooks and graph tasks belong to a thread; a trainer may run each half of a step on its own."""
-
-    def on_a_thread(function: Callable[[], Any]) -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(function).result()
-
-    model = run.build(Net)
-    wrap(run, model)
-    optimizer = sgd(model)
-    for step in range(2):
-        x = run.batch(seed=step)
-        loss = on_a_thread(lambda x=x: loss_of(model(x)))
-        on_a_thread(loss.backward)
-        run.step(f"step {step}", model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch uses its own torch.jit.script for forward mode

@@ -94,7 +94,7 @@ HOOKS = (on_blocks, on_what_is_inside, on_outputs, late, on_all_modules)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_a_backward_hook_reads_the_unsharded_weight(world_size: int, is_checkpointed: bool) -> None:
     def body(rank: int, world_size: int) -> None:
         warnings.simplefilter("ignore")  # torch's own, of hooks in modules whose inputs need no gradient

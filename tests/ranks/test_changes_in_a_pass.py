@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule
+from helpers import world_sizes
 from matrix import TOPOLOGIES, Matrix, MatrixRun
 from scenarios import WIDTH, Block, Run, check, loss_of, whole
 
@@ -115,7 +116,7 @@ def settle(model: nn.Module, stays: bool) -> None:
     bool(os.environ.get("FSDP2_HOSTILE")),
     reason="the program itself writes to what is being gathered, which a hostile scheduler objects to; nobody reads it",
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[1]))
 def test_a_later_module_computes_with_the_parameters_it_has_when_it_runs(world_size: int) -> None:
     """From the second pass on its parameters may have been gathered before the change."""
 
@@ -207,21 +208,6 @@ def backward_refuses_parameters_replaced_in_another_forward(run: MatrixRun, wrap
 
 
 @matrix.over(wrap=(blocks, whole))
-def reading_data_before_backward_is_no_change(run: MatrixRun, wrap: Any) -> None:
-    """As an average of weights does, or what logs their norms."""
-    model = run.build(Tower, lambda linear: None)
-    wrap(run, model)
-    older = [param.data for param in model.parameters()]
-    for step in range(2):
-        loss = loss_of(model(run.batch(seed=step)))
-        for param, data in zip(model.parameters(), older, strict=True):
-            (param.data + data).norm()
-        loss.backward()
-        run.grads(f"trained {step}", model)
-        model.zero_grad()
-
-
-@matrix.over(wrap=(blocks, whole))
 def writes_through_data_before_backward(run: MatrixRun, wrap: Any) -> None:
     """Backward refuses it, by name, for a weight that it needs; a bias it does not."""
     model = run.build(Tower, lambda linear: None)
@@ -242,60 +228,6 @@ def writes_through_data_before_backward(run: MatrixRun, wrap: Any) -> None:
     model.zero_grad()
     loss_of(model(run.batch(seed=3))).backward()
     run.grads("the next step", model)
-
-
-def test_a_replaced_parameter_keeps_its_values() -> None:
-    """Weights of an average take the place of those that train, and these come back."""
-
-    def scenario(run: Run, wrap: Any) -> None:
-        model = run.build(Tower, lambda linear: None)
-        wrap(run, model)
-        for step in range(2):
-            loss_of(model(run.batch(seed=step))).backward()
-            model.zero_grad()
-            kept = [(linear, name, param) for linear in model.modules() for name, param in linear._parameters.items()]
-            for linear, name, param in kept:
-                setattr(linear, name, nn.Parameter(param.detach() * 0.5))
-            with torch.no_grad():
-                run.rows(f"average {step}", model(run.batch(seed=step)))
-            for linear, name, param in kept:
-                setattr(linear, name, param)
-            run.params(f"back {step}", model)
-            with torch.no_grad():
-                run.rows(f"evaluated {step}", model(run.batch(seed=step)))
-
-    check(scenario, wrap=(blocks, whole))
-    check(scenario, world_size=1, wrap=(blocks, whole))
-
-
-@matrix.over()
-def functional_call(run: MatrixRun) -> None:
-    """Leaves in place of parameters have the gradients, and are gone afterwards; where gradients are to flow further,
-    it is refused.
-    """
-    model = run.build(Tower, lambda linear: None)
-    blocks(run, model)
-    before = dict(model.named_parameters())
-    for step in range(2):
-        with torch.no_grad():
-            values = {name: param * 0.9 for name, param in before.items()}
-            run.rows(f"called {step}", torch.func.functional_call(model, values, (run.batch(seed=step),)))
-        chosen = {name: param.detach().mul(0.9).requires_grad_() for name, param in before.items()}
-        loss_of(torch.func.functional_call(model, chosen, (run.batch(seed=step),))).backward()
-        after = dict(model.named_parameters())
-        run.value(f"replaced {step}", [name for name in after if after[name] is not before[name]])
-        run.grads(f"of parameters {step}", model)
-        gradients = nn.Module()
-        for i, value in enumerate(chosen.values()):
-            gradients.register_parameter(f"p{i}", nn.Parameter(value.grad))
-        run.params(f"of what was called with {step}", gradients)
-        if run.sharded:
-            computed = {name: param * 0.9 for name, param in before.items()}
-            with pytest.raises(NotImplementedError, match=r"blocks\.0\.\w+\.\w+: .* gradients would not flow"):
-                torch.func.functional_call(model, computed, (run.batch(seed=step),))
-        loss_of(model(run.batch(seed=step))).backward()
-        run.grads(f"trained {step}", model)
-        model.zero_grad()
 
 
 class WritesBetween(nn.Module):

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 import training
 from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch
+from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch, world_sizes
 from models import FrozenMix, OddMLP, TinyGPT, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -435,7 +435,7 @@ def wrong_state_dicts_name_their_keys(case: Case, rank: int, world_size: int) ->
     model(model.example(rows=2, seed=0))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_state_dicts(world_size: int) -> None:
     run_checks(
         world_size,

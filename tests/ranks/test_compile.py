@@ -8,7 +8,7 @@ program.
 import copy
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -326,8 +326,9 @@ def one_that_fails_to_compile() -> None:
 
 
 def other_backends() -> None:
-    """`eager`, which runs what dynamo captures, and `inductor`, which compiles it, where there is a compiler."""
-    for backend in ("eager", "inductor") if any(map(shutil.which, ("c++", "g++", "clang++"))) else ("eager",):
+    """`eager`, which runs what dynamo captures; at night `inductor`, which compiles it, where there is a compiler."""
+    has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
+    for backend in ("eager", "inductor") if NIGHTLY and has_compiler else ("eager",):
         torch._dynamo.reset()
         different, model, expected = Differences(), plain(torch.float32), plain(torch.float32)
         call = optimized_then_sharded(model, backend)
@@ -381,31 +382,22 @@ def copies_of_optimized_modules_train_on() -> None:
             assert next(model.parameters()).grad is None
 
 
-# What is compiled, and when, is the same on one rank; each compiles by itself.
-ON_RANKS = (compiled_then_sharded, wrapped_whole, checkpoint_outside, whole_optimized_then_sharded)
+# What is compiled, and when, is the same on one rank. Each rank compiles by itself, and imports what does it.
+ON_RANKS = (wrapped_whole, checkpoint_outside)
 
 
-@pytest.mark.parametrize("ranks", [1, RANKS])
-def test_graphs(ranks: int) -> None:
-    hows = [how for how in GRAPHS if NIGHTLY or (how in ON_RANKS) == (ranks > 1)]
-    checks: list[tuple[str, Callable[[], None]]] = [
-        (how.__name__, functools.partial(trains_with_few_graphs, how)) for how in hows
-    ]
-    run_checks(ranks, [*checks, *([(other_backends.__name__, other_backends)] if ranks == 1 else [])], timeout=150)
+def graphs_of(hows: Iterable[How]) -> dict[str, Callable[[], None]]:
+    return {how.__name__: functools.partial(trains_with_few_graphs, how) for how in hows}
 
 
-def test_compiled_models() -> None:
-    checks: list[tuple[Callable[..., None], dict[str, Any]]] = [
-        *([(trains_with_few_graphs, {"how": wrapped_whole, "reshard_after_forward": False})] if NIGHTLY else []),
-        (settings_make_no_graphs, {}),
-        (evaluation_makes_one_more, {}),
-        (mixed_precision_is_that_of_eager, {}),
-        (one_that_fails_to_compile, {}),
-        (names_are_those_of_torch, {}),
-        (copies_of_optimized_modules_train_on, {}),
-    ]
-    named = []
-    for check, options in checks:
-        title = " ".join(getattr(each, "__name__", str(each)) for each in (check, *options.values()))
-        named.append((title, functools.partial(check, **options)))
-    run_checks(RANKS, named, timeout=240)
+def test_on_one_rank() -> None:
+    checks = graphs_of(how for how in GRAPHS if NIGHTLY or how not in ON_RANKS)
+    others = (settings_make_no_graphs, evaluation_makes_one_more, one_that_fails_to_compile, other_backends)
+    checks |= {each.__name__: each for each in (*others, copies_of_optimized_modules_train_on)}
+    run_checks(1, [*checks.items()], timeout=240)
+
+
+def test_on_two_ranks() -> None:
+    checks = graphs_of(GRAPHS if NIGHTLY else ON_RANKS)
+    checks |= {each.__name__: each for each in (mixed_precision_is_that_of_eager, names_are_those_of_torch)}
+    run_checks(RANKS, [*checks.items()], timeout=240)

@@ -146,7 +146,7 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2, 4]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3, 4)))
 def test_errors_are_bounded(world_size: int) -> None:
     run_checks(world_size, [*WAYS.items()])
 
@@ -279,7 +279,7 @@ def one_and_few_elements() -> None:
             assert_same(grad, expected, 1e-6, 0, name)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(2, 3, nightly=[1, 4]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3, 4)))
 def test_published_faults(world_size: int) -> None:
     checks: list[tuple[str, Callable[[], None]]] = [
         (f"{narrow}, {wide}", functools.partial(values_and_dtypes_stay, narrow, wide)) for narrow, wide in DTYPES
@@ -455,7 +455,7 @@ def a_failed_pass_drops_what_was_not_sent() -> None:
         assert_same(full(param.grad), full(other.grad), 0, 0, name)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_training(world_size: int) -> None:
     checks: list[Callable[[], None]] = [
         optimizers_in_backward_see_the_same,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, ShardPlacementResult, fully_shard, register_fsdp_forward_method
 from fsdp2.engine.state import groups_below, groups_of, require_state
-from helpers import assert_same, full, run_checks
+from helpers import assert_same, full, run_checks, world_sizes
 from models import TinyGPT, TinyModel, mean_loss
 from scenarios import train_beside
 
@@ -225,7 +225,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[1]))
 def test_copies(world_size: int) -> None:
     run_checks(world_size, CHECKS)
 

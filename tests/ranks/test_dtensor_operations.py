@@ -54,7 +54,7 @@ OUT_OF_PLACE: dict[str, Callable[[list[Any], Lists], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -71,7 +71,7 @@ def test_foreach_operations_are_those_on_plain_tensors_and_count(world_size: int
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[1]))
 def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: int) -> None:
     """Such as buffers, and ignored parameters."""
     operations = {**OPERATIONS, "copy": lambda own, of: torch._foreach_copy_(own, of(2))}
@@ -102,7 +102,7 @@ def test_foreach_operations_where_plain_tensors_are_among_dtensors(world_size: i
     run_ranks(world_size, body)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_numbers_are_put_where_a_mask_says(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -172,7 +172,7 @@ if torch.__version__ >= "2.13":  # before, DTensor has no rule for it
     LOSSES["binary_cross_entropy_with_logits"] = nn.functional.binary_cross_entropy_with_logits
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_losses_are_means_over_elements(world_size: int) -> None:
     """As a term that keeps weights near others is."""
 
@@ -212,7 +212,7 @@ EXTREMES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_extremes_where_some_ranks_have_empty_shards(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -297,7 +297,7 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(4, nightly=(1, 2)))
 def test_unreduced_numbers(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -375,7 +375,7 @@ def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
 def test_a_replicated_operand_is_added_where_some_ranks_have_empty_shards(world_size: int) -> None:
     """As Muon does; and Adam, of a gradient that is the same in all places."""
 

@@ -390,7 +390,7 @@ def test_at_the_debug_level_in_other_ways() -> None:
         for module in (model, *model.embeds):
             module.set_reduce_scatter_unused_params(True)
         same(train(model, adamw(model), [rank], size), train(plain, adamw(plain), [*range(size)], size))
-        same(torch.compile(model)(ids), make_like(model)(ids))
+        same(torch.compile(model, backend="eager")(ids), make_like(model)(ids))
         with torch.autocast("cpu", torch.bfloat16):
             same(shard(make(torch.float32))(ids), make(torch.float32)(ids), 1e-2)
         for _ in range(2):
@@ -399,7 +399,7 @@ def test_at_the_debug_level_in_other_ways() -> None:
             loss.backward(inputs=[plain.embeds[0].weight])
             same(full(model.embeds[0].weight.grad), plain.embeds[0].weight.grad)
 
-    run_ranks(3, body)
+    run_ranks(2, body)
 
 
 def make_like(model: Language) -> Language:

@@ -155,17 +155,6 @@ def test_rollout() -> None:
     assert re.search(r"^blocks\.1 +Block +10 ", output, re.MULTILINE), "the table of groups"
 
 
-def test_resume_elsewhere(tmp_path: Path, plain_losses: Curve) -> None:
-    """On one rank, after a save on two that was interrupted: from the last one that was not."""
-    stopped = losses(run_forked("resume_elsewhere.py", 2, "--steps", "10", "--folder", str(tmp_path)))
-    (tmp_path / "partial").mkdir()
-    (tmp_path / "partial" / "__0_0.distcp").write_bytes(b"half of a")
-    resumed = losses(run_forked("resume_elsewhere.py", 1, "--steps", "15", "--folder", str(tmp_path)))
-    assert list(resumed) == [11, 12, 13, 14, 15]
-    assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
-
-
 PROMPTS = ("Beautiful", "Explicit is", "Now", "If the implementation")  # of generate.py
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.engine.state import groups_of
-from helpers import assert_same, full, run_checks
+from helpers import assert_same, full, run_checks, world_sizes
 from models import mean_loss
 from scenarios import train_beside
 
@@ -497,9 +497,9 @@ def test_on_two_ranks() -> None:
     run_checks(2, checks)
 
 
-def test_on_one_and_on_three_ranks() -> None:
-    for world_size in (1, 3):
-        run_checks(world_size, TRAINED + LATE)
+@pytest.mark.parametrize("world_size", world_sizes(1, nightly=[3]))
+def test_on_other_numbers_of_ranks(world_size: int) -> None:
+    run_checks(world_size, TRAINED + LATE)
 
 
 def test_on_four_ranks_that_replicate_and_shard() -> None:

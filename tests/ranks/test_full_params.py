@@ -25,7 +25,7 @@ from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.group import SHARDED
 from fsdp2.engine.state import groups_below
 from fsdp2.shards.ours import OurGroup
-from helpers import assert_same, full, run_checks, shard_batch
+from helpers import assert_same, full, run_checks, shard_batch, world_sizes
 from scenarios import WIDTH, Net, Run, Wrap, blocks, check, kept, leaves, loss_of, sgd, train_and_evaluate, whole
 
 # ---- differentiable use, beside plain training -----------------------------------------------------------------------
@@ -94,11 +94,7 @@ def recomputed_reentrant(run: Run, model: Probe, hidden: Tensor) -> Tensor:
 USES = (in_forward, by_parameter, around_a_call, after_a_call, of_the_running, recomputed, recomputed_reentrant)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "uses", "wraps"),
-    [(1, USES[:3], [leaves]), (2, USES, [whole, kept, leaves]), (3, USES[:3], [blocks])],
-)
-def test_in_forward(world_size: int, uses: list[Any], wraps: list[Wrap]) -> None:
+def test_in_forward() -> None:
     """An outer forward computes with another module's weight. The second step accumulates."""
 
     def scenario(run: Run, use: Callable[..., Tensor], wrap: Wrap) -> None:
@@ -106,7 +102,7 @@ def test_in_forward(world_size: int, uses: list[Any], wraps: list[Wrap]) -> None
         wrap(run, model)
         train_and_evaluate(run, model, steps=2)
 
-    check(scenario, world_size, use=uses, wrap=wraps)
+    check(scenario, use=USES, wrap=(whole, kept, leaves, blocks))
 
 
 def loss_after(run: Run, model: Any, x: Tensor) -> Tensor:
@@ -151,8 +147,7 @@ def gradient_penalty(run: Run, model: Any, x: Tensor) -> Tensor:
 OUTSIDE = (loss_after, loss_around, penalty_before, penalty_alone, merged_twice, gradient_penalty)
 
 
-@pytest.mark.parametrize(("world_size", "wraps"), [(1, [leaves]), (2, [whole, kept, leaves]), (3, [blocks])])
-def test_outside_of_forward(world_size: int, wraps: list[Wrap]) -> None:
+def test_outside_of_forward() -> None:
     """Gradients of what a block computes come in the same backward as those of forwards, and are reduced once."""
 
     def scenario(run: Run, loss: Callable[..., Tensor], wrap: Wrap) -> None:
@@ -166,7 +161,7 @@ def test_outside_of_forward(world_size: int, wraps: list[Wrap]) -> None:
                 run.set_sync(model, True)
             run.step(f"step {step}", model, optimizer, loss(run, model, run.batch(seed=step)))
 
-    check(scenario, world_size, loss=OUTSIDE, wrap=wraps)
+    check(scenario, loss=OUTSIDE, wrap=(whole, kept, leaves, blocks))
 
 
 def test_other_settings() -> None:
@@ -261,8 +256,8 @@ def by_initialising(model: Net, copies: bool) -> None:
 EDITS = (in_place, by_assignment, by_loading, by_initialising)
 
 
-@pytest.mark.parametrize(("world_size", "wraps"), [(1, [blocks]), (2, [whole, kept]), (3, [blocks])])
-def test_writing_back(world_size: int, wraps: list[Wrap]) -> None:
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
+def test_writing_back(world_size: int) -> None:
     """Between steps whose optimizer has momentum, after an evaluation that leaves full parameters behind."""
 
     def scenario(run: Run, edit: Callable[[Net, bool], None], wrap: Wrap, to_cpu: bool) -> None:
@@ -276,7 +271,7 @@ def test_writing_back(world_size: int, wraps: list[Wrap]) -> None:
         run.params("written", model)
         run.step("after", model, optimizer, loss_of(model(run.batch(seed=3))))
 
-    check(scenario, world_size, edit=EDITS, wrap=wraps, to_cpu=[False, True] if world_size == 2 else [False])
+    check(scenario, world_size, edit=EDITS, wrap=(whole, kept, blocks), to_cpu=(False, True))
 
 
 def compare(model: nn.Module, plain: nn.Module) -> None:

@@ -132,7 +132,7 @@ OTHER_NAMES = (
 )
 
 
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_it_trains(world_size: int) -> None:
     def scenario(run: Run, use: Callable[[Net, Tensor], Tensor]) -> None:
         model = run.build(Net)

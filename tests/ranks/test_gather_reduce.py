@@ -218,7 +218,7 @@ def check_reduce_once(case: Case, rank: int, world_size: int, memory: Any = TORC
             assert torch.equal(flat.as_strided(expected.shape, stride, offset), expected), f"gradient {i}: {specs[i]}"
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=(2, 4)))
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=(1, 2, 4)))
 def test_gather_and_reduce_move_every_element(world_size: int) -> None:
     """Bitwise: against the whole tensors, their chunks, and means that are added up in rank order."""
 

@@ -472,6 +472,6 @@ CHECKS: tuple[Callable[[], None], ...] = (
 )
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 2, 3))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_grad_dtype(world_size: int) -> None:
     run_checks(world_size, [(each.__name__, each) for each in CHECKS])

@@ -508,14 +508,14 @@ IGNORING = [ignored_under_an_inner_module, *(titled(f"ignored: {name}", ignore, 
 
 def test_one_rank() -> None:
     """It divides, rounds and calls hooks as many do."""
-    check_each({"1x1": [*REDUCTIONS, *IGNORING]})
+    check_each({"1x1": [*REDUCTIONS, IGNORING[0]]})
 
 
 def test_two_ranks() -> None:
     """Only shards, or only replicas."""
     check_each(
         {
-            "2": [*REDUCTIONS, *IGNORING[:5]],
+            "2": [divide_factor_in_an_accumulation, hook_sees_the_gradients_behind_the_all_reduce, IGNORING[0]],
             "1x2": [divide_factor_in_an_accumulation, collectives_of_a_step],
             "2x1": [
                 *REDUCTIONS,
@@ -539,7 +539,7 @@ def test_four_ranks() -> None:
             "4x1": [divide_factor_replaces_the_number_of_ranks, IGNORING[1]],
             "2x2 across": REDUCTIONS,
             "2x2": [
-                *IGNORING[:5],
+                *IGNORING[1:3],
                 collectives_of_a_step,
                 all_reduces_of_what_only_waits,
                 forced_sums_do_not_average,

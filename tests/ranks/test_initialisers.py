@@ -57,7 +57,7 @@ def test_the_walk_covers_them_all() -> None:
     assert {"ones_", "zeros_", "eye_"} < set(FUNCTIONS)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 4, nightly=(2, 3)))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3, 4)))
 def test_shards_get_the_values_of_a_plain_tensor(world_size: int) -> None:
     """The kind: an initialiser whose operations DTensor has no rule for, on the shapes that need them: `t_()` of
     `orthogonal_`, whole rows at plain places in `sparse_`, an identity cut in parts in `eye_`.

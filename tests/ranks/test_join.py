@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from conditional_models import Dropped, Multimodal
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Cast
 from fsdp2.engine.state import require_state
 from fsdp2.features import conditional, join_consensus, user_collectives
-from helpers import NIGHTLY, RankError, assert_same, full, one_mesh, run_checks, run_ranks
+from helpers import NIGHTLY, RankError, assert_same, full, one_mesh, run_checks, run_ranks, world_sizes
 from helpers import shard_blocks as shard
 from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, build, mean_loss
 
@@ -138,23 +138,19 @@ def torchs(model: Any, optimizer: Any, **options: Any) -> Any:
     return Join([model], optimizer=optimizer, **options)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", world_sizes(1, 2, 3, nightly=[4]))
 def test_each_batch_counts_once(num_ranks: int) -> None:
     """With both contexts, both divisors, and all numbers of batches, 0 included."""
     checks = [
         (f"{joins.__name__} {counts} {by_present}", partial(train_joined, counts, joins, by_present))
         for i, counts in enumerate(counts_for(num_ranks))
         for joins, by_present in ((ours, i % 2 == 0), (torchs, i % 2 == 1))
-        if NIGHTLY or num_ranks < 4 or (joins is ours) == (i % 2 == 0)
+        if NIGHTLY or num_ranks == 2 or (joins is ours) == (i % 2 == 0)
     ]
     run_checks(num_ranks, checks)
 
 
-# ---- ways to shard
-
-
-def with_options(apply: Any = fully_shard, **options: Any) -> Callable[[Any], Any]:
-    return lambda model: shard(model, apply, **options)
+# ---- ways to shard that test_training.py does not draw
 
 
 def on_mesh(names: tuple[str, ...] | None = None, **options: Any) -> Callable[[Any], Any]:
@@ -166,12 +162,6 @@ def unused(model: Any) -> Any:
     """A parameter that no rank uses gets a gradient of zeros."""
     shard(model)
     model.set_reduce_scatter_unused_params(True)
-    return model
-
-
-def late(model: Any) -> Any:
-    shard(model)
-    model.set_reshard_after_backward(False)
     return model
 
 
@@ -190,42 +180,21 @@ def hooked(model: Any) -> Any:
     return model
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
-AT_REST = DataParallelMeshDims(shard="s", shard_at_rest="r")
-
-ONE_AXIS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
-    "reshard after forward": (ConvStack, with_options(reshard_after_forward=True), 1e-12),
-    "keep after forward": (ConvStack, with_options(reshard_after_forward=False), 1e-12),
-    "keep after backward": (OddMLP, late, 1e-12),
-    "replicate": (OddMLP, with_options(replicate), 1e-12),
-    "a hook": (OddMLP, hooked, 1e-12),
-    "offload": (OddMLP, with_options(offload_policy=CPUOffloadPolicy()), 1e-12),
-    "fp32 compute": (OddMLP, with_options(mp_policy=BF16), 1e-5),
-    "unused": (SkippedModule, unused, 1e-12),
-    "used by none": (SkippedModule, shard, 1e-12),
-    "blocks": (TinyGPT, shard, 1e-12),
-    "checkpointing": (TinyGPT, checkpointed, 1e-12),
-}
-TWO_AXES: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any], float]] = {
-    "HSDP": (OddMLP, on_mesh(), 1e-12),
-    "HSDP with names": (ConvStack, on_mesh(("r", "s")), 1e-12),
-    "replicas that share what rests": (OddMLP, on_mesh(("r", "s"), dp_mesh_dims=AT_REST), 1e-12),
-    "codecs of replicas": (OddMLP, on_mesh(mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.float32))), 1e-5),
-    "restored among 2": (ConvStack, with_options(reshard_after_forward=2), 1e-12),
+WAYS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any]]] = {
+    "a hook": (OddMLP, hooked),
+    "unused": (SkippedModule, unused),
+    "used by none": (SkippedModule, shard),
+    "checkpointing": (TinyGPT, checkpointed),
 }
 
 
-@pytest.mark.parametrize("ways", [ONE_AXIS, TWO_AXES], ids=["2 ranks", "4 ranks"])
-def test_ways_to_shard(ways: dict[str, Any]) -> None:
-    num_ranks = 2 if ways is ONE_AXIS else 4
-    counts = [(3, 1), (0, 2)] if num_ranks == 2 else [(1, 3, 2, 2), (2, 2, 0, 1)]
+def test_ways_to_shard() -> None:
+    counts = [((3, 1), False), ((0, 2), True)]
     checks = [
-        (f"{name} {each}", partial(train_joined, each, ours, by_present, make, setup, tolerance))
-        for (name, (make, setup, tolerance)), (each, by_present) in pairs(
-            [*ways.items()], [*zip(counts, (False, True), strict=True)]
-        )
+        (f"{name} {each}", partial(train_joined, each, ours, by_present, make, setup))
+        for (name, (make, setup)), (each, by_present) in pairs([*WAYS.items()], counts)
     ]
-    run_checks(num_ranks, checks)
+    run_checks(2, checks)
 
 
 class Recounting(Dropped):
@@ -257,21 +226,16 @@ def on_two_axes(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", world_sizes(2, nightly=[3]))
 def test_conditional_modules(num_ranks: int) -> None:
     """Ranks that are present leave modules out, and ranks that have joined leave out all."""
     makes: dict[str, Any] = {"dropped": Recounting, "again": partial(Recounting, recompute=False), "towers": Seeing}
     checks = [
         (f"{name} {counts}", partial(train_joined, counts, ours, False, make, conditionally))
         for name, make in makes.items()
-        for counts in counts_for(num_ranks)[: 2 if NIGHTLY or num_ranks == 2 else 1]
+        for counts in counts_for(num_ranks)[:2]
     ]
     run_checks(num_ranks, checks)
-
-
-def test_conditional_modules_of_replicas() -> None:
-    train = partial(train_joined, (1, 3, 2, 0), ours, True, Seeing, on_two_axes)
-    run_checks(4, [("towers", train)])
 
 
 class Wide(OddMLP):
@@ -297,10 +261,6 @@ def train_tensor_parallel() -> None:
     plain_epoch(plain, expected, (1, 3))
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(full(param), other, rtol=1e-12, atol=1e-13), name
-
-
-def test_tensor_parallelism() -> None:
-    run_checks(4, [("tensor parallelism", train_tensor_parallel)])
 
 
 # ---- what a loop does
@@ -342,20 +302,20 @@ def train_accumulating(counts: Counts, how: str, setup: Callable[[Any], Any] = s
 
 
 def test_ranks_run_out_amid_an_accumulation() -> None:
-    checks = [
-        (f"{how} {counts}", partial(train_accumulating, counts, how))
-        for how in ("last", "each")
-        for counts in ((6, 2), (1, 6), (3, 5, 6)[:2], (0, 3))
-        if max(counts) % 3 == 0
+    drawn = pairs(((6, 2), (1, 6), (0, 3)), ("last", "each"))
+    run_checks(2, [(f"{how} {counts}", partial(train_accumulating, counts, how)) for counts, how in drawn])
+
+
+def test_on_two_axes() -> None:
+    codecs = on_mesh(mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.float32)))
+    amid = pairs(("last", "replicas last", "each"), ((6, 2, 3, 4), (3, 3, 1, 0)))
+    checks: list[tuple[str, Callable[[], None]]] = [
+        (f"{how} {counts}", partial(train_accumulating, counts, how, on_mesh())) for how, counts in amid
     ]
-    run_checks(2, checks)
-
-
-def test_replicas_run_out_amid_an_accumulation() -> None:
-    checks = [
-        (f"{how} {counts}", partial(train_accumulating, counts, how, on_mesh()))
-        for how in ("last", "replicas last", "each")
-        for counts in ((6, 2, 3, 4), (3, 3, 1, 0))
+    checks += [
+        ("towers", partial(train_joined, (1, 3, 2, 0), ours, True, Seeing, on_two_axes)),
+        ("codecs of replicas", partial(train_joined, (2, 2, 0, 1), ours, True, OddMLP, codecs, 1e-5)),
+        ("tensor parallelism", train_tensor_parallel),
     ]
     run_checks(4, checks)
 
@@ -486,8 +446,7 @@ def test_loops(num_ranks: int) -> None:
         ("cleared first", partial(cleared_first, to_none=True, setup=setup)),
         ("zeroed first", partial(cleared_first, to_none=False, setup=setup)),
     ]
-    drawn = [*itertools.product(loops, counts)] if num_ranks == 2 else pairs(loops, counts)
-    run_checks(num_ranks, [(f"{name} {each}", partial(loop, each)) for (name, loop), each in drawn])
+    run_checks(num_ranks, [(f"{name} {each}", partial(loop, each)) for (name, loop), each in pairs(loops, counts)])
 
 
 # ---- running statistics

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, run_checks, shard_batch
+from helpers import assert_same, run_checks, shard_batch, world_sizes
 from scenarios import WIDTH, Run, blocks, check, leaves, loss_of, sgd, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
@@ -123,7 +123,7 @@ def train(run: Run, model: Any, steps: int = 2, rows: int = 6) -> None:
         run.step(f"step {step}", model, optimizer, model.loss(model(run.batch(seed=step, rows=rows))))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_unnoticed_readers_in_backward_get_right_values(world_size: int) -> None:
     def scenario(run: Run, reader: str, wrap: Callable[..., None]) -> None:
         model = run.build(Sided, READERS[reader])

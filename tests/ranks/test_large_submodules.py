@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.engine import buckets
 from fsdp2.features import large_submodules
-from helpers import full, run_ranks, world_sizes
+from helpers import NIGHTLY, full, run_ranks, world_sizes
 from scenarios import WIDTH, Block, KeepsWeight, Run, check, loss_of, sgd, train_and_evaluate
 
 VOCAB = 11
@@ -120,7 +120,7 @@ def recipe(run: Run, model: Language, **options: Any) -> None:
     run.shard(model, **options)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_any_use(world_size: int) -> None:
     """Three steps, of which one accumulates, and evaluations between."""
 
@@ -132,7 +132,7 @@ def test_any_use(world_size: int) -> None:
         recipe(run, model, reshard_after_forward=reshard)
         train_and_evaluate(run, model, steps=3)
 
-    check(scenario, world_size, use=USES, reshard=(True, False) if world_size == 2 else (None,))
+    check(scenario, world_size, use=USES, reshard=(True, False) if NIGHTLY else (None,))
 
 
 @pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")

@@ -24,6 +24,7 @@ from helpers import (
     run_checks,
     run_ranks,
     shard_batch,
+    world_sizes,
 )
 from models import Experts, OddMLP, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
@@ -273,7 +274,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_meta_init(world_size: int) -> None:
     run_checks(world_size, [(check.__name__, check) for check in CHECKS])
 

@@ -224,11 +224,9 @@ def test_replicas_of_ranks_that_are_out_of_step_raise_too() -> None:
 
     def body(rank: int, size: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2, 2))
-        return [
-            f"level {level}: {text}"
-            for level in (0, 1)
-            for text in strays_one_by_one(Run(rank, size, expected), 4, level, mesh=mesh)
-        ]
+        levels = (0, 1) if NIGHTLY else (0,)
+        runs = {level: strays_one_by_one(Run(rank, size, expected), 4, level, mesh=mesh) for level in levels}
+        return [f"level {level}: {text}" for level, texts in runs.items() for text in texts]
 
     assert_none_differ(run_ranks(4, body, timeout=120))
 

@@ -29,7 +29,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.engine.state import groups_below
 from fsdp2.features import on_demand
 from fsdp2.features.accumulate import find_active
-from helpers import NIGHTLY, assert_same, full, run_checks, run_ranks
+from helpers import NIGHTLY, assert_same, full, run_checks, run_ranks, world_sizes
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -91,7 +91,7 @@ def encoded(model: Any) -> Any:
     return shard(model, mp_policy=policy)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", world_sizes(2, nightly=[3]))
 def test_gradients_have_the_same_bits(ranks: int) -> None:
     import fsdp2.codecs  # noqa: F401, before the fork
 

@@ -399,13 +399,11 @@ def outputs_without_gradient(run: MatrixRun, wrap: Wrap) -> None:
 # ---- dtypes ----------------------------------------------------------------------------------------------------------
 
 
-@matrix.over(
-    dtype=[torch.bfloat16, torch.float16],
-    kind=tuple(kind for kind in MAKE if kind not in ("closure", "generator")),
-    cast=(False, True),
-)
-def inputs_and_outputs_are_cast_and_keep_their_types(run: MatrixRun, kind: str, cast: bool, dtype: Any) -> None:
+@matrix.over(kind=tuple(kind for kind in MAKE if kind not in ("closure", "generator")))
+def inputs_and_outputs_are_cast_and_keep_their_types(run: MatrixRun, kind: str) -> None:
     """A cast that rebuilds containers loses their class or attributes, or calls constructors that it can't."""
+    dtype = torch.float16 if kind in ("tuple", "ModelOutput", "custom object") else torch.bfloat16
+    cast = kind not in ("dict", "ModelOutput", "frozen dataclass")  # inputs, too
 
     class Passes(nn.Module):
         def __init__(self) -> None:

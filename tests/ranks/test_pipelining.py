@@ -205,7 +205,7 @@ def patched(body: Callable[[Case], None], case: Case) -> None:
 def test_schedules_train_like_the_whole_model() -> None:
     """Torch's FSDP2 loses gradients of weights in zero-bubble schedules, unless parameters stay after forward."""
     cases = [Case(schedule) for schedule in SCHEDULES]
-    cases += [Case(schedule, False) for schedule in ("1F1B", "InterleavedZeroBubble", *V_SCHEDULES[:1])]
+    cases += [Case(schedule, False) for schedule in ("InterleavedZeroBubble", *V_SCHEDULES[:1])]
     cases += [Case("1F1B", replicates=True), Case("InterleavedZeroBubble", True, COMPUTE_FP64)]
     run_checks(PIPELINE * DATA, [(str(case), functools.partial(patched, trains, case)) for case in cases], timeout=100)
 

@@ -96,7 +96,7 @@ def experts_are_cut_where_that_is_cheapest() -> None:
     assert dims == {"up": inside, "down": inside, "shared": 1, "gate.weight": inside, "gate.bias": 0}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_cheapest_dims(world_size: int) -> None:
     run_checks(world_size, [("dims", experts_are_cut_where_that_is_cheapest)])
 
@@ -162,7 +162,7 @@ def bad_results_are_refused_by_name() -> None:
         fully_shard(nn.Linear(2, 2), shard_placement_fn=Shard(0))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_the_function(world_size: int) -> None:
     run_checks(
         world_size,
@@ -403,7 +403,7 @@ def copies_are_given_up() -> None:
     assert len(seen) == (4 if dist.get_world_size() > 1 else 0)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", world_sizes(2, 4, nightly=[1]))
 def test_copies_of_shards_are_given_up(world_size: int) -> None:
     run_checks(world_size, [("copies", copies_are_given_up)])
 

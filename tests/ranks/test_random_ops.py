@@ -20,7 +20,7 @@ def distributed(whole: Tensor, placement: Any) -> Any:
     return sharded(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [placement], src_data_rank=None)
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_random_tensors_like_a_weight_are_those_like_a_plain_tensor(world_size: int) -> None:
     draws: list[Callable[[Any], Any]] = [
         torch.rand_like,
@@ -70,7 +70,7 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(2, nightly=(1, 3)))
 def test_random_operations_give_the_values_of_a_plain_tensor(world_size: int) -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()

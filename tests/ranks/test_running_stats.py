@@ -362,7 +362,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", world_sizes(3, nightly=[2]))
+@pytest.mark.parametrize("ranks", world_sizes(2, nightly=[3]))
 def test_they_are_averaged(ranks: int) -> None:
     run_checks(ranks, CHECKS)
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method, share_comm_ctx
+from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.engine import reduce
-from helpers import run_checks, world_sizes
+from helpers import run_checks
 from own_collectives import Gather, Scatter
 from scenarios import (
     ROWS,
@@ -75,11 +75,10 @@ def test_a_setting_is_taken_back() -> None:
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", ["none", "reentrant", "non-reentrant"])
-def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting(recompute: str) -> None:
+def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting() -> None:
     """Only what nothing reads stays away: an embedding's weight, not a linear layer's, also under checkpointing."""
 
-    def scenario(run: Run) -> None:
+    def scenario(run: Run, recompute: str) -> None:
         model = run.build(Uneven)
         blocks(run, model, reshard_after_forward=True)
         apply(run, model, "no unshard_in_backward")
@@ -90,7 +89,7 @@ def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting(recomp
             run.step(f"step {step}", model, optimizer, loss_of(output))
             run.rows("input", x.grad * x.shape[0])
 
-    check(scenario)
+    check(scenario, recompute=("none", "reentrant", "non-reentrant"))
 
 
 class Shift(nn.Module):
@@ -130,56 +129,10 @@ def test_unsharded_parameters_changed_between_forward_and_backward_are_stale() -
         run.step("after", model, optimizer, loss_of(model(run.batch(seed=3))))
 
     whens = ("before backward", "between two backwards", "between two forwards' backwards")
-    check(scenario, when=whens, wrap=(whole, kept, blocks))
+    check(scenario, when=whens, wrap=(kept, blocks))
 
 
-def test_optimizer_in_backward_with_full_parameters_that_stay() -> None:
-    """A step from a post-accumulate hook, amid the backward after which the full parameters are kept."""
-
-    def scenario(run: Run, foreach: bool, wrap: Wrap) -> None:
-        model = run.build(Net)
-        wrap(run, model)
-        apply(run, model, "no reshard_after_backward")
-        optimizers = {p: torch.optim.SGD([p], lr=0.25, foreach=foreach) for p in model.parameters()}
-
-        def step(param: nn.Parameter) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in optimizers:
-            param.register_post_accumulate_grad_hook(step)
-        for i in range(3):
-            loss = loss_of(model(run.batch(seed=i)))
-            run.mean(f"loss {i}", loss)
-            loss.backward()
-        run.params("after", model)
-
-    check(scenario, foreach=(True, False), wrap=(whole, blocks, kept))
-
-
-def test_parameters_that_stay_unsharded_through_errors_evaluation_and_unshard() -> None:
-    def scenario(run: Run, wrap: Wrap) -> None:
-        model = run.build(MayFail)
-        wrap(run, model)
-        apply(run, model, "no reshard_after_backward")
-        optimizer = sgd(model)
-        for step, when in enumerate(("", "forward", "backward", "")):
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
-            model.middle[1].when = when
-            if when:
-                with pytest.raises(ValueError, match="on purpose"):
-                    loss_of(model(run.batch(seed=50 + step))).backward()
-            model.middle[1].when = ""
-            optimizer.zero_grad()
-            if isinstance(model, FSDPModule) and step == 2:
-                model.unshard()
-                model.reshard()
-            run.rows("evaluated", model(run.batch(seed=99)))
-
-    check(scenario, wrap=(blocks, kept))
-
-
-# ---- reductions ------------------------------------------------------------------------------------------------------
+# ---- reductions: see also test_hsdp.py -------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -235,14 +188,14 @@ def show_with_zeros(run: Run, name: str, model: nn.Module, optimizer: torch.opti
 USES = (("a", "b"), ("ab", ""), ("a", "a"), ("", ""))
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
-def test_parameters_that_only_some_ranks_use(times: int) -> None:
+def test_parameters_that_only_some_ranks_use() -> None:
     """set_reduce_scatter_unused_params: all ranks reduce the same, though each has other gradients.
 
-    Twice: the module runs twice in a forward, and what a rank lacks, it lacks both times.
+    Where a gradient waits, the module runs twice in a forward, and what a rank lacks, it lacks both times.
     """
 
     def scenario(run: Run, uses: tuple[str, ...], wrap: Wrap, waits: bool) -> None:
+        times = 2 if waits else 1
         model = run.build(Branches)
         wrap(run, model)
         if isinstance(model, FSDPModule):
@@ -256,10 +209,7 @@ def test_parameters_that_only_some_ranks_use(times: int) -> None:
             branches_backward(run, model, uses, seed=step, times=times)
             show_with_zeros(run, f"step {step}", model, optimizer)
 
-    if times == 1:
-        check(scenario, uses=USES, wrap=(whole, blocks), waits=(False, True))
-    else:
-        check(scenario, uses=USES[:1], wrap=(blocks,), waits=(False,))
+    check(scenario, uses=USES, wrap=(whole, blocks, blocks), waits=(False, True))
 
 
 def test_unused_parameters_of_one_module_only() -> None:
@@ -279,80 +229,6 @@ def test_unused_parameters_of_one_module_only() -> None:
         run.step("taken back", model, optimizer)
 
     check(scenario)
-
-
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
-def test_divide_factor(world_size: int) -> None:
-    """Gradients are the sum of the ranks' over the factor: `world_size / factor` times the mean."""
-
-    def scenario(run: Run, factor: float, recurse: bool, hook: bool, sync: bool) -> None:
-        model = run.build(Net)
-        blocks(run, model)
-        if run.sharded:
-            model.set_gradient_divide_factor(factor, recurse=recurse)
-            model.set_all_reduce_hook((lambda reduced: reduced.mul_(2)) if hook else None, recurse=recurse)
-        run.set_sync(model, sync)
-        loss_of(model(run.batch(seed=1))).backward()
-        run.set_sync(model, True)
-        loss_of(model(run.batch(seed=2))).backward()
-        if not run.sharded:
-            own = list(model.parameters()) if recurse else [model.scale]
-            for param in own:
-                param.grad.mul_(world_size / factor * (2 if hook else 1))
-        run.grads("gradients", model)
-
-    factors = (5,) if world_size == 3 else (5, 0.25)
-    check(scenario, world_size, factor=factors, recurse=(True, False), hook=(False, True), sync=(True, False))
-
-
-def test_the_old_name_of_the_divide_factor() -> None:
-    def scenario(run: Run) -> None:
-        model = run.build(Net)
-        whole(run, model)
-        if run.sharded:
-            model.set_reduce_scatter_divide_factor(4.0)
-        loss_of(model(run.batch(seed=1))).backward()
-        for param in () if run.sharded else model.parameters():
-            param.grad.mul_(2 / 4)
-        run.grads("gradients", model)
-
-    check(scenario)
-
-
-def test_the_hook_gets_the_gradients() -> None:
-    """One call per reduction, with the flat reduced shards in the reduce dtype, before `.grad` and its hooks."""
-
-    def both_dtypes() -> None:
-        model = Net().bfloat16()
-        run = Run(dist.get_rank(), 2, [])
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            run.shard(block, mp_policy=policy)
-        run.shard(model, mp_policy=policy)
-        seen: list[Tensor] = []
-        no_gradient_yet: list[bool] = []
-
-        def hook(reduced: Tensor) -> None:
-            seen.append(reduced.clone())
-            no_gradient_yet.append(model.scale.grad is None)
-            reduced.fill_(2)
-
-        model.set_all_reduce_hook(hook)
-        loss_of(model(run.batch(seed=1).bfloat16())).backward()
-        assert [reduced.dtype for reduced in seen] == [torch.float32]
-        assert seen[0].dim() == 1
-        assert no_gradient_yet == [True]
-        own = sum(model.get_parameter(name).to_local().numel() for name in ("scale", "stem.weight", "stem.bias"))
-        assert seen[0].numel() >= own
-        assert (model.scale.grad.to_local() == 2).all(), "what the hook left is the gradient"
-        assert not (model.blocks[0].up.weight.grad.to_local() == 2).any(), "other groups have no hook"
-        model.set_all_reduce_hook(None)
-        model.zero_grad()
-        loss_of(model(run.batch(seed=1).bfloat16())).backward()
-        assert len(seen) == 1
-        assert not (model.scale.grad.to_local() == 2).any()
-
-    run_checks(2, [("both dtypes", both_dtypes)])
 
 
 def test_custom_collectives_get_tensors_of_their_own() -> None:
@@ -380,24 +256,6 @@ def test_custom_collectives_get_tensors_of_their_own() -> None:
         assert output.numel() >= gathered
 
     run_checks(2, [(f"async={flag}", lambda flag=flag: check_calls(flag)) for flag in (False, True)])
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_the_result_of_a_custom_reduce_scatter_is_used(is_async: bool) -> None:
-    def scenario(run: Run, factor: float | None) -> None:
-        model = run.build(Net)
-        whole(run, model)
-        if run.sharded:
-            model.set_custom_reduce_scatter(Scatter(is_async, factor=2))
-            if factor is not None:
-                model.set_gradient_divide_factor(factor)
-        for i in range(2):
-            loss_of(model(run.batch(seed=i))).backward()
-        for param in () if run.sharded else model.parameters():
-            param.grad.mul_(2 if factor is None else 2 * 2 / factor)
-        run.grads("gradients", model)
-
-    check(scenario, factor=(None, 3.0))
 
 
 # ---- the end of backward: see also test_accumulation.py --------------------------------------------------------------
@@ -549,7 +407,7 @@ def test_a_registered_method_gathers_like_forward() -> None:
             with torch.no_grad():
                 run.rows("without grad", model.encode(run.batch(seed=99), shift=0.5))
 
-    check(scenario, times=(1, 2), wrap=(blocks,), settings=((), ("no reshard_after_backward",)))
+    check(scenario, times=(1, 2), wrap=(blocks,), settings=(("no reshard_after_backward",),))
 
 
 def test_a_method_that_is_not_registered_works_on_shards() -> None:
@@ -599,8 +457,7 @@ def test_roots_that_share_the_bound_of_their_reductions() -> None:
             hidden.backward(cut.grad)
             run.step(f"step {step}", nn.ModuleList([first, second]), optimizer)
 
-    options = ((), ("many reductions",), ("separate group", "further backwards"))
-    check(scenario, when=("at first", "between backwards"), wrap=(blocks,), settings=options)
+    check(scenario, when=("at first", "between backwards"), wrap=(blocks,), settings=((), ("many reductions",)))
 
 
 def prefetch_across(first: nn.Module, second: nn.Module) -> None:
@@ -611,8 +468,7 @@ def prefetch_across(first: nn.Module, second: nn.Module) -> None:
             module.set_modules_to_backward_prefetch([*sharded_modules(other), module])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_modules_under_another_root_are_prefetched(world_size: int) -> None:
+def test_modules_under_another_root_are_prefetched() -> None:
     """Also if that does not run, if it has changed before it runs, or if the pass fails."""
 
     def scenario(run: Run, wrap: Wrap, settings: tuple[str, ...]) -> None:
@@ -635,7 +491,7 @@ def test_modules_under_another_root_are_prefetched(world_size: int) -> None:
         loss_of(second(run.batch(seed=9))).backward()
         run.grads("the second alone", second)
 
-    check(scenario, world_size, wrap=(blocks,), settings=((), ("keep storage",)))
+    check(scenario, wrap=(blocks,), settings=((), ("keep storage",)))
 
 
 def test_reductions_in_flight_when_roots_begin_to_share() -> None:

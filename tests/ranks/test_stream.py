@@ -496,7 +496,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", world_sizes(1, 3, nightly=[2]))
+@pytest.mark.parametrize("world_size", world_sizes(3, nightly=(1, 2)))
 def test_streams(world_size: int) -> None:
     checks = [*VALUES, *CHANGES, *OTHERS]
     run_checks(world_size, [(check.__name__, check) for check in checks])

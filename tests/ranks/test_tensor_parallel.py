@@ -46,6 +46,7 @@ from helpers import (
     assert_same_names,
     chunk_of,
     full,
+    one_mesh,
     run_checks,
     run_ranks,
     shard_batch,
@@ -136,9 +137,9 @@ class Case:
         names = (self.build.__name__, self.optimizer, self.policy.param_dtype, f"{self.recomputes=}", self.along)
         return " ".join(map(str, (self.shape, *names)))
 
-    @functools.cached_property
+    @property
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=("replicate", "shard", "tp")[-len(self.shape) :])
+        return one_mesh(self.shape, ("replicate", "shard", "tp")[-len(self.shape) :])
 
     @property
     def dp(self) -> DeviceMesh:
@@ -421,7 +422,7 @@ def test_training(shape: tuple[int, int]) -> None:
     plain = Case(shape)
     others = [Case(shape, optimizer="adamw", policy=COMPUTE_FP64), Case(shape, Sequence, optimizer="adamw")]
     small = [Case(shape, recomputes=True), Case(shape, along=1)]
-    cases = {(1, 2): [plain, others[0]], (2, 2): [plain, *small], (3, 2): others}.get(shape, [plain, *others])
+    cases = {(1, 2): [plain, others[0]], (2, 2): [plain, *small], (3, 2): others[1:]}.get(shape, [plain, *others])
     run_cases(math.prod(shape), (trains, [plain, *others, *small] if NIGHTLY else cases))
 
 
@@ -437,9 +438,9 @@ def test_around_training(shape: tuple[int, int]) -> None:
         math.prod(shape),
         (accumulates, [case, Case(shape, Sequence)]),
         (clips, [case]),
-        (gathers_again_in_backward, [case, low, Case(shape, Sequence)]),
-        (whole_state_dicts_come_and_go, [case, Case(shape, Sequence)]),
-        (made_on_meta, [case, Case(shape, Sequence)]),
+        (gathers_again_in_backward, [low, Case(shape, Sequence)]),
+        (whole_state_dicts_come_and_go, [case]),
+        (made_on_meta, [Case(shape, Sequence)]),
         (another_mesh_is_refused_by_name, [case]),
     )
 
@@ -539,4 +540,3 @@ def test_checkpoints_between_meshes(tmp_path: Path) -> None:
 
     run_cases(4, (save, [Case((2, 2), optimizer="adamw")]))
     run_cases(2, (load, [Case((2, 1), optimizer="adamw"), Case((1, 2), optimizer="adamw")]))
-    run_cases(4, (load, [Case((2, 2), optimizer="adamw")]))

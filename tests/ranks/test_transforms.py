@@ -49,7 +49,7 @@ def training_through_a_transform(run: MatrixRun, transform: str, wrap: Any, watc
     if run.sharded and not watches:
         model.set_saved_tensor_hooks(False)
     optimizer = sgd(model)
-    for step in range(3):
+    for step in range(2):
         run.rows(f"result {step}", AROUND[transform](model, run.batch(seed=step)).detach())
         loss = loss_of(AROUND[transform](model, run.batch(seed=step)))
         run.step(f"step {step}", model, optimizer, loss)

@@ -25,7 +25,7 @@ from examples.adapters.weight_deltas import (
 )
 from fsdp2 import fully_shard
 from helpers import run_checks
-from programs import start_by_torchrun
+from programs import run_forked
 
 
 def sharded() -> tuple[nn.Sequential, Callable[[], None]]:
@@ -211,9 +211,7 @@ def test_bad_renames(renames: tuple[Rename, ...], shapes: dict[str, tuple[int, .
 
 def test_program() -> None:
     """As its users run it: the engine is another process."""
-    program = start_by_torchrun("adapters/weight_deltas.py", 2)
-    output, errors = program.communicate(timeout=150)
-    assert program.returncode == 0, errors
+    output = run_forked("adapters/weight_deltas.py", 2)
     lines = re.findall(r"^version (\d+): ([\d,]+) bytes sent, equal to the bit: True, next token \d+$", output, re.M)
     assert [int(version) for version, _ in lines] == [*range(STEPS)]
     sizes = [int(nbytes.replace(",", "")) for _, nbytes in lines]
