@@ -109,6 +109,8 @@ class JoinConsensus(Consensus):
         self._depth = 0
         # All ranks run the function `step`.
         self._is_in_step = False
+        # An optimizer steps, which all ranks call: ranks may communicate in it. It ends with the next phase if it raises.
+        self._is_optimizing = False
         self._is_serving = self._is_broken = self._is_closed = False
         self._gradients = HeldGradients(root)
         self._versions: dict[FSDPParamGroup, tuple[int, ...]] = {}
@@ -141,6 +143,7 @@ class JoinConsensus(Consensus):
         Raises:
             RuntimeError: the block has failed; or one has run out, and the block is to end then.
         """
+        self._is_optimizing = False
         self.settle()
         config: Any = vars(self._model())[JOIN_CONFIG]
         if not config.is_first_joinable:
@@ -292,7 +295,7 @@ class JoinConsensus(Consensus):
 
     def before_collective(self) -> None:
         """Raises RuntimeError if a user is about to communicate, in which ranks that have joined can't take part."""
-        if self._is_off() or self._is_in_step:
+        if self._is_off() or self._is_in_step or self._is_optimizing:
             return
         root = self._root
         if not (self._depth or root.running or root.backward is not None):
@@ -339,6 +342,7 @@ class JoinConsensus(Consensus):
             index = len(self._optimizers)
             self._optimizers.append(weakref.ref(optimizer))
         if not self._is_serving:
+            self._is_optimizing = True
             return
         if not self.has_joined and not self._is_in_step:
             if has_closure:
@@ -350,12 +354,14 @@ class JoinConsensus(Consensus):
             self._tell(_OPTIMIZER - index)
             self._share_state(_OPTIMIZER - index)
             self._gradients.release()
+            self._is_optimizing = True
         options = _checksum_of(optimizer)
         least, most = self._find_bounds([options])[0]
         if least != most:
             self._fail(f"{type(optimizer).__name__}: {_UNEQUAL}")
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self._is_optimizing = False
         if self._is_serving and not (self.has_joined or self._is_in_step or self._is_closed):
             self._gradients.hold()
             self._note_versions()

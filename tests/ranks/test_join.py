@@ -50,11 +50,17 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def two_sides(setup: Callable[[Any], Any] = shard, make: Callable[[], TinyModel] = OddMLP) -> Any:
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return fsdp2.muon([param for param in model.parameters() if param.requires_grad], lr=0.05)
+
+
+def two_sides(
+    setup: Callable[[Any], Any] = shard, make: Callable[[], TinyModel] = OddMLP, optimize: Callable[..., Any] = adamw
+) -> Any:
     """Returns this rank's number, and with an optimizer each a sharded model and the same one plain."""
     plain = build(make)
     model = setup(copy.deepcopy(plain))
-    return dist.get_rank(), (model, adamw(model)), (plain, adamw(plain))
+    return dist.get_rank(), (model, optimize(model)), (plain, optimize(plain))
 
 
 def plain_epoch(model: Any, optimizer: Any, counts: Counts, by_present: bool = False, zeros: bool = False) -> None:
@@ -107,9 +113,10 @@ def train_joined(
     make: Callable[[], TinyModel] = OddMLP,
     setup: Callable[[Any], Any] = shard,
     tolerance: float = 1e-12,
+    optimize: Callable[..., Any] = adamw,
 ) -> None:
     """Two epochs of `backward(); step(); zero_grad()`, the second with other numbers; then a step of all ranks."""
-    rank, (model, optimizer), (plain, expected) = two_sides(setup, make=make)
+    rank, (model, optimizer), (plain, expected) = two_sides(setup, make, optimize)
     same = {"rtol": tolerance, "atol": tolerance / 10}
     for of_ranks in (counts, counts[::-1]):
         plain_epoch(plain, expected, of_ranks, by_present, zeros=setup is unused)
@@ -188,11 +195,25 @@ WAYS: dict[str, tuple[Callable[[], TinyModel], Callable[[Any], Any]]] = {
 }
 
 
+class OddMatrices(OddMLP):
+    """Trains its matrices alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in self.parameters():
+            param.requires_grad_(param.dim() == 2)
+
+
 def test_ways_to_shard() -> None:
+    """Also with an optimizer whose step communicates: ranks that have joined take part."""
     counts = [((3, 1), False), ((0, 2), True)]
     checks = [
         (f"{name} {each}", partial(train_joined, each, ours, by_present, make, setup))
         for (name, (make, setup)), (each, by_present) in pairs([*WAYS.items()], counts)
+    ]
+    checks += [
+        (f"muon {each}", partial(train_joined, each, joins, make=OddMatrices, optimize=muon))
+        for (each, _), joins in zip(counts, (ours, torchs), strict=True)
     ]
     run_checks(2, checks)
 
