@@ -266,8 +266,8 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_asynchronous: b
     tables = [group.params[0].name for each in owners for group in each.groups if BY_ROWS in group.settings.extras]
     if tables:
         text = (
-            f"{where}.{name}() computes with {tables[0]}, which is looked up by rows: nothing gathers it. Shard that "
-            "embedding with fully_shard instead of embed_by_rows."
+            f"{where}.{name}() computes with {tables[0]}, which is looked up by rows: nothing gathers it. Leave "
+            "embed_by_rows out: fully_shard of a module around both gathers it."
         )
     elif "resize" in name:
         text = (

@@ -109,7 +109,7 @@ class JoinConsensus(Consensus):
         self._depth = 0
         # All ranks run the function `step`.
         self._is_in_step = False
-        # An optimizer steps, which all ranks call: ranks may communicate in it. It ends with the next phase if it raises.
+        # An optimizer steps, in which all ranks may communicate. If it raises, this ends with the next phase.
         self._is_optimizing = False
         self._is_serving = self._is_broken = self._is_closed = False
         self._gradients = HeldGradients(root)

@@ -73,7 +73,7 @@ class Setting:
             raise ValueError(
                 f"machines: expected 1 with replicas, with a wire_dtype, or with one rank on each, got {self.machines}"
             )
-        for name in ("checkpointing", "offload", "shard_at_rest", "offload_states", "beside_forward"):
+        for name in ("checkpointing", "offload", "shard_at_rest", "offload_states", "beside_forward", "cheapest_dims"):
             check_bool(name, getattr(self, name))
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
             raise TypeError(f"wire_dtype: expected a torch.dtype or None, got {self.wire_dtype!r}")
