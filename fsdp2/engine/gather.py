@@ -44,6 +44,14 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
+def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor over `buffer`'s storage with a version counter of its own: refilling it is no change to
+    autograd.
+    """
+    leaf = torch.empty(0, dtype=dtype, device=buffer.device)
+    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
+
+
 # Pairs of a target and a source.
 Copies = list[tuple[Tensor, Tensor]]
 

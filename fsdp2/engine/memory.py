@@ -18,8 +18,8 @@ from . import compat
 from .comm import Comm
 from .comm_memory import TORCH_MEMORY, CommMemory
 from .compat import storage_uses
-from .gather import Copies, GatherPlan, group_copies, own_storage_view, view_bytes
-from .layout import GatherLayout, contiguous_stride, gather_layout
+from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
+from .layout import GatherLayout, gather_layout
 from .streams import Transfer, Transfers, Work
 
 
@@ -123,8 +123,6 @@ class Memory:
             source = self._stage.memory
         if self.layout.aliased:
             self.unsharded = self.shards
-        # Compute dtype -> the memory of unsharded parameters in that dtype.
-        self._typed: dict[torch.dtype, Tensor] = {}
         self.storage = self.unsharded.untyped_storage()
         self.storage_id = compat.storage_id(self.unsharded)
         self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded, self._source)
@@ -132,14 +130,9 @@ class Memory:
             self._stage.free()
 
     def unsharded_parameter(self, i: int) -> Tensor:
-        """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon. It has a version
-        counter of its own: refilling the memory is no change to autograd.
-        """
-        spec, dtype = self.layout.specs[i], self.layout.specs[i].compute_dtype
-        if dtype not in self._typed:
-            self._typed[dtype] = self.unsharded.view(dtype)
-        first = self.layout.unsharded_offsets[i] // dtype.itemsize
-        return self._typed[dtype].as_strided(spec.shape, contiguous_stride(spec.shape), first).data
+        """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon."""
+        spec = self.layout.specs[i]
+        return leaf_over(self.unsharded, self.layout.unsharded_offsets[i], spec.shape, spec.compute_dtype)
 
     def hold(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""
