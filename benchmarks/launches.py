@@ -179,7 +179,8 @@ def _uncomputed(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
         (args, kwargs),
     )
     out = func(*args, **(kwargs | ({"device": torch.device("meta")} if "device" in kwargs else {})))
-    make = torch.zeros if out.numel() < _LITTLE_NBYTES else torch.empty
+    # Clones of unsharded parameters, by which a check sees whether they were written to, must be equal.
+    make = torch.zeros if out.numel() < _LITTLE_NBYTES or op_name(func) == "aten.clone" else torch.empty
     return make(out.shape, dtype=out.dtype)
 
 

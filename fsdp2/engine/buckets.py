@@ -120,7 +120,7 @@ def plan_buckets(
     policy: MixedPrecisionPolicy,
     sums_on_arrival: bool,
     trainable: tuple[int, ...],
-    device: torch.device,
+    cuts: Cuts,
     summed: tuple[Hashable, ...] = (),
     bucket_bytes: int | None = None,
 ) -> BucketPlan:
@@ -131,7 +131,7 @@ def plan_buckets(
     """
     dtypes = tuple(policy.gradient_dtype(spec.delivered_dtype) for spec in specs)
     codecs, of_sums = codecs_of(specs, policy, sums_on_arrival), codecs_of(specs, policy, as_computed=False)
-    buckets = tuple(find_buckets(specs, dtypes, codecs, trainable, device, summed, bucket_bytes))
+    buckets = tuple(find_buckets(specs, dtypes, codecs, trainable, cuts, summed, bucket_bytes))
     sent = sum(codecs[i].sent_nbytes(specs[i].shard_numel, dtypes[i]) for indices in buckets for i in indices)
     return BucketPlan(dtypes, codecs, of_sums, buckets, sent)
 
@@ -141,7 +141,7 @@ def find_buckets(
     reduce_dtypes: Sequence[torch.dtype],
     codecs: Sequence[Codec],
     trainable: Iterable[int],
-    device: torch.device,
+    cuts: Cuts,
     summed: Sequence[Hashable] = (),
     bucket_bytes: int | None = None,
 ) -> list[tuple[int, ...]]:
@@ -152,7 +152,7 @@ def find_buckets(
     """
     wire_dtypes = [codec.packed_dtype(dtype) for codec, dtype in zip(codecs, reduce_dtypes, strict=True)]
     kinds = [*zip(codecs, summed or repeat(None), strict=False)]
-    expected, cuts = sorted(trainable, reverse=True), cuts_on(device, specs[0].world_size if specs else 1)
+    expected = sorted(trainable, reverse=True)
     if bucket_bytes is not None:
         return split_buckets(specs, reduce_dtypes, kinds, expected, None, 0, bucket_bytes)
     are_sent = all(specs[i].arrives_in(wire_dtypes[i]) for i in expected)

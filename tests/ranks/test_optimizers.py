@@ -504,7 +504,7 @@ def test_a_whole_state_is_cut() -> None:
             assert all(each.untyped_storage().nbytes() == 8 * each.numel() for each in local), fqn
 
     check(scenario, world_size=2, name=tuple(OPTIMIZERS), way=("by the optimizer",))
-    check(scenario, name=("AdamW", "SGD one by one", "ASGD"), way=tuple(WAYS))
+    check(scenario, world_size=3, name=("AdamW", "SGD one by one", "ASGD"), way=tuple(WAYS))
 
 
 def test_a_state_that_is_distributed_stays_as_it_is() -> None:

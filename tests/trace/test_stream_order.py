@@ -702,6 +702,17 @@ def drops_inputs() -> Any:
     return mock.patch.object(PendingReduce, "__init__", forgetful)
 
 
+def follows_no_copy() -> Any:
+    """A user's all-gather does not wait for the copy into the memory that it is called with."""
+    begin = CustomComm.__init__
+
+    def make(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        self.follows_stream = True
+
+    return mock.patch.object(CustomComm, "__init__", make)
+
+
 def packs_too_early() -> Any:
     """Packing beside does not wait for the gradients."""
     ordered = streams.beside
@@ -763,7 +774,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] 
         run_program("bf16", Program.step),
     ),
     "a gather that does not follow its copy": (
-        lambda: mock.patch.object(CustomComm, "follows_stream", True),
+        follows_no_copy,
         "race",
         run_program("offload hsdp own", Program.step),
     ),
