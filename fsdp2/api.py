@@ -294,7 +294,7 @@ def embed_by_rows(
     found = shared_data_mesh(mesh, dp_mesh_dims)
     if found.replicas_may_grow:
         raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")
-    if found.mesh.ndim > len(found.shard_axes + found.replicate_axes):
+    if found.has_other_axes:
         raise NotImplementedError(
             f"embed_by_rows: dp_mesh_dims on a mesh with further axes, {found.mesh.mesh_dim_names}, is not supported: "
             "it takes axes of data parallelism only."

@@ -86,24 +86,20 @@ def _explain_dtypes(error: Exception) -> bool:
     """Returns True if it has explained the error of an optimizer whose gradients have another dtype than parameters."""
     optimizer = optimizer_that_calls()
     entries = [] if optimizer is None else optimizer.param_groups
-    params: list[Any] = [param for entry in entries for param in entry["params"] if param.grad is not None]
-    are_mixed = (each for each in params if isinstance(each, DTensor) and _grad_of(each).dtype != each.dtype)
-    mixed = next(are_mixed, None)
-    if mixed is None:
+    pairs = [(param, param.grad) for entry in entries for param in entry["params"] if param.grad is not None]
+    mixed = [pair for pair in pairs if isinstance(pair[0], DTensor) and pair[1].dtype != pair[0].dtype]
+    if not mixed:
         return False
+    param, gradient = mixed[0]
     first_line = str(error).splitlines()[0]
-    kind, dtype, of_gradient = type(optimizer).__name__, mixed.dtype, _grad_of(mixed).dtype
+    kind, dtype, of_gradient = type(optimizer).__name__, param.dtype, gradient.dtype
     error.args = (
-        f"{describe([mixed])}: {kind} can't combine a parameter of {dtype} with a gradient of {of_gradient}, sharded "
+        f"{describe([param])}: {kind} can't combine a parameter of {dtype} with a gradient of {of_gradient}, sharded "
         f"or not. Leave out what chooses {of_gradient} for gradients, MixedPrecisionPolicy(grad_dtype=) or the "
         f"parameter's grad_dtype; or keep the weights in {of_gradient}, and let them compute in {dtype}: "
         f"MixedPrecisionPolicy(param_dtype={dtype}, grad_dtype={of_gradient}). Torch says: {first_line}",
     )
     return True
-
-
-def _grad_of(param: Any) -> Any:
-    return param.grad
 
 
 def _explain_mixed(error: Exception, name: str, operands: Iterable[Any]) -> None:

@@ -87,6 +87,11 @@ def cuts_on(device: torch.device, world_size: int) -> Cuts:
     return Cuts(MAX_BUCKETS, MAX_BUCKETS_OF_COPIES, MIN_BUCKET_BYTES, 0, MIN_PIECE_BYTES, MAX_PIECES, MIN_PIECE_BYTES)
 
 
+def cuts_for(specs: Sequence[ParamSpec], device: torch.device) -> Cuts:
+    """Returns how the gradients of a group of these parameters are cut on `device`."""
+    return cuts_on(device, specs[0].world_size if specs else 1)
+
+
 def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[Codec, ...]:
     """Returns how gradients travel.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from . import compat, reduce
-from .buckets import Bucket, ReducePlan, cuts_on, plan_buckets
+from .buckets import Bucket, ReducePlan, cuts_for, plan_buckets
 from .codec import Codec, Encoder
 from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
@@ -241,7 +241,7 @@ class GroupGradients:
         for parameter in self._hooked:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
-        cuts = cuts_on(device, specs[0].world_size if specs else 1)
+        cuts = cuts_for(specs, device)
         which = self.reduction.shards.sums_on_arrival, tuple(trainable), cuts, tuple(self.summed_apart(specs))
         plan = plan_buckets(specs, policy, *which, self.group.settings.bucket_bytes)
         self._reduce_dtypes, self._codecs, self._codecs_of_sums = plan[:3]

@@ -24,12 +24,6 @@ def check_path(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a path, got {value!r}")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises TypeError if `value`, of the argument `name`, is no bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected a bool, got {value!r}")
-
-
 class NewFolder:
     """A folder beside `final`, in which files are written, and which takes its place then.
 

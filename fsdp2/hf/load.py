@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..shards.find import before_write, groups_managing, shards_of
-from ..shards.tensors import fqn, is_marked, mark, no_torch_function
+from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
-from .folders import check_flag, check_path
+from .folders import check_path
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
@@ -144,8 +144,8 @@ def load_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     check_path("folder", folder)
-    check_flag("strict", strict)
-    check_flag("convert", convert)
+    check_bool("strict", strict)
+    check_bool("convert", convert)
     if init is not None and not callable(init):
         raise TypeError(f"init: expected a function of a module, or None, got {init!r}")
     path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from ..shards.find import groups_managing
-from ..shards.tensors import bits_of, checksum, no_torch_function
+from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
-from .folders import NewFolder, check_flag, check_path
+from .folders import NewFolder, check_path
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas
@@ -88,7 +88,7 @@ def save_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     check_path("folder", folder)
-    check_flag("convert", convert)
+    check_bool("convert", convert)
     if names is not None and not isinstance(names, Mapping):
         raise TypeError(f"names: expected a dict of names, got {names!r}")
     if getattr(model, "peft_config", None) and names is None:

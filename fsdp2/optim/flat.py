@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..shards.tensors import no_torch_function, once
+from ..shards.tensors import check_bool, no_torch_function, once
 from . import compat
 from .late import LateParts
 from .probe import NotElementwiseError
@@ -87,8 +87,7 @@ def flatten_optimizer(
             `bucket_bytes` that are not positive.
     """
     for name, value in (("beside_forward", beside_forward), ("offload_states", offload_states)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {value!r}")
+        check_bool(name, value)
     check_bucket_bytes("bucket_bytes", bucket_bytes)
     if beside_forward and offload_states:
         raise ValueError(

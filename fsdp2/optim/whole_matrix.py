@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..shards.find import before_write
 from ..shards.runs import in_runs
-from ..shards.tensors import dtensor, local_if_any, spec_of
+from ..shards.tensors import check_bool, dtensor, local_if_any, spec_of
 from .cuts import Cut, Matrix, block_sizes, find_cut, find_matrices
 from .exchange import Exchange, check_alike, find_present
 from .plan import Member, Plan, make_plan
@@ -130,8 +130,7 @@ class WholeMatrixOptimizer(Optimizer):
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             check_number(name, value)
         for name, flag in (("nesterov", nesterov), ("offload_states", offload_states)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: expected a bool, got {flag!r}")
+            check_bool(name, flag)
         for name, function in (("learning_rate", learning_rate), ("cost", cost)):
             if not callable(function):
                 raise TypeError(f"{name}: expected a function, got {function!r}")

@@ -394,9 +394,7 @@ def plan(
         on_host = read_bytes("host_memory", host_memory)
 
         def row(setting: Setting) -> PlanRow:
-            wrapping = recorder.wrapping(_key_of(setting))
-            assert wrapping is not None, "it is possible"
-            return predictor.row(setting, wrapping, budget, kept, on_host)
+            return predictor.row(setting, recorder.wrapping_of(setting), budget, kept, on_host)
 
         possible = [*_possible(chosen, recorder, are_users=settings is not None)]
         if settings is None:
@@ -501,12 +499,17 @@ class _Recorder:
                 self._found[key] = self._change(name, count, by_rows)
         return self._found[key]
 
+    def wrapping_of(self, setting: Setting) -> _Wrapping:
+        """Returns the wrapping of a setting that the model can have."""
+        wrapping = self.wrapping(_key_of(setting))
+        assert wrapping is not None, "it is possible"
+        return wrapping
+
     def pads(self, setting: Setting) -> bool:
         """Returns True if gathers cost noticeably less along the cheapest dims: parameters have few rows for so many
         ranks. 64 experts among 512 ranks would be padded eightfold.
         """
-        wrapping, ranks = self.wrapping(_key_of(setting)), setting.num_at_rest
-        assert wrapping is not None, "it is possible"
+        wrapping, ranks = self.wrapping_of(setting), setting.num_at_rest
 
         def cost(cheapest_dims: bool) -> float:
             return sum(gather_cost(spec) for group in wrapping.groups for spec in group.specs(ranks, cheapest_dims))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..engine.layout import ParamSpec, param_spec
 from ..engine.parameter import grad_choice, with_grad_dtype
 from ..engine.policy import MixedPrecisionPolicy
-from ..tools.padding import cheapest_dim
+from ..tools.padding import cheapest_dim_of
 from .clocks import Machine
 from .device import DeviceOfSizes
 from .outline import Outline, RowShell, copy_grad_dtypes, outline_of
@@ -63,10 +63,8 @@ class PlannedGroup:
         """
         specs = []
         for p, dtype in zip(self.parameters, self.compute_dtypes, strict=True):
-            shape = tuple(p.shape)
-            may_choose = cheapest_dims and not self.by_rows and p.dim() > 0 and type(p.data) is Tensor
-            dim = cheapest_dim(shape, p.dtype, num_shards) if may_choose else 0
-            spec = param_spec(shape or (num_shards,), p.dtype, dtype, num_shards, dim, False)
+            dim = cheapest_dim_of(p, num_shards) if cheapest_dims and not self.by_rows else 0
+            spec = param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, dim, False)
             choice = grad_choice(p, self.policy.grad_dtype)
             specs.append(spec if choice is None else with_grad_dtype(spec, choice, self.policy))
         return tuple(specs)

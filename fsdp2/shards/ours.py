@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
-from ..engine.buckets import codecs_of, cuts_on, find_buckets
+from ..engine.buckets import codecs_of, cuts_for, find_buckets
 from ..engine.collectives import choice_of
 from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
@@ -468,7 +468,7 @@ def _reduce_padding(
     codecs = codecs_of(specs, policy, comm.sums_on_arrival)
     dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
     nbytes = padded_nbytes = 0
-    cuts = cuts_on(device, specs[0].world_size if specs else 1)
+    cuts = cuts_for(specs, device)
     for indices in find_buckets(specs, reduce_dtypes, codecs, trainable, cuts, summed_apart, bucket_bytes):
         first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
         codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]

@@ -29,6 +29,7 @@ from ..engine.nested import map_tensors, tensors_in
 from ..engine.once import once
 from ..engine.owners import some_of
 from ..engine.parameter import fqn
+from ..engine.policy import check_bool
 from ..engine.subclasses import is_packed
 from ..engine.user_code import hidden, hides_modes
 from ..features.module_repr import dtype_text
@@ -40,6 +41,7 @@ __all__ = [
     "align",
     "are_alike",
     "bits_of",
+    "check_bool",
     "checksum",
     "copy_all",
     "dtensor",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
 from ..shards.ranks import Axis, Purpose, all_reduce_over, sharding_axes
-from ..shards.tensors import local_of, no_torch_function, spec_of
+from ..shards.tensors import check_bool, local_of, no_torch_function, spec_of
 
 
 @torch.no_grad()
@@ -64,8 +64,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected a number above 0, got {norm_type!r}")
     if not limit >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
-    if not isinstance(error_if_nonfinite, bool):
-        raise TypeError(f"error_if_nonfinite: expected a bool, got {error_if_nonfinite!r}")
+    check_bool("error_if_nonfinite", error_if_nonfinite)
     if not isinstance(foreach, bool | None):
         raise TypeError(f"foreach: expected a bool or None, got {foreach!r}")
     one_by_one, given = foreach is False, _listed(parameters)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..shards.find import refuse_written
 from ..shards.protocol import ShardGroup, ShardParam
-from ..shards.tensors import hidden, untraced
+from ..shards.tensors import check_bool, hidden, untraced
 from .given_params import GivenParams
 from .unsharded_copies import UnshardedCopies
 
@@ -120,8 +120,7 @@ def _check(recurse: Any, writeback: Any, rank0_only: Any, offload_to_cpu: Any, d
     flags = {"recurse": recurse, "writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
     flags["with_grads"] = with_grads
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {value!r}")
+        check_bool(name, value)
     if not isinstance(dtype, (torch.dtype, type(None))):
         raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:

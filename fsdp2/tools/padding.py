@@ -81,14 +81,23 @@ def cheapest_placement(
     return partial(choose_placement, ranks)
 
 
+def cheapest_dim_of(parameter: Tensor, world_size: int) -> int:
+    """Returns the cheapest dim of a parameter that is no DTensor; 0 for scalars, and for tensor subclasses."""
+    if parameter.dim() == 0 or type(parameter.data) is not Tensor:
+        return 0
+    return cheapest_dim(tuple(parameter.shape), parameter.dtype, world_size)
+
+
 def choose_placement(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
     """Returns what `cheapest_placement` says of a parameter that these ranks shard. None: dim 0."""
-    data = local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
-    if parameter.dim() == 0 or type(data) is not Tensor:
+    if not isinstance(parameter, DTensor):
+        dim = cheapest_dim_of(parameter, ranks.size)
+        return Shard(dim) if dim else None
+    if parameter.dim() == 0 or type(local_of(parameter)) is not Tensor:
         return None
-    shape = _largest_local_shape(parameter) if isinstance(parameter, DTensor) else tuple(parameter.shape)
+    shape = _largest_local_shape(parameter)
     dims: Sequence[int] = range(len(shape))
-    if isinstance(parameter, DTensor) and len(ranks.shard_axes) > 1:  # several axes must cut it evenly
+    if len(ranks.shard_axes) > 1:  # several axes must cut it evenly
         dims = [dim for dim in dims if shape[dim] % ranks.size == 0] or [0]
     dim = cheapest_dim(shape, parameter.dtype, ranks.size, dims)
     return Shard(dim) if dim else None

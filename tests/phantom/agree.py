@@ -270,12 +270,18 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_out(description: str | None) -> Path:
+    """Returns the folder for recordings that the command line names."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the recordings, which are kept")
-    args = parser.parse_args()
-    record(args.out, CASES)
-    results = [compare(args.out, case) for case in CASES]
+    out: Path = parser.parse_args().out
+    return out
+
+
+def main() -> None:
+    out = read_out(__doc__)
+    record(out, CASES)
+    results = [compare(out, case) for case in CASES]
     print(table(results))
     for each in results:
         if not each.agrees:

@@ -6,7 +6,6 @@ A combination is a tuple of parts, each of which is something that a user can wr
 with fused AdamW, and replayed with a host that takes no time. Nothing was measured: README.md has the prices.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 import fsdp2
 
 from . import models, timeline
-from .agree import TOKENS, _loss
+from .agree import TOKENS, _loss, read_out
 from .prices import Machine
 from .run import run
 from .two_hops import FLOPS
@@ -212,12 +211,10 @@ def table_of_plans(out: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the recordings, which are kept")
-    args = parser.parse_args()
-    record(args.out, [(*case, parts) for case in CASES for parts in combinations(*case)])
+    out = read_out(__doc__)
+    record(out, [(*case, parts) for case in CASES for parts in combinations(*case)])
     for table in (table_of_steps, table_of_prices, table_of_plans):
-        print(table(args.out), end="\n\n", flush=True)
+        print(table(out), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

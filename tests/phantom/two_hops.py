@@ -7,7 +7,6 @@ the phantom has issued. Both have the same prices, by where the ranks of a colle
 2.11, which the phantom has, sorts the ranks of process groups: `record.py` says what stands in for their order.
 """
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ import fsdp2
 from fsdp2.planning.network import NCCL_LATENCY, Latency, Network, Ranks
 
 from . import models, timeline
-from .agree import LAYERS, SECONDS, TOKENS, _loss
+from .agree import LAYERS, SECONDS, TOKENS, _loss, read_out
 from .prices import Machine, Ring
 from .run import run
 
@@ -141,16 +140,14 @@ def seconds(model: str, ranks: int, cards: int, latency: float) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the recordings, which are kept")
-    args = parser.parse_args()
-    record(args.out)
+    out = read_out(__doc__)
+    record(out)
     print("| model | ranks | cards | latency | one hop, ms | k=8 | two hops | two hops, k=8 |\n|" + "---|" * 8)
     for model, ranks, cards in CASES:
         for name, factor in PRICES.items():
             with slow_rails() if name == "slow rails" else mock.MagicMock():
                 by_plan = {k: v * 1e3 for k, v in seconds(model, ranks, cards, factor).items()}
-                by_timeline = replayed(args.out, model, ranks, cards, factor)
+                by_timeline = replayed(out, model, ranks, cards, factor)
             bases = [times["one hop"] for times in (by_plan, by_timeline)]
             ratios = [
                 f"{by_plan[each] / bases[0]:.2f}, {by_timeline[each] / bases[1]:.2f}"

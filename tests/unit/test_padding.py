@@ -12,7 +12,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.alignment import BLOCKS, EXPERTS
 from fsdp2 import DataParallelMeshDims, cheapest_placement
-from fsdp2.engine.buckets import MAX_BUCKETS_OF_COPIES, MAX_PIECES, MIN_PIECE_BYTES, cuts_on, find_buckets, split_pieces
+from fsdp2.engine.buckets import (
+    MAX_BUCKETS_OF_COPIES,
+    MAX_PIECES,
+    MIN_PIECE_BYTES,
+    cuts_for,
+    find_buckets,
+    split_pieces,
+)
 from fsdp2.engine.codec import AS_IS, Cast
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.shards.ours import gathered_nbytes
@@ -32,7 +39,7 @@ def specs_of(name: str, world_size: int, stored: torch.dtype = F32) -> list[Para
 
 def reductions(specs: Sequence[ParamSpec], direct_min_bytes: int, wire: torch.dtype | None) -> Iterator:
     codecs = [AS_IS if wire in (None, F32) else Cast(wire)] * len(specs)
-    cuts = cuts_on(CPU, specs[0].world_size)
+    cuts = cuts_for(specs, CPU)
     for indices in find_buckets(specs, [F32] * len(specs), codecs, range(len(specs)), cuts):
         yield bucket_layout(specs, indices, F32, direct_min_bytes, wire)
 
@@ -88,7 +95,7 @@ def payloads(name: str, world_size: int) -> Iterator[tuple[int, int]]:
 def test_gradients_that_are_cast_are_sent_in_smaller_chunks(wire: torch.dtype, parts: int) -> None:
     """Of twelve equal matrices that compute in bf16; sent as they come, three at a time, else one by one."""
     specs = [ParamSpec((1024, 1024), F32, BF16, 8)] * 12
-    codecs, cuts = [AS_IS if wire == F32 else Cast(wire)] * 12, cuts_on(CPU, specs[0].world_size)
+    codecs, cuts = [AS_IS if wire == F32 else Cast(wire)] * 12, cuts_for(specs, CPU)
     buckets = find_buckets(specs, [F32] * 12, codecs, range(12), cuts)
     assert {len(bucket) for bucket in buckets} == {12 // parts}
     assert [i for bucket in buckets for i in bucket] == [*reversed(range(12))]
