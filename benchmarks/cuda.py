@@ -10,6 +10,7 @@ out.
 import argparse
 import gc
 import gzip
+import importlib
 import json
 import statistics
 import time
@@ -365,7 +366,7 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
         compute = min(interleave({"plain": plain}, rounds=3, warmup=2, measure=measure)["plain"])
         for speed in setup.gb_per_second:
             for latency in setup.latencies_us:
-                steps = {name: _OnWire(step, stage.wire, speed * 1e9, latency / 1e6) for name, step in models.items()}
+                steps = {name: OnWire(step, stage.wire, speed * 1e9, latency / 1e6) for name, step in models.items()}
                 times = interleave(steps, rounds=setup.rounds, warmup=1, measure=Timer(setup).time)
                 exposed = {name: statistics.median(times[name]) - min(free[name]) for name in models}
                 sent = {name: step.count() for name, step in steps.items()}
@@ -425,7 +426,7 @@ def _whole_step(model: Any, ids: Any, clip: Callable[..., object], optimizer: An
     optimizer.zero_grad()
 
 
-class _OnWire:
+class OnWire:
     """Is a step on a wire of some bandwidth in bytes a second, and latency in seconds."""
 
     def __init__(self, step: Call, wire: Wire, bandwidth: float, latency: float) -> None:
@@ -531,12 +532,20 @@ def measure_compiled(setup: Setup) -> Iterator[Row]:
 # ---- all
 
 
+def _measure_later(name: str, setup: Setup) -> Iterator[Row]:
+    """Calls a function of cuda_schedules.py, which imports this module."""
+    found: Iterator[Row] = getattr(importlib.import_module("benchmarks.cuda_schedules"), name)(setup)
+    return found
+
+
 PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
     "calls": measure_calls,
     "memory": measure_memory,
     "time": measure_time,
     "exposed": measure_exposed,
     "captured": measure_captured,
+    "schedules": partial(_measure_later, "measure_schedules"),
+    "beside": partial(_measure_later, "measure_beside"),
     "kernels": measure_kernels,
     "compiled": measure_compiled,
     "batches": lambda setup: batch_rows(setup.gpts, setup.device),

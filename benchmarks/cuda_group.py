@@ -92,7 +92,7 @@ def measure_clock(cycles: int = 100_000_000) -> float:
 
 
 class WireGroup(dist.ProcessGroup):
-    """Sends all-gathers, reduce-scatters and all-reduces over the wire."""
+    """Sends all-gathers, reduce-scatters, all-reduces and all-to-alls over the wire."""
 
     wire: Wire
 
@@ -126,10 +126,31 @@ class WireGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], *options: Any) -> WireWork:
         return self._send(tensors, options, lambda: None, times=2)
 
+    def _exchange(
+        self, output: Tensor, source: Tensor, received: list[int], sent: list[int], *options: Any
+    ) -> WireWork:
+        """Fills the output with what this rank sends to itself, over and over. It does so also where nothing else is
+        moved, because what comes may be numbers that the host reads, or indices.
+        """
+        own = source.tensor_split(self.size())[0] if not sent else source[: sent[0]]
+
+        def move() -> None:
+            if len(own):
+                output.copy_(torch.cat([own] * -(-len(output) // len(own)))[: len(output)])
+            else:
+                output.zero_()
+
+        moves, self.wire.moves = self.wire.moves, True
+        try:
+            return self._send([source], options, move)
+        finally:
+            self.wire.moves = moves
+
     # Old and new names of the same call; torch uses one or the other, by version.
     _allgather_base = all_gather_single = _gather_one
     _reduce_scatter_base = reduce_scatter_single = _reduce_one
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_all
+    alltoall_base = all_to_all_single = _exchange
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _reduce_all
 
 

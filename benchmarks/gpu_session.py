@@ -11,6 +11,7 @@ exceeds it is killed, with all processes that it has started, and the next part 
     nccl-2     75 s  tests/cuda/ranks_program.py on two ranks of NCCL that share the GPU: NCCL's sums, grouped calls,
                      gathers in place, offload
     nccl-4     45 s  the same on four, if two took less than 30 s: HSDP of two by two
+    registered 25 s  two ranks of NCCL whose collectives run in memory that it registers
     tests      60 s  tests/cuda: captured steps, pinned copies, waits of the host
     models     60 s  tests/cuda/real_models.py: models of transformers and timm on two ranks of NCCL
     example    40 s  examples/train_gpt.py as it is
@@ -19,6 +20,8 @@ exceeds it is killed, with all processes that it has started, and the next part 
     time      110 s  a step on a wire that takes no time, as it is, with fewer buckets, and torch's FSDP2: how gradients
                      should be cut, and the host's time
     captured   40 s  a step with clipping and AdamW as a CUDA graph: the device's time without the host's
+    schedules  80 s  whole steps with packing beside, late steps, embedding by rows, alone and together
+    beside     25 s  what kernels on two streams cost each other: the price that simulated schedules depend on
     exposed   100 s  steps on wires of 50 and 450 GB/s, at 20 us a collective: what is hidden
     kernels    25 s  ways to pack gradients, and AdamW
     compiled   50 s  blocks compiled by inductor: last, because it may fail
@@ -60,7 +63,10 @@ SECONDS = 555.0  # of ten minutes, with the time that the machine takes to begin
 # With less time left than this, no part begins: it takes as long to import torch and to find the GPU.
 LEAST_S = 10.0
 # fsdp2 is compared with all others, of which torch's FSDP2 and the plain model come last.
-COLUMNS = ("fsdp2", "fsdp2, a graph", "more buckets", "1 piece", "fsdp1", "ddp", "torch", "plain")
+COLUMNS = (
+    *("fsdp2", "fsdp2, a graph", "more buckets", "1 piece", "packing", "flat", "late", "rows", "late, rows, packing"),
+    *("fsdp1", "ddp", "torch", "plain"),
+)
 _TAIL_LINES, _TAIL_LINES_OF_FAILED = 5, 40
 
 
@@ -84,7 +90,7 @@ class Facts:
 
     @property
     def checker(self) -> tuple[str, ...]:
-        """Arguments of Python before those that name a program which compares values."""
+        """Arguments of Python before those that name a program which reads values."""
         return ("-m", "phantom.unchecked") if self.is_unchecked else ()
 
 
@@ -111,14 +117,16 @@ def _measure(part: str) -> Callable[[Facts], Sequence[str]]:
     def command(facts: Facts) -> Sequence[str]:
         dry = ("--dry",) if facts.is_dry else ()
         files = ("--files", str(facts.files))
-        return ("-m", "benchmarks.cuda", part, str(facts.rows), "--device", facts.kind, *files, *dry)
+        return (*facts.checker, "-m", "benchmarks.cuda", part, str(facts.rows), "--device", facts.kind, *files, *dry)
 
     return command
 
 
-def _on_ranks(size: int, program: str = "tests/cuda/ranks_program.py") -> Callable[[Facts], Sequence[str]]:
+def _on_ranks(
+    size: int, program: str = "tests/cuda/ranks_program.py", *options: str
+) -> Callable[[Facts], Sequence[str]]:
     launch = ("-m", "benchmarks.gpu_ranks", str(size))
-    return lambda facts: (*launch, *facts.checker, program, facts.kind)
+    return lambda facts: (*launch, *facts.checker, program, facts.kind, *options)
 
 
 def _run_tests(facts: Facts) -> Sequence[str]:
@@ -155,6 +163,7 @@ PARTS: dict[str, Part] = {
     "ways": Part(60, lambda facts: (*facts.checker, "tests/one_of_many.py", facts.kind)),
     "nccl-2": Part(75, _on_ranks(2), environment=_nccl_log),
     "nccl-4": Part(45, _on_ranks(4), environment=_nccl_log, why_not=_if_two_ranks_were_fast),
+    "registered": Part(25, _on_ranks(2, "tests/cuda/ranks_program.py", "registered"), environment=_nccl_log),
     "tests": Part(60, _run_tests),
     "models": Part(60, _on_ranks(2, "tests/cuda/real_models.py")),
     "example": Part(40, _run_example),
@@ -162,6 +171,8 @@ PARTS: dict[str, Part] = {
     "memory": Part(120, _measure("memory")),
     "time": Part(110, _measure("time")),
     "captured": Part(40, _measure("captured")),
+    "schedules": Part(80, _measure("schedules")),
+    "beside": Part(25, _measure("beside")),
     "exposed": Part(100, _measure("exposed")),
     "kernels": Part(25, _measure("kernels")),
     "compiled": Part(50, _measure("compiled")),

@@ -30,6 +30,7 @@ from benchmarks.cuda_group import start_wire_group
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, flatten_optimizer, fully_shard
 from fsdp2.codecs import Float8
+from fsdp2.engine.write_notices import notices
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -59,6 +60,7 @@ class Way:
     beside: bool = False
     coarse: bool = False
     flat: bool = False
+    flat_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -72,6 +74,10 @@ def recomputed(use_reentrant: bool) -> Callable[[Any], None]:
             block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=use_reentrant)
 
     return prepare
+
+
+def packs_beside(model: Any) -> None:
+    model.set_packing_beside(True)
 
 
 WAYS: dict[str, Way] = {
@@ -92,6 +98,17 @@ WAYS: dict[str, Way] = {
     "weights in fp8": Way({"mp_policy": replace(BF16, gather_codec=Float8())}, coarse=True),
     "flat AdamW": Way(flat=True),
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
+    "packed beside": Way(after=packs_beside),
+    "bf16/fp32 packed beside": Way({"mp_policy": BF16}, after=packs_beside),
+    "bf16/fp32 packed beside, in pieces": Way({"mp_policy": BF16}, in_pieces=True, after=packs_beside),
+    "packed beside, accumulated": Way({"mp_policy": BF16}, micro_batches=3, after=packs_beside),
+    "packed beside, on a stream of its own": Way({"mp_policy": BF16}, beside=True, after=packs_beside),
+    "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),
+    "flat AdamW, states on the CPU": Way(flat=True, flat_options={"offload_states": True}),
+    "flat AdamW beside forward": Way(flat=True, flat_options={"beside_forward": True}),
+    "flat AdamW beside forward, packed beside": Way(
+        flat=True, flat_options={"beside_forward": True}, after=packs_beside
+    ),
     "offloaded": Way({"offload_policy": CPUOffloadPolicy()}),
     "offloaded, pageable": Way({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "offloaded, bf16/fp32 in pieces": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": BF16}, in_pieces=True),
@@ -166,7 +183,10 @@ def _train(kind: str, size: int, way: Way) -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     if way.flat:
         optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=kind == "cuda") for each in (plain, model)]
-        flatten_optimizer(optimizers[1])
+        if "beside_forward" in way.flat_options:
+            # torch before 2.13 tells of no writes to gradients, of which there are none here.
+            notices.sees_operations = True
+        flatten_optimizer(optimizers[1], **way.flat_options)
     if way.in_backward:
         model.set_optimizer_in_backward(optimizers[1])
     for step in range(STEPS):
@@ -186,6 +206,10 @@ def _train(kind: str, size: int, way: Way) -> None:
         for optimizer in optimizers[: 1 if way.in_backward else 2]:
             optimizer.step()
             optimizer.zero_grad()
+        if (
+            kind == "cuda" and way.flat_options
+        ):  # with torch before 2.13 what reads a parameter does not wait for a late step
+            torch.cuda.synchronize()
         _compare(plain, model, step, way, gradients=False)
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/cuda/ranks_program.py cuda
     python -m benchmarks.gpu_ranks 2 tests/cuda/ranks_program.py cuda      # ranks share a GPU if there is one only
 
-With `cpu` in place of `cuda` it runs on gloo, which tries the program itself.
+With `cpu` in place of `cuda` it runs on gloo, which tries the program itself. With `registered` behind it the memory of
+collectives comes from NCCL.
 """
 
 import copy
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from cut_gradients import cut_gradients  # noqa: E402
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard  # noqa: E402
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, embed_by_rows, fully_shard  # noqa: E402
 from fsdp2.codecs import Float8, Int8  # noqa: E402
 from helpers import assert_same  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
@@ -33,16 +34,29 @@ COARSE = {"rtol": 0.2, "atol": 5e-2}
 CYCLES = 20_000_000  # some milliseconds of a GPU's clock
 
 
-def train(kind: str, size: int, *, tolerance: dict[str, float], prepare: Callable[[Any], None], **options: Any) -> None:
+def train(
+    kind: str,
+    size: int,
+    *,
+    tolerance: dict[str, float],
+    prepare: Callable[[Any], None],
+    after: Callable[[Any], None],
+    by_rows: bool = False,
+    **options: Any,
+) -> None:
     """Takes three steps, and compares each rank's shards of the gradients with those of the whole batch."""
     torch.manual_seed(0)
     plain = TinyGPT(dim=96, depth=3)
     model = copy.deepcopy(plain)
     plain, rows = plain.to(kind), 2 * size
     prepare(model)
+    if by_rows:
+        names = ("mesh", "mp_policy", "dp_mesh_dims")
+        embed_by_rows(model.embed, **{name: options[name] for name in names if name in options})
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    after(model)
     for seed in range(3):
         batch = plain.example(rows=rows, seed=seed)
         mean_loss(plain(batch.to(kind))).backward()
@@ -70,6 +84,21 @@ def recomputed(model: Any) -> None:
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
 
 
+def packs_beside(model: Any) -> None:
+    model.set_packing_beside(True)
+
+
+def registered(model: Any) -> None:
+    """Gathers and reduces in memory that NCCL registers."""
+    model.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def symmetric(model: Any) -> None:
+    """Gathers and sums in torch's symmetric memory."""
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_symm_mem_for_comm()
+
+
 def small_pieces(_: Any) -> None:
     """From now on gradients travel one by one, in pieces, as large ones do."""
     cut_gradients(1, 1024)
@@ -95,6 +124,9 @@ def main() -> None:
         "recomputed": {"tolerance": EXACT, "prepare": recomputed},
         "offloaded": {"tolerance": EXACT, "offload_policy": offload},
         "replicated": {"tolerance": EXACT, "mesh": init_device_mesh(kind, (size, 1), mesh_dim_names=("dp", "shard"))},
+        "packed beside": {"tolerance": ROUNDED, "mp_policy": BF16, "after": packs_beside},
+        "embedding by rows": {"tolerance": EXACT, "by_rows": True},
+        "embedding by rows, bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16, "by_rows": True},
         "in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "prepare": small_pieces},
         "offloaded in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "offload_policy": offload},
     }
@@ -104,9 +136,14 @@ def main() -> None:
         at_rest = DataParallelMeshDims(shard="shard", shard_at_rest="replicate")
         ways["replicas share what rests"] = {"tolerance": EXACT, "mesh": hsdp, "dp_mesh_dims": at_rest}
         ways["HSDP, bf16/fp32"] = {"tolerance": ROUNDED, "mesh": hsdp, "mp_policy": BF16}
+        ways["HSDP, embedding by rows"] = {"tolerance": EXACT, "mesh": hsdp, "by_rows": True}
+    if sys.argv[2:] == ["registered"]:
+        ways = {
+            each.__name__: {"tolerance": ROUNDED, "mp_policy": BF16, "after": each} for each in (registered, symmetric)
+        }
     for way, options in ways.items():
         mesh = {} if "mesh" in options else {"mesh": init_device_mesh(kind, (size,))}
-        train(kind, size, **{"prepare": as_it_is, **mesh, **options})
+        train(kind, size, **{"prepare": as_it_is, "after": as_it_is, **mesh, **options})
         if dist.get_rank() == 0:
             print(way, "as the plain model", flush=True)
     # The first rank holds the store, by which a late one may still have to find others: on a phantom nobody waits.

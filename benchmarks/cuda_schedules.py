@@ -1,0 +1,224 @@
+"""Measures schedules that a user can choose, alone and together, and what kernels on two streams cost each other.
+
+Steps are some in a row, so that what a step leaves for the next one is done beside it, and counts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import fsdp2
+from fsdp2.engine.write_notices import notices
+
+from .cuda import WARM_UP, OnWire, Setup, Stage, fill_cache, free_memory
+from .cuda_models import make_ids
+from .report import Row, timed_row
+from .timing import Call, interleave, repeat
+
+RANKS, BLOCKS = 8, 8
+IN_A_ROW = 4
+NVLINK, LATENCY_US = 370, 20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Says which schedules a model has.
+
+    Args:
+        flat: the optimizer steps on whole groups.
+        late: it does so beside the next forward.
+        rows: the embedding is looked up by rows.
+        packing: gradients are packed on a stream beside.
+        offloaded: the states of the optimizer rest on the CPU.
+    """
+
+    flat: bool = False
+    late: bool = False
+    rows: bool = False
+    packing: bool = False
+    offloaded: bool = False
+
+
+# The last one is what the others are compared with.
+SCHEDULES: dict[str, Parts | None] = {
+    "fsdp2": Parts(),
+    "packing": Parts(packing=True),
+    "flat": Parts(flat=True),
+    "late": Parts(flat=True, late=True),
+    "rows": Parts(rows=True),
+    "late, rows, packing": Parts(flat=True, late=True, rows=True, packing=True),
+    "states on the CPU": Parts(flat=True, offloaded=True),
+    "torch": None,
+}
+
+
+def measure_schedules(setup: Setup) -> Iterator[Row]:
+    """Measures whole steps, with fused AdamW, of eight blocks on 8 ranks, where an optimizer has much to do: on a wire
+    that takes no time, and on one as fast as NVLink.
+    """
+    label, shape = [*setup.llamas.items()][-1]
+    shape = replace(shape, blocks=min(shape.blocks, BLOCKS))
+    setup = replace(setup, world_size=min(setup.world_size, RANKS))
+    # torch 2.11 tells of no writes to gradients, of which there are none here; a late step asks for that.
+    notices.sees_operations = True
+    stage = Stage(setup, shape)
+    fill_cache(setup)
+    steps = {name: _build(stage, name, parts) for name, parts in SCHEDULES.items()}
+    for name, step in steps.items():
+        repeat(WARM_UP, step)
+        setup.synchronise()
+        print(f"{name} has warmed up", flush=True)
+    setting = f"{label}, {shape.blocks} blocks, {shape.tokens} tokens, N={setup.world_size}"
+    measure = partial(_time_of_a_row, setup)
+    yield timed_row("cuda", "whole step ms", setting, interleave(steps, rounds=setup.rounds, warmup=1, measure=measure))
+    on_wire = {name: OnWire(step, stage.wire, NVLINK * 1e9, LATENCY_US / 1e6) for name, step in steps.items()}
+    times = interleave(on_wire, rounds=setup.rounds, warmup=1, measure=measure)
+    yield timed_row("cuda", "whole step ms", f"{setting}, {NVLINK} GB/s, {LATENCY_US} us", times)
+    del steps, on_wire
+    stage.close()
+
+
+def _build(stage: Stage, name: str, parts: Parts | None) -> Call:
+    """Returns a whole step of a new model."""
+    is_by_rows = parts is not None and parts.rows
+    prepare: Callable[[Any], object] = partial(_by_rows, stage) if is_by_rows else lambda model: None
+    model = stage.build_model("torch" if parts is None else "fsdp2", prepare)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if parts is not None:
+        model.set_packing_beside(parts.packing)
+        if parts.flat:
+            fsdp2.flatten_optimizer(optimizer, beside_forward=parts.late, offload_states=parts.offloaded)
+    ids = make_ids(stage.shape.vocab, 1, stage.shape.tokens, stage.setup.device)
+
+    def step() -> None:
+        F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _by_rows(stage: Stage, model: Any) -> None:
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fsdp2.embed_by_rows(model.embedding, mesh=stage.mesh, mp_policy=policy)
+
+
+def _time_of_a_row(setup: Setup, step: Call) -> float:
+    """Returns the ms of a step among some in a row: from the end of the first to that of the last."""
+    setup.synchronise()
+    step()
+    begin = _now(setup)
+    repeat(IN_A_ROW, step)
+    end = _now(setup)
+    setup.synchronise()
+    return float(begin.elapsed_time(end)) / IN_A_ROW
+
+
+class _Clock:
+    """Stands in for an event, where there is no device."""
+
+    def __init__(self) -> None:
+        from time import perf_counter
+
+        self.seconds = perf_counter()
+
+    def elapsed_time(self, end: "_Clock") -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+def _now(setup: Setup) -> Any:
+    if not setup.is_cuda:
+        return _Clock()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+# ---- beside
+
+
+def measure_beside(setup: Setup) -> Iterator[Row]:
+    """Measures what kernels on two streams cost each other.
+
+    The price of B beside A is how much longer both take together than the longer one alone, in shares of the shorter
+    one: 0 if it is done for nothing, 1 if they take turns.
+    """
+    if not setup.is_cuda:
+        return
+    work = _works(setup)
+    alone = {name: _ms_of(setup, (call,)) for name, call in work.items()}
+    for first in ("products", "attention"):
+        prices = {}
+        for second in ("packing", "AdamW", "casts", "spin"):
+            # The second is repeated until it takes about half as long as the first.
+            times = max(1, round(alone[first] / 2 / alone[second]))
+            repeated = partial(repeat, times, work[second])
+            shorter, longer = sorted((_ms_of(setup, (repeated,)), alone[first]))
+            prices[second] = (_ms_of(setup, (work[first], repeated)) - longer) / shorter
+        yield Row("cuda", "price of kernels beside", f"of {first}, {alone[first]:.2f} ms", prices)
+    yield Row("cuda", "ms alone", "kernels beside", alone)
+    del work
+    free_memory(setup)
+
+
+def _works(setup: Setup) -> dict[str, Call]:
+    """Returns kernels as a block of Llama 8B has them, in about the time that one takes."""
+    device, bf16 = setup.device, torch.bfloat16
+    x, w = (torch.randn(size, device=device, dtype=bf16) * 0.02 for size in ((4096, 4096), (4096, 14336)))
+    y = torch.empty(4096, 14336, device=device, dtype=bf16)
+    q, k, v = (torch.randn(1, 32, 4096, 128, device=device, dtype=bf16) for _ in range(3))
+    gradients = [torch.randn(14336, 4096, device=device, dtype=bf16) for _ in range(3)]
+    packed = torch.empty(RANKS, sum(each.numel() for each in gradients) // RANKS, device=device)
+    shards = [torch.randn(27_000_000, device=device) for _ in range(4)]
+    master = torch.nn.Parameter(shards[0])
+    master.grad = shards[1]
+    optimizer = torch.optim.AdamW([master], lr=1e-5, fused=True)
+    small, large = torch.empty(27_000_000, device=device, dtype=bf16), shards[2]
+
+    def products() -> None:
+        for _ in range(12):
+            torch.mm(x, w, out=y)
+
+    def attention() -> None:
+        for _ in range(6):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def packing() -> None:
+        torch._chunk_cat(gradients, 0, RANKS, out=packed)
+
+    def spin() -> None:
+        torch.cuda._sleep(200_000)
+
+    return {
+        "products": products,
+        "attention": attention,
+        "packing": packing,
+        "AdamW": optimizer.step,
+        "casts": lambda: small.copy_(large),
+        "spin": spin,
+    }
+
+
+def _ms_of(setup: Setup, calls: tuple[Call, ...]) -> float:
+    """Returns the median time of calls that run at once, each on a stream of its own: all is issued beforehand."""
+    streams = [torch.cuda.Stream() for _ in calls]
+    found = []
+    for _ in range(setup.rounds):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10_000_000)
+        begin = _now(setup)
+        for stream, call in zip(streams, calls, strict=True):
+            stream.wait_event(begin)
+            with torch.cuda.stream(stream):
+                call()
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        end = _now(setup)
+        torch.cuda.synchronize()
+        found.append(float(begin.elapsed_time(end)))
+    return median(found[2:] or found)
