@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from .libraries import Library
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat
 
+NVLINK = 370  # GB/s
 WARM_UP = 4  # the next three steps are not among those at which checks are due, also after each further 4 + 3 steps
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
@@ -388,8 +389,9 @@ def measure_captured(setup: Setup) -> Iterator[Row]:
         fill_cache(setup)
         stage.wire.moves = False
         steps: dict[str, Call] = {}
+        models: dict[str, Any] = {}
         for name in setup.names:
-            model = stage.build_model(name)
+            models[name] = model = stage.build_model(name)
             if name == "fsdp2":
                 model.set_keep_unsharded_storage(True)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setup.is_cuda)
@@ -399,17 +401,35 @@ def measure_captured(setup: Setup) -> Iterator[Row]:
             steps[name] = partial(_whole_step, model, stage.ids, clip, optimizer)
             repeat(WARM_UP, steps[name])
         if setup.is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            stage.wire.settle()
-            with torch.cuda.graph(graph):
-                steps["fsdp2"]()
-            stage.wire.settle()
-            steps["fsdp2, a graph"] = graph.replay
+            steps["fsdp2, a graph"] = _capture(steps["fsdp2"], stage.wire)
         timer = Timer(setup)
         times = interleave(steps, rounds=setup.rounds, warmup=1, measure=timer.time)
         yield timed_row("cuda", "step ms with clipping and AdamW", setting, times)
         yield from timer.rows(steps, "ms with clipping and AdamW", setting, setup.rounds)
-        del steps, timer, model, optimizer
+        if setup.is_cuda:
+            graphs: dict[str, Call] = {}
+            wires = {"no wire": None, f"{NVLINK} GB/s": NVLINK * 1e9}
+            for (wire, bandwidth), packs in product(wires.items(), (False, True)):
+                models["fsdp2"].set_packing_beside(packs)
+                stage.wire.bandwidth, stage.wire.latency = bandwidth, setup.latencies_us[-1] / 1e6
+                repeat(WARM_UP, steps["fsdp2"])
+                graphs[f"{wire}{', packing beside' * packs}"] = _capture(steps["fsdp2"], stage.wire)
+            stage.wire.bandwidth = None
+            times = interleave(graphs, rounds=setup.rounds, warmup=1, measure=timer.time)
+            about = f"{setting}, {setup.latencies_us[-1]} us where there is a wire"
+            yield timed_row("cuda", "step ms with clipping and AdamW, a graph", about, times)
+            del graphs
+        del steps, timer, models, model, optimizer
+
+
+def _capture(step: Call, wire: Wire) -> Call:
+    """Returns the replay of a step, which has run before."""
+    graph = torch.cuda.CUDAGraph()
+    wire.settle()
+    with torch.cuda.graph(graph):
+        step()
+    wire.settle()
+    return graph.replay
 
 
 def _flatten(optimizer: torch.optim.Optimizer) -> None:

@@ -21,8 +21,9 @@ from .report import Row, timed_row
 from .timing import Call, interleave, repeat
 
 RANKS, BLOCKS = 8, 8
-IN_A_ROW = 4
-NVLINK, LATENCY_US = 370, 20
+IN_A_ROW, ROUNDS = 3, 5
+WIRES = (370, 50)  # GB/s
+LATENCY_US = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ SCHEDULES: dict[str, Parts | None] = {
 
 def measure_schedules(setup: Setup) -> Iterator[Row]:
     """Measures whole steps, with fused AdamW, of eight blocks on 8 ranks, where an optimizer has much to do: on a wire
-    that takes no time, and on one as fast as NVLink.
+    as fast as NVLink, on one as fast as a card, and on one that takes no time.
     """
     label, shape = [*setup.llamas.items()][-1]
     shape = replace(shape, blocks=min(shape.blocks, BLOCKS))
@@ -75,10 +76,13 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
         print(f"{name} has warmed up", flush=True)
     setting = f"{label}, {shape.blocks} blocks, {shape.tokens} tokens, N={setup.world_size}"
     measure = partial(_time_of_a_row, setup)
-    yield timed_row("cuda", "whole step ms", setting, interleave(steps, rounds=setup.rounds, warmup=1, measure=measure))
-    on_wire = {name: OnWire(step, stage.wire, NVLINK * 1e9, LATENCY_US / 1e6) for name, step in steps.items()}
-    times = interleave(on_wire, rounds=setup.rounds, warmup=1, measure=measure)
-    yield timed_row("cuda", "whole step ms", f"{setting}, {NVLINK} GB/s, {LATENCY_US} us", times)
+    rounds = min(setup.rounds, ROUNDS)
+    for speed in WIRES:
+        on_wire = {name: OnWire(step, stage.wire, speed * 1e9, LATENCY_US / 1e6) for name, step in steps.items()}
+        times = interleave(on_wire, rounds=rounds, warmup=1, measure=measure)
+        yield timed_row("cuda", "whole step ms", f"{setting}, {speed} GB/s, {LATENCY_US} us", times)
+    times = interleave(steps, rounds=rounds, warmup=1, measure=measure)
+    yield timed_row("cuda", "whole step ms", setting, times)
     del steps, on_wire
     stage.close()
 
@@ -164,6 +168,34 @@ def measure_beside(setup: Setup) -> Iterator[Row]:
     yield Row("cuda", "ms alone", "kernels beside", alone)
     del work
     free_memory(setup)
+    yield Row("cuda", "GB/s of copies", "page-locked, 1 GiB each", _copies(setup))
+    yield Row("cuda", "TFLOP/s of products", "8192, 8192, 8192", _products(setup))
+
+
+def _copies(setup: Setup) -> dict[str, float]:
+    """Returns the GB/s of copies from and to the host, one way, and of each where both go at once."""
+    nbytes = 2**30
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(nbytes, dtype=torch.uint8, device=setup.device) for _ in range(2)]
+    to_device = partial(devices[0].copy_, hosts[0], non_blocking=True)
+    to_host = partial(hosts[1].copy_, devices[1], non_blocking=True)
+    ways = {"to the device": (to_device,), "to the host": (to_host,), "each, both at once": (to_device, to_host)}
+    return {name: nbytes / _ms_of(setup, calls) / 1e6 for name, calls in ways.items()}
+
+
+def _products(setup: Setup) -> dict[str, float]:
+    """Returns the TFLOP/s of a matrix product in each precision."""
+    found = {}
+    for name, dtype, precision in (
+        ("bf16", torch.bfloat16, "highest"),
+        ("fp32", torch.float32, "highest"),
+        ("TF32", torch.float32, "high"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        x = torch.randn(8192, 8192, device=setup.device, dtype=dtype)
+        found[name] = 2 * 8192**3 / _ms_of(setup, (partial(torch.mm, x, x),)) / 1e9
+    torch.set_float32_matmul_precision("highest")
+    return found
 
 
 def _works(setup: Setup) -> dict[str, Call]:

@@ -65,7 +65,7 @@ LEAST_S = 10.0
 # fsdp2 is compared with all others, of which torch's FSDP2 and the plain model come last.
 COLUMNS = (
     *("fsdp2", "fsdp2, a graph", "more buckets", "1 piece", "packing", "flat", "late", "rows", "late, rows, packing"),
-    *("fsdp1", "ddp", "torch", "plain"),
+    *("states on the CPU", "fsdp1", "ddp", "torch", "plain"),
 )
 _TAIL_LINES, _TAIL_LINES_OF_FAILED = 5, 40
 
