@@ -15,15 +15,15 @@ import torch.nn.functional as F
 import fsdp2
 from fsdp2.engine.write_notices import notices
 
-from .cuda import WARM_UP, OnWire, Setup, Stage, fill_cache, free_memory
+from .cuda import NVLINK, WARM_UP, OnWire, Setup, Stage, count_calls, fill_cache, free_memory
 from .cuda_models import make_ids
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat
 
 RANKS, BLOCKS = 8, 8
-IN_A_ROW, ROUNDS = 3, 5
-WIRES = (370, 50)  # GB/s
-LATENCY_US = 20
+IN_A_ROW, LATENCY_US = 3, 20
+# GB/s -> rounds, of which a slow wire has few; None: collectives take no time.
+WIRES = {370: 5, None: 5, 50: 2}
 
 
 @dataclass(frozen=True)
@@ -65,30 +65,39 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
     label, shape = [*setup.llamas.items()][-1]
     shape = replace(shape, blocks=min(shape.blocks, BLOCKS))
     setup = replace(setup, world_size=min(setup.world_size, RANKS))
-    # torch 2.11 tells of no writes to gradients, of which there are none here; a late step asks for that.
-    notices.sees_operations = True
     stage = Stage(setup, shape)
     fill_cache(setup)
-    steps = {name: _build(stage, name, parts) for name, parts in SCHEDULES.items()}
+    built = {name: _build(stage, name, parts) for name, parts in SCHEDULES.items()}
+    steps = {name: step for name, (step, _) in built.items()}
+    optimizers = {name: optimizer for name, (_, optimizer) in built.items()}
     for name, step in steps.items():
         repeat(WARM_UP, step)
         setup.synchronise()
         print(f"{name} has warmed up", flush=True)
+    late = [name for name, parts in SCHEDULES.items() if parts is not None and parts.late]
+    for name in late if setup.is_cuda else ():
+        taken = vars(optimizers[name])["_fsdp2_flat_steps"].late.taken
+        print(f"{name}: {taken} steps were late")
+        assert taken > 0, f"{name} has no late steps: this would measure others"
     setting = f"{label}, {shape.blocks} blocks, {shape.tokens} tokens, N={setup.world_size}"
     measure = partial(_time_of_a_row, setup)
-    rounds = min(setup.rounds, ROUNDS)
-    for speed in WIRES:
-        on_wire = {name: OnWire(step, stage.wire, speed * 1e9, LATENCY_US / 1e6) for name, step in steps.items()}
-        times = interleave(on_wire, rounds=rounds, warmup=1, measure=measure)
-        yield timed_row("cuda", "whole step ms", f"{setting}, {speed} GB/s, {LATENCY_US} us", times)
-    times = interleave(steps, rounds=rounds, warmup=1, measure=measure)
-    yield timed_row("cuda", "whole step ms", setting, times)
-    del steps, on_wire
+    for speed, rounds in WIRES.items():
+        bandwidth, latency = (None, 0.0) if speed is None else (speed * 1e9, LATENCY_US / 1e6)
+        on_wire = {name: OnWire(step, stage.wire, bandwidth, latency) for name, step in steps.items()}
+        times = interleave(on_wire, rounds=min(setup.rounds, rounds), warmup=1, measure=measure)
+        where = setting if speed is None else f"{setting}, {speed} GB/s, {LATENCY_US} us"
+        yield timed_row("cuda", "whole step ms", where, times)
+    if setup.is_cuda:  # two steps each, to see where the second one waits for the first
+        for name in ("fsdp2", "late"):
+            step = OnWire(steps[name], stage.wire, NVLINK * 1e9, LATENCY_US / 1e6)
+            repeat(2, step)
+            count_calls(partial(repeat, 2, step), setup, f"schedule-{name}")
+    del built, steps, optimizers, on_wire
     stage.close()
 
 
-def _build(stage: Stage, name: str, parts: Parts | None) -> Call:
-    """Returns a whole step of a new model."""
+def _build(stage: Stage, name: str, parts: Parts | None) -> tuple[Call, Any]:
+    """Returns a whole step of a new model, and its optimizer."""
     is_by_rows = parts is not None and parts.rows
     prepare: Callable[[Any], object] = partial(_by_rows, stage) if is_by_rows else lambda model: None
     model = stage.build_model("torch" if parts is None else "fsdp2", prepare)
@@ -97,6 +106,8 @@ def _build(stage: Stage, name: str, parts: Parts | None) -> Call:
         model.set_packing_beside(parts.packing)
         if parts.flat:
             fsdp2.flatten_optimizer(optimizer, beside_forward=parts.late, offload_states=parts.offloaded)
+        # Before torch 2.13 nothing tells of writes to gradients, for which late steps ask; there are none here.
+        notices.sees_operations = True
     ids = make_ids(stage.shape.vocab, 1, stage.shape.tokens, stage.setup.device)
 
     def step() -> None:
@@ -104,7 +115,7 @@ def _build(stage: Stage, name: str, parts: Parts | None) -> Call:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return step, optimizer
 
 
 def _by_rows(stage: Stage, model: Any) -> None:
