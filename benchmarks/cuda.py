@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -333,11 +333,11 @@ class Timer:
             yield timed_row("cuda", quantity, setting, {name: found[step][-rounds:] for name, step in steps.items()})
 
 
-def fill_cache(setup: Setup) -> None:
-    """Fills the memory that simulated gathers return with ordinary numbers."""
+def fill_cache(setup: Setup, share: float = 0.8) -> None:
+    """Fills the memory that simulated gathers return with ordinary numbers: so much of what is free."""
     if setup.is_cuda:
         free, _ = torch.cuda.mem_get_info()
-        numbers = torch.empty(int(free * 0.8) // 2, dtype=torch.bfloat16, device=setup.device)
+        numbers = torch.empty(int(free * share) // 2, dtype=torch.bfloat16, device=setup.device)
         numbers.normal_(std=0.02)
 
 
@@ -386,12 +386,11 @@ def measure_exposed(setup: Setup) -> Iterator[Row]:
 def measure_captured(setup: Setup) -> Iterator[Row]:
     """Measures a step (forward, backward, clipping, AdamW) as a replayed CUDA graph beside the eager one."""
     for setting, stage in each_stage(setup):
-        fill_cache(setup)
+        fill_cache(setup, 0.3)  # graphs take none of what the allocator keeps
         stage.wire.moves = False
         steps: dict[str, Call] = {}
-        models: dict[str, Any] = {}
         for name in setup.names:
-            models[name] = model = stage.build_model(name)
+            model = stage.build_model(name)
             if name == "fsdp2":
                 model.set_keep_unsharded_storage(True)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setup.is_cuda)
@@ -408,19 +407,16 @@ def measure_captured(setup: Setup) -> Iterator[Row]:
         yield from timer.rows(steps, "ms with clipping and AdamW", setting, setup.rounds)
         if setup.is_cuda:
             graphs: dict[str, Call] = {}
-            wires = {"no wire": None, f"{NVLINK} GB/s": NVLINK * 1e9}
-            for (wire, bandwidth), packs in product(wires.items(), (False, True)):
-                models["fsdp2"].set_packing_beside(packs)
+            for wire, bandwidth in {"no wire": None, f"{NVLINK} GB/s": NVLINK * 1e9}.items():
                 stage.wire.bandwidth, stage.wire.latency = bandwidth, setup.latencies_us[-1] / 1e6
                 repeat(WARM_UP, steps["fsdp2"])
-                free_memory(setup)  # a graph takes none of what the allocator keeps
-                graphs[f"{wire}{', packing beside' * packs}"] = _capture(steps["fsdp2"], stage.wire)
+                graphs[wire] = _capture(steps["fsdp2"], stage.wire)
             stage.wire.bandwidth = None
             times = interleave(graphs, rounds=setup.rounds, warmup=1, measure=timer.time)
             about = f"{setting}, {setup.latencies_us[-1]} us where there is a wire"
             yield timed_row("cuda", "step ms with clipping and AdamW, a graph", about, times)
             del graphs
-        del steps, timer, models, model, optimizer
+        del steps, timer, model, optimizer
 
 
 def _capture(step: Call, wire: Wire) -> Call:

@@ -34,25 +34,22 @@ class Parts:
         flat: the optimizer steps on whole groups.
         late: it does so beside the next forward.
         rows: the embedding is looked up by rows.
-        packing: gradients are packed on a stream beside.
         offloaded: the states of the optimizer rest on the CPU.
     """
 
     flat: bool = False
     late: bool = False
     rows: bool = False
-    packing: bool = False
     offloaded: bool = False
 
 
 # The last one is what the others are compared with.
 SCHEDULES: dict[str, Parts | None] = {
     "fsdp2": Parts(),
-    "packing": Parts(packing=True),
     "flat": Parts(flat=True),
     "late": Parts(flat=True, late=True),
     "rows": Parts(rows=True),
-    "late, rows, packing": Parts(flat=True, late=True, rows=True, packing=True),
+    "late, rows": Parts(flat=True, late=True, rows=True),
     "states on the CPU": Parts(flat=True, offloaded=True),
     "torch": None,
 }
@@ -103,7 +100,6 @@ def _build(stage: Stage, name: str, parts: Parts | None) -> tuple[Call, Any]:
     model = stage.build_model("torch" if parts is None else "fsdp2", prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if parts is not None:
-        model.set_packing_beside(parts.packing)
         if parts.flat:
             fsdp2.flatten_optimizer(optimizer, beside_forward=parts.late, offload_states=parts.offloaded)
         # Before torch 2.13 nothing tells of writes to gradients, for which late steps ask; there are none here.

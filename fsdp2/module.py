@@ -293,32 +293,6 @@ class FSDPModule:
             raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
         set_groups(self, recurse, max_reductions=max_input_buffers)
 
-    def set_packing_beside(self, enable: bool, *, recurse: bool = True) -> None:
-        """Chooses whether gradients are packed on a stream beside the one that computes. It changes no bit.
-
-        Before gradients are reduced they are cast to the reduce dtype and copied into one buffer. With True, the next
-        module's backward goes on meanwhile. It helps if such kernels run beside matrix products on the device, and
-        costs memory: the unsharded gradients of up to two buckets, in the dtype in which they are computed, stay until
-        their reduction is through, instead of until they are packed. The buffers come from the memory of the stream
-        that computes. The default is False. Each bucket takes two waits between streams and two events more.
-
-        It has no effect on the CPU, on one rank, for gradients that are sent from where they were computed, for those
-        that a codec or `wire_dtype` encodes, and for collectives and hooks of your own. The pieces of a large embedding
-        or head are packed beside in any case.
-
-        Args:
-            enable: True packs beside.
-            recurse: True, the default, also sets it for the sharded modules inside this one.
-
-        Raises:
-            TypeError: not a bool.
-
-        Example:
-            `model.set_packing_beside(True)`, then compare the time of a step.
-        """
-        check_bool("enable", enable)
-        set_groups(self, recurse, packs_beside=enable)
-
     def set_gradient_buckets(self, nbytes: int | None, *, recurse: bool = True) -> None:
         """Chooses how many bytes of gradients are reduced by one collective, where a group has more.
 

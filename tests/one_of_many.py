@@ -76,10 +76,6 @@ def recomputed(use_reentrant: bool) -> Callable[[Any], None]:
     return prepare
 
 
-def packs_beside(model: Any) -> None:
-    model.set_packing_beside(True)
-
-
 WAYS: dict[str, Way] = {
     "fp32": Way(),
     "bf16/fp32": Way({"mp_policy": BF16}),
@@ -98,17 +94,9 @@ WAYS: dict[str, Way] = {
     "weights in fp8": Way({"mp_policy": replace(BF16, gather_codec=Float8())}, coarse=True),
     "flat AdamW": Way(flat=True),
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
-    "packed beside": Way(after=packs_beside),
-    "bf16/fp32 packed beside": Way({"mp_policy": BF16}, after=packs_beside),
-    "bf16/fp32 packed beside, in pieces": Way({"mp_policy": BF16}, in_pieces=True, after=packs_beside),
-    "packed beside, accumulated": Way({"mp_policy": BF16}, micro_batches=3, after=packs_beside),
-    "packed beside, on a stream of its own": Way({"mp_policy": BF16}, beside=True, after=packs_beside),
     "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),
     "flat AdamW, states on the CPU": Way(flat=True, flat_options={"offload_states": True}),
     "flat AdamW beside forward": Way(flat=True, flat_options={"beside_forward": True}),
-    "flat AdamW beside forward, packed beside": Way(
-        flat=True, flat_options={"beside_forward": True}, after=packs_beside
-    ),
     "offloaded": Way({"offload_policy": CPUOffloadPolicy()}),
     "offloaded, pageable": Way({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "offloaded, bf16/fp32 in pieces": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": BF16}, in_pieces=True),

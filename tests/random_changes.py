@@ -155,7 +155,6 @@ SETTINGS: list[tuple[str, Any]] = [
     ("set_force_sum_reduction_for_comms", True),
     ("set_separate_reduce_scatter_group", True),
     ("set_reduce_scatter_max_input_buffers", 3),
-    ("set_packing_beside", True),
     ("set_modules_to_forward_prefetch", []),
     ("set_modules_to_backward_prefetch", []),
 ]

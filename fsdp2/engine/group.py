@@ -270,8 +270,7 @@ class FSDPParamGroup:
         divisor = now.divide_factor if now.divide_late is None else 1
         how = divisor, now.all_reduce, now.reduce_hook, self.transfers
         by_hook = self.scatter_hook is not None
-        which = self.mesh.shards_at_rest, now.divide_late, by_hook, now.packs_beside
-        return Reduction(comms.reduces, comms.replicas, *how, *which)
+        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.shards_at_rest, now.divide_late, by_hook)
 
     # ---- sharded -> unsharded -> sharded
 

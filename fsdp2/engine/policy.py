@@ -357,7 +357,6 @@ class GroupSettings:
         reduce_when: chosen by extensions.
         bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
         max_reductions: how many reductions may be in flight while the next is packed. None: one for each hop.
-        packs_beside: pack gradients on a stream beside the one that computes.
         divide_factor: what the sum over all ranks is divided by. None: their number.
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
@@ -382,7 +381,6 @@ class GroupSettings:
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
     bucket_bytes: int | None = None
     max_reductions: int | None = None
-    packs_beside: bool = False
     divide_factor: float | None = None
     divide_late: Callable[[Tensor], None] | None = None
     reduce_hook: Callable[[Tensor], None] | None = None

@@ -16,7 +16,7 @@ from .buckets import PIECES_IN_FLIGHT, ReducePlan
 from .codec import Member, Rows
 from .comm import AllWork, Comm, SumWork, Work
 from .replicas import Steps, Sums
-from .streams import StreamWork, Transfer, Transfers
+from .streams import Transfer, Transfers
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
 Shards = dict[int, tuple[Tensor, int]]
@@ -38,7 +38,6 @@ class Reduction:
             False: each gets all of it, by an all-reduce.
         divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
         by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
-        packs_beside: pack gradients on a stream beside the one that computes, where there are streams.
 
     `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
     step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
@@ -53,7 +52,6 @@ class Reduction:
     scatters_twice: bool = False
     divide_late: Callable[[Tensor], None] | None = None
     by_hook: bool = False
-    packs_beside: bool = False
     num_blocks: int = field(init=False, repr=False)
     num_shards: int = field(init=False, repr=False)
 
@@ -307,13 +305,11 @@ def start(
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
     return_segments = None
-    is_beside = reduction.packs_beside and _can_pack_beside(plan, comm, device)
     if layout.packed_numel:
         segments = plan.take_segments(device, comm.memory)
-        if not is_beside:
-            if reads_padding:
-                segments.flat.zero_()
-            plan.pack(gradients, segments)
+        if reads_padding:
+            segments.flat.zero_()
+        plan.pack(gradients, segments)
         inputs.append(segments.flat)
         is_part = outputs or num_blocks > 1
         outputs.append(output[layout.packed_start : layout.shard_numel] if is_part else output)
@@ -332,29 +328,10 @@ def start(
             outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
         if comm.memory.is_symmetric:
             _meet(comm, outputs, sources)
-        if is_beside:
-            # All memory was allocated above, on the stream that computes, behind whose work the packing begins.
-            with streams.beside(device, lane="packing"):
-                if reads_padding:
-                    segments.flat.zero_()
-                plan.pack(gradients, segments)
-                packed = StreamWork(device)
-                reduced = comm.reduce_scatter(outputs, sources, divisor, what)
-            work = AllWork([packed, reduced], [segments.flat, *(gradients[i] for i in layout.packed)])
-        else:
-            work = comm.reduce_scatter(outputs, sources, divisor, what)
+        work = comm.reduce_scatter(outputs, sources, divisor, what)
     return PendingReduce(
         plan, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
     )
-
-
-def _can_pack_beside(plan: ReducePlan, comm: Comm, device: torch.device) -> bool:
-    """Returns True if gradients can be packed beside the stream that computes.
-
-    A codec allocates what it encodes to. A collective that does not follow its stream may run on it, and would hold up
-    the packing of the next bucket.
-    """
-    return comm.follows_stream and not plan.exchanges and plan.layout.packed_numel > 0 and streams.exist_on(device)
 
 
 def _meet(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

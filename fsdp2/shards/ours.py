@@ -487,7 +487,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
         yield f"reshard_after_forward={now.reshard_after_forward}"
     for name in (
         *("reshard_after_backward", "unshard_in_backward", "reduce_gradients", "all_reduce", "reduce_unused"),
-        *("bucket_bytes", "max_reductions", "packs_beside", "divide_factor", "keep_storage", "free_viewed_storage"),
+        *("bucket_bytes", "max_reductions", "divide_factor", "keep_storage", "free_viewed_storage"),
     ):
         if getattr(now, name) != getattr(usual, name):
             yield f"{name}={getattr(now, name)}"

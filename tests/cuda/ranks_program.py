@@ -84,10 +84,6 @@ def recomputed(model: Any) -> None:
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
 
 
-def packs_beside(model: Any) -> None:
-    model.set_packing_beside(True)
-
-
 def registered(model: Any) -> None:
     """Gathers and reduces in memory that NCCL registers."""
     model.set_allocate_memory_from_process_group_for_comm(True)
@@ -124,7 +120,6 @@ def main() -> None:
         "recomputed": {"tolerance": EXACT, "prepare": recomputed},
         "offloaded": {"tolerance": EXACT, "offload_policy": offload},
         "replicated": {"tolerance": EXACT, "mesh": init_device_mesh(kind, (size, 1), mesh_dim_names=("dp", "shard"))},
-        "packed beside": {"tolerance": ROUNDED, "mp_policy": BF16, "after": packs_beside},
         "embedding by rows": {"tolerance": EXACT, "by_rows": True},
         "embedding by rows, bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16, "by_rows": True},
         "in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "prepare": small_pieces},

@@ -42,9 +42,6 @@ SENT_IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=to
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
-    "packed beside, bf16": {"packs_beside": True, **BF16},
-    "packed beside, offloaded": {"packs_beside": True, **OFFLOAD, **BF16},
-    "packed beside, accumulated": {"packs_beside": True, "micro_batches": 2},
     "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
     # The simulated GPU has no random numbers, which the default rounds with.
     "sent in int8": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8(8, True)), "tolerance": ROUNDED},
@@ -70,7 +67,6 @@ WAYS: dict[str, dict[str, Any]] = {
 WEIGHTED: dict[str, Any] = {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}}
 REPLICAS: dict[str, dict[str, Any]] = {
     "HSDP, bf16": BF16,
-    "HSDP, packed beside": {"packs_beside": True, **BF16},
     "HSDP, weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
     "HSDP, weighted": WEIGHTED,
     "HSDP, int8 between": {"mp_policy": MixedPrecisionPolicy(replica_codec=Int8(8, True)), "tolerance": ROUNDED},
@@ -83,7 +79,6 @@ TWO_STREAMS: dict[str, dict[str, Any]] = {
     "two streams": {},
     "two streams, offloaded": OFFLOAD,
     "two streams, bf16": BF16,
-    "two streams, packed beside": {"packs_beside": True, **BF16},
     "two streams, weighted": WEIGHTED,
 }
 

@@ -116,7 +116,6 @@ def train(
     weighted: dict[str, Any] | None = None,
     in_backward: bool = False,
     has_side: bool = False,
-    packs_beside: bool = False,
     calls_forward: Callable[..., Any] = call,
     calls_backward: Callable[..., Any] = call,
     **options: Any,
@@ -124,7 +123,6 @@ def train(
     plain, model = build(**options)
     conditional, rank, size = options.get("conditional", False), dist.get_rank(), dist.get_world_size()
     model.recompute = recompute
-    model.set_packing_beside(packs_beside)
     model.side = torch.Stream(torch.device(fake_gpu.KIND, 1)) if has_side else None
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.5) for each in (plain, model)]
     if in_backward:

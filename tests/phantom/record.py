@@ -34,7 +34,7 @@ MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("embed_by_rows", "beside_forward", "machines", "packing_beside", "prefetch_mib"),
+    *("embed_by_rows", "beside_forward", "machines", "prefetch_mib"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--beside-forward", action="store_true", help="it is flat, and steps beside the next forward: fsdp2 alone")
-    add("--packing-beside", action="store_true", help="pack gradients on a stream beside: fsdp2 alone")
     add("--prefetch-mib", type=int, default=0, help="gather so many MiB ahead: fsdp2 alone")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
@@ -135,8 +134,6 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         for unit in _together([*models.units(model)], args.blocks):
             module.fully_shard(unit, **options)
         sharded: Any = module.fully_shard(model, **options)
-        if args.packing_beside and library == "fsdp2":
-            sharded.set_packing_beside(True)
         if args.prefetch_mib and library == "fsdp2":
             sharded.set_prefetch_budget(args.prefetch_mib * 2**20)
     model.to_empty(device=device)

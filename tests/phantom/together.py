@@ -27,13 +27,13 @@ from .two_hops import FLOPS
 SECONDS = 1800
 MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B"}
 CASES = tuple((model, ranks) for model in MODELS for ranks in (8, 64, 512))
-LATE, ROWS, PACKING = "late", "rows", "packing"
+LATE, ROWS = "late", "rows"
 TWO, KEEP, FEW, HOPS, AHEAD = "two blocks", "keep", "k=8", "hops", "2 ahead"
 Parts = tuple[str, ...]
 DEFAULT: Parts = ()
-THREE: Parts = (LATE, ROWS, PACKING)
+BOTH: Parts = (LATE, ROWS)
 TORCH: Parts = ("torch",)
-# What is recorded of each case beside these three, in addition to them.
+# What is recorded of each case in addition to both.
 MORE: dict[tuple[str, int], tuple[Parts, ...]] = {
     ("1B", 8): ((KEEP,),),
     ("1B", 64): ((KEEP,), (HOPS,)),
@@ -59,7 +59,7 @@ MEMORY = ("allocated", "reserved")
 
 def combinations(model: str, ranks: int) -> tuple[Parts, ...]:
     """Returns what is recorded of a case: torch's default, the default, one part after the other, and what is more."""
-    return (TORCH, DEFAULT, (LATE,), (LATE, ROWS), THREE, *(THREE + each for each in MORE[model, ranks]))
+    return (TORCH, DEFAULT, (LATE,), BOTH, *(BOTH + each for each in MORE[model, ranks]))
 
 
 def name_of(parts: Parts) -> str:
@@ -77,7 +77,7 @@ def options_of(model: str, ranks: int, parts: Parts) -> list[str]:
     sizes |= {"--machines": ranks // 8} if HOPS in parts else {}
     sizes |= {"--prefetch-mib": 2 * 803} if AHEAD in parts else {}  # two blocks of experts in bf16
     sizes |= {"--shard-dim": 1} if (model, ranks) == ("moe", 512) else {}  # as cheapest_placement: it has 64 experts
-    flags = {LATE: "--beside-forward", ROWS: "--embed-by-rows", PACKING: "--packing-beside", KEEP: "--keep"}
+    flags = {LATE: "--beside-forward", ROWS: "--embed-by-rows", KEEP: "--keep"}
     chosen = [flags[each] for each in parts if each in flags]
     return [*(str(each) for size in sizes.items() for each in size), "--optimizer", *chosen]
 
@@ -136,7 +136,7 @@ def best_of(steps: Mapping[Parts, tuple[float, list[float]]]) -> tuple[Parts, Pa
 
 
 def predicted(model: str, ranks: int) -> dict[Parts, float]:
-    """Returns combination -> ms of a step by `fsdp2.plan`, which knows no packing beside."""
+    """Returns combination -> ms of a step by `fsdp2.plan`."""
     machine, fields = Machine(), dict[Parts, dict[str, Any]]()
     meanings: dict[str, dict[str, Any]] = {
         LATE: {"beside_forward": True},
@@ -145,7 +145,6 @@ def predicted(model: str, ranks: int) -> dict[Parts, float]:
         KEEP: {"reshard_after_forward": False},
         FEW: {"reshard_after_forward": 8},
         HOPS: {"machines": ranks // 8},
-        PACKING: {},
     }
     for parts in combinations(model, ranks):
         if parts != TORCH and AHEAD not in parts:

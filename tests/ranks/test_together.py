@@ -72,7 +72,7 @@ def by_default(policy: MixedPrecisionPolicy, kind: str) -> tuple[Any, Any]:
 
 
 def together(policy: MixedPrecisionPolicy, kind: str, machines: int = 1, reshard: Any = None) -> tuple[Any, Any]:
-    """As a user writes it: two hops, the embedding by rows, blocks in pairs, packing and AdamW beside."""
+    """As a user writes it: two hops, the embedding by rows, blocks in pairs and AdamW beside."""
     size = dist.get_world_size()
     options: dict[str, Any] = {"mp_policy": policy}
     if machines == 1:
@@ -84,7 +84,6 @@ def together(policy: MixedPrecisionPolicy, kind: str, machines: int = 1, reshard
     for blocks in (model.blocks[0], [*model.blocks[1:3]], [*model.blocks[3:5]]):
         fully_shard(blocks, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    model.set_packing_beside(True)
     model.set_prefetch_budget(4000)
     model.set_reduce_scatter_max_input_buffers(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)

@@ -119,7 +119,6 @@ RECURSIVE: dict[str, Any] = {
     "set_unshard_in_backward": False,
     "set_reduce_scatter_unused_params": True,
     "set_reduce_scatter_max_input_buffers": 3,
-    "set_packing_beside": True,
     "set_gradient_buckets": 1,
     "set_gradient_divide_factor": 3.0,
     "set_force_sum_reduction_for_comms": True,

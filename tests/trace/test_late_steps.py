@@ -388,7 +388,6 @@ class WithRows(Program):
         for block in blocks:
             fully_shard(block)
         self.model = fully_shard(nn.Sequential(table, *blocks))
-        self.model.set_packing_beside(True)
         made = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=True)
         self.optimizer = flatten_optimizer(made, beside_forward=True)
 

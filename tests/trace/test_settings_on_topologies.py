@@ -283,7 +283,6 @@ TABLE: dict[str, Row] = {
     ),
     "set_reduce_scatter_unused_params": Row((*EACH, H), call("set_reduce_scatter_unused_params", True)),
     "set_reduce_scatter_max_input_buffers": Row((*SEVERAL, W), call("set_reduce_scatter_max_input_buffers", 4)),
-    "set_packing_beside": Row((H,) * 9, call("set_packing_beside", True)),  # there are no streams
     "set_gradient_buckets": Row((*EACH, H), call("set_gradient_buckets", 1)),
     "set_gradient_divide_factor": Row(
         (*EACH, Late("set_gradient_divide_factor")), call("set_gradient_divide_factor", 3)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.engine import buckets, comm, reduce, streams
+from fsdp2.engine import buckets, comm, streams
 from fsdp2.engine import group as groups
 from fsdp2.engine.collectives import CustomComm
 from fsdp2.engine.gradients import GroupGradients
@@ -85,10 +85,6 @@ def hsdp(**options: Any) -> Any:
 def change(model: Any, setting: str, *values: Any, **options: Any) -> Any:
     getattr(model, setting)(*values, **options)
     return model
-
-
-def packed_beside(model: Any) -> Any:
-    return change(model, "set_packing_beside", True)
 
 
 def checkpointed(model: Any, use_reentrant: bool) -> Any:
@@ -213,13 +209,6 @@ MODELS = {
     "sums": lambda: change(build(), "set_force_sum_reduction_for_comms", True, recurse=True),
     "prefetch all": lambda: change(build(mp_policy=BF16), "set_prefetch_budget", 1 << 30),
     "gathers late": lambda: change(build(mp_policy=BF16), "set_backward_prefetch", "post"),
-    "packed beside": lambda: packed_beside(build(mp_policy=BF16)),
-    "packed beside, fp32": lambda: packed_beside(build()),
-    "packed beside, hsdp": lambda: packed_beside(hsdp(mp_policy=BF16)),
-    "packed beside, wire": lambda: packed_beside(build(mp_policy=WIRE)),
-    "packed beside, offload": lambda: packed_beside(offloaded(partial(build, mp_policy=BF16))),
-    "packed beside, hook": lambda: packed_beside(hooked(build(mp_policy=BF16))),
-    "packed beside, own": lambda: packed_beside(own_collectives(hsdp(mp_policy=BF16), OnCurrentStream)),
     "more in flight": lambda: change(hsdp(mp_policy=BF16), "set_reduce_scatter_max_input_buffers", 3),
     "kept storage": lambda: change(build(), "set_keep_unsharded_storage", True),
     "unused": lambda: change(build(), "set_reduce_scatter_unused_params", True),
@@ -713,41 +702,6 @@ def follows_no_copy() -> Any:
     return mock.patch.object(CustomComm, "__init__", make)
 
 
-def packs_too_early() -> Any:
-    """Packing beside does not wait for the gradients."""
-    ordered = streams.beside
-
-    def begin(device: torch.device, waits: bool = True, lane: str = "") -> Any:
-        return (unordered if lane == "packing" else ordered)(device, waits, lane)
-
-    return mock.patch.object(streams, "beside", begin)
-
-
-def forgets_gradients() -> Any:
-    """What is packed beside is held by nobody."""
-    join = streams.AllWork
-
-    def join_without_tensors(works: Any, tensors: Any = ()) -> Any:
-        return join(works, () if isinstance(works[0], streams.StreamWork) else tensors)
-
-    return mock.patch.object(reduce, "AllWork", join_without_tensors)
-
-
-def reduces_before_packing() -> Any:
-    """The reduction is issued on the stream that computes, and does not wait for the packing."""
-    scatter = comm.CoalescedComm.reduce_scatter
-
-    def scatter_at_once(self: Any, outputs: Any, *args: Any) -> Any:
-        current: Any = torch.accelerator.current_stream()
-        outer = current._outer[-1] if current._outer else current
-        if outer is current or current is not streams._stream_beside(outer, outputs[0].device, "packing"):
-            return scatter(self, outputs, *args)
-        with outer:
-            return scatter(self, outputs, *args)
-
-    return mock.patch.object(comm.CoalescedComm, "reduce_scatter", scatter_at_once)
-
-
 def run_program(name: str, program: Callable[[Program], None]) -> Callable[[Simulation], None]:
     return lambda simulation: program(Program(simulation, MODELS[name]()))
 
@@ -778,13 +732,6 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] 
         "race",
         run_program("offload hsdp own", Program.step),
     ),
-    "packed before the gradients are there": (packs_too_early, "race", run_program("packed beside", Program.step)),
-    "gradients freed before they are packed": (
-        forgets_gradients,
-        "early free",
-        run_program("packed beside", Program.step),
-    ),
-    "reduced before they are packed": (reduces_before_packing, "race", run_program("packed beside", Program.step)),
     "one stream beside two": (one_for_all, "early free", run_two_models),
     "parameters freed where they were used": (
         lambda: of_streams(Apart),
@@ -822,42 +769,3 @@ def test_use_of_freed_memory_is_found() -> None:
         assert not simulation.problems
         simulation.run("add_", [], [tensor], simulation.main)
         assert [*simulation.problems] == ["use of freed memory: add_ (user) on main"]
-
-
-def test_packing_beside_fails() -> None:
-    """A reduction that can't begin behind its packing gives its memory back when that is through; the next step is as
-    without the error.
-    """
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("on purpose")
-
-    with simulated_world(RANKS) as simulation, simulation:
-        program = Program(simulation, MODELS["packed beside"]())
-        program.step()
-        with (
-            mock.patch.object(comm.CoalescedComm, "reduce_scatter", fail),
-            pytest.raises(RuntimeError, match="purpose"),
-        ):
-            program.loss().backward()
-        program.optimizer.zero_grad()
-        program.step()
-        judge(simulation)
-
-
-def test_packing_beside_runs_beside() -> None:
-    """Off, no stream but that of pieces packs; on, gradients of blocks are packed on a stream of their own, with the
-    same numbers.
-    """
-    gradients, streams_used = [], []
-    for name in ("bf16", "packed beside"):
-        torch.manual_seed(0)
-        with simulated_world(RANKS) as simulation:
-            program = Program(simulation, MODELS[name]())
-            with simulation:
-                program.loss().backward()
-            gradients.append([param.grad.to_local().clone() for param in program.model.parameters()])
-            streams_used.append({waiting for waiting, _ in simulation.stream_waits})
-            judge(simulation)
-    assert all(map(torch.equal, *gradients))
-    assert len(streams_used[1]) == len(streams_used[0]) + 1
