@@ -165,8 +165,8 @@ def texts(row: PlanRow, rows: Sequence[PlanRow]) -> list[str]:
     if setting.beside_forward:
         found.append(
             f"steps beside the next forward: {_beside(row, rows, beside_forward=False)}. Gradients stay until the next "
-            "forward has come to their group; a program that reads parameters after each step gains nothing. No GPU "
-            f"has measured AdamW beside matrix products: beside_price. Write {line_of_optimizer(setting)}"
+            "forward has come to their group; a program that reads parameters after each step gains nothing. Beside "
+            f"what is computed, AdamW costs beside_price of its time. Write {line_of_optimizer(setting)}"
         )
     return found
 

@@ -237,7 +237,7 @@ def plans_whose_replicas_share_what_rests() -> None:
 @follows(
     "the plan also says how the optimizer steps. Write {}",
     "which nothing hides. Simulated. Write {}",
-    "No GPU has measured AdamW beside matrix products: beside_price. Write {}",
+    "Beside what is computed, AdamW costs beside_price of its time. Write {}",
     "of another step than the planned one. Where the program builds it, write {}",
     ranks=2,
 )

@@ -1,7 +1,7 @@
 """Says how long a kernel, a copy and a collective take in a model of a machine.
 
 Times of kernels are those of an H100 (80 GB HBM3, 700 W, torch 2.11, 26 November 2026): `python -m phantom.measured`
-compares them with a step there. Not measured are all about links and NCCL, fp32, and copies from and to the host.
+compares them with a step there. Not measured are all about links and NCCL.
 README.md explains the prices.
 """
 
@@ -43,17 +43,17 @@ class Machine:
     decay: float = 0.05  # by what fraction the cards' bandwidth falls whenever the number of machines doubles
     flops: float = 0.8 * 989e12  # of matrix products in bf16 (H100: 787 TFLOP/s),
     gemm_us: float = 3.0  # each of which takes so much longer (H100: 2 to 6),
-    fp32_flops: float = 0.6 * 67e12  # and of those in fp32: not measured
+    fp32_flops: float = 51e12  # and of those in fp32 (H200: 51.1 TFLOP/s)
     attention: float = 0.37 * 989e12  # H100, cuDNN's, 64 numbers a head: 365 TFLOP/s forward, 371 backward
     memory: float = 3.35e12  # bytes per second, of which each kind of kernel reaches its share
     strided: float = 0.5  # of it, for copies between differently strided tensors (H100: gradients packed in halves)
-    pcie: float = 50e9  # not measured
+    pcie: float = 55e9  # H200: 55.3 GB/s one way, 44.8 each way at once
     floor_us: float = 1.0  # no kernel takes less (H100: 1.0 to 1.5),
     gap_us: float = 1.3  # and so long no kernel runs on a stream before the next one (H100: 0.9 to 2.2)
     optimizer: float = 28.0  # bytes for each element of the shard, where no optimizer was recorded: fused AdamW
     wait_us: float = 0.0  # a stream's own time for a wait on another stream's event
     contention: float = 0.0  # by what fraction computing slows down while a collective runs,
-    copy_contention: float = 1.0  # and while a copy runs on another stream; 1: they take turns at the memory
+    copy_contention: float = 1.0  # and while a copy runs on another stream; 1: they take turns (H200: 0.5 to 1)
     parallel_comm: bool = False  # collectives of one communicator on two streams run at once
     own_links: bool = False  # communicators do not share links
     sync: bool = False  # the host waits for the GPU at the end of each step
