@@ -160,7 +160,11 @@ class Memory:
     def start_gather(
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
-        """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
+        """Begins to fill the unsharded parameters. Every rank of `comm` must call it, in order.
+
+        `more_outputs`, `more_inputs`: what parameters that say themselves how they are gathered receive and send in the
+        same collective (subclasses.py). They lie in memory of their own.
+        """
         plan = self._plan
         if self.secondary is not None:
             self.secondary.drop()
