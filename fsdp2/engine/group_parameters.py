@@ -279,7 +279,7 @@ class GroupParameters:
         locals_ = [param.local for param in shared]
         if self.buffers is None or self.buffers.layout.specs != plain:
             self.buffers = self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
-        elif self.buffers.hold(locals_):
+        elif self.buffers.has_in_place(locals_):
             return  # as users' aliases have them
         else:
             self.buffers.renew_shards()  # users may hold what lies in the present memory, to put it back

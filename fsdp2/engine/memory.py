@@ -134,7 +134,7 @@ class Memory:
         spec = self.layout.specs[i]
         return leaf_over(self.unsharded, self.layout.unsharded_offsets[i], spec.shape, spec.compute_dtype)
 
-    def hold(self, locals_: Sequence[Tensor]) -> bool:
+    def has_in_place(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""
         places = zip(locals_, self.layout.shard_offsets, strict=True)
         start = self.shards.data_ptr()

@@ -171,7 +171,7 @@ class PendingReduce(Pending):
         if self._carried is None:
             return
         carried, self._carried = self._carried, None
-        self.abandon()
+        self._wait()
         for i, shard in carried.items():
             strides = (self._layout.shard_numel, 1)[-shard.dim() :]
             self._output.as_strided(shard.shape, strides, self._layout.offsets[i]).add_(shard)
@@ -198,7 +198,7 @@ class PendingReduce(Pending):
         """
         device = self._output.device
         if not streams.exist_on(device):
-            self.abandon()
+            self._wait()
             try:
                 self._work = next(steps)
             except StopIteration:
@@ -236,7 +236,7 @@ class PendingReduce(Pending):
         self.advance()
         while self._steps is not None:
             self.advance()
-        self.abandon()
+        self._wait()
         if self.is_partial:
             return self._output
         if self._reduction.divide_late is not None:
@@ -247,6 +247,10 @@ class PendingReduce(Pending):
         return output if output.dtype == dtype else output.to(dtype)
 
     def abandon(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        """Waits for the collective in flight, and drops what it has read. The sums stay."""
         if self._work is not None:
             try:
                 self._work.wait()
