@@ -162,7 +162,7 @@ class GroupParameters:
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
     unsharded parameters, and `unsharded_versions` their version counters; `storage_ids`: the identities of their
-    storages; `nbytes`: their bytes, padding included.
+    storages; `nbytes`: the bytes of these, with padding and with what travels packed.
     `trainable`: which of them required a gradient when buckets were last planned.
     """
 
