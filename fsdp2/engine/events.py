@@ -174,8 +174,9 @@ def _events_of(cls: type) -> frozenset[str]:
         except TypeError:
             parameters = ", ".join(expected.parameters)
             raise TypeError(
-                f"{cls.__qualname__}.{name}: expected a method that takes ({parameters}), because the event gives it these, "
-                f"got one that takes ({', '.join(signature(method).parameters)}). Write `def {name}({parameters})`."
+                f"{cls.__qualname__}.{name}: expected a method that takes ({parameters}), because the event gives it "
+                f"these, got one that takes ({', '.join(signature(method).parameters)}). "
+                f"Write `def {name}({parameters})`."
             ) from None
     return events
 

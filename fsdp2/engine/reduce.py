@@ -270,8 +270,8 @@ class PendingReduce(Pending):
 
 
 class FirstHalf(Pending):
-    """Is the reduction of the first half of one gradient. It is finished, and its memory freed, before the other half is
-    packed. It delivers nothing: both halves fill `output`, and the reduction of the other half delivers that.
+    """Is the reduction of the first half of one gradient. It is finished, and its memory freed, before the other half
+    is packed. It delivers nothing: both halves fill `output`, and the reduction of the other half delivers that.
     """
 
     num_halves = 1
@@ -294,8 +294,8 @@ def start(
     carried: Mapping[int, Tensor],
     what: str = "",
 ) -> Pending:
-    """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not be
-    written to until `finish`. `what` names them.
+    """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not
+    be written to until `finish`. `what` names them.
 
     Every rank must call it, in the same order, with the same plan.
     """

@@ -240,7 +240,7 @@ class Prefetcher:
                     self.prefetched.add(group)
 
     def _bytes_in_backward(self, group: FSDPParamGroup) -> int:
-        """Returns the bytes of `group` that count against the budget of gathers ahead in backward; 0 skips the group."""
+        """Returns the bytes of `group` that count against the budget of gathers ahead in backward; 0 skips it."""
         if not group.settings.unshard_in_backward:
             return 0
         return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
