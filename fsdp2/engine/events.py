@@ -201,7 +201,7 @@ class Events:
     def _call(self, observers: tuple[Observer, ...]) -> None:
         """Calls these observers from the next time on that something happens."""
         for each in observers:
-            _events_of(type(each))  # raises here rather than when the event comes
+            _events_of(type(each))  # type: ignore[arg-type]  # raises here rather than when the event comes
         self.observers = observers
         for name in _EVENTS.intersection(vars(self)):
             vars(self).pop(name, None)  # what happens now walks along the old list
