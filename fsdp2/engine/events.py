@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
+from inspect import getattr_static, isfunction, signature
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -157,8 +158,27 @@ _EVENTS = frozenset(EVENTS)
 
 @cache
 def _events_of(cls: type) -> frozenset[str]:
-    """Returns the names of the events that observers of class `cls` follow."""
-    return frozenset(name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name))
+    """Returns the names of the events that observers of class `cls` follow.
+
+    Raises:
+        TypeError: a method does not take what its event gives. Events of failures are rare: when one comes, such an
+            error would hide the failure.
+    """
+    events = frozenset(name for name in EVENTS if getattr(cls, name) is not getattr(Observer, name))
+    for name in sorted(events):
+        method, expected = getattr_static(cls, name), signature(getattr(Observer, name))
+        if not isfunction(method):
+            continue
+        try:
+            signature(method).bind(*expected.parameters)
+        except TypeError:
+            parameters = ", ".join(expected.parameters)
+            raise TypeError(
+                f"{cls.__qualname__}.{name}: expected a method that takes ({parameters}), because the event gives it "
+                f"these, got one that takes ({', '.join(signature(method).parameters)}). "
+                f"Write `def {name}({parameters})`."
+            ) from None
+    return events
 
 
 class Events:
@@ -180,6 +200,8 @@ class Events:
 
     def _call(self, observers: tuple[Observer, ...]) -> None:
         """Calls these observers from the next time on that something happens."""
+        for each in observers:
+            _events_of(type(each))  # type: ignore[arg-type]  # raises here rather than when the event comes
         self.observers = observers
         for name in _EVENTS.intersection(vars(self)):
             vars(self).pop(name, None)  # what happens now walks along the old list

@@ -155,7 +155,9 @@ class FSDPParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded parameters, in compute dtypes, padding included."""
+        """Bytes of the memory in which the unsharded parameters lie while they are there: they themselves in compute
+        dtypes, padding, and behind them what travels packed. Small parameters take twice their size.
+        """
         return self.parameters.nbytes
 
     @property

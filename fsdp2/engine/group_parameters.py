@@ -162,7 +162,7 @@ class GroupParameters:
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the
     unsharded parameters, and `unsharded_versions` their version counters; `storage_ids`: the identities of their
-    storages; `nbytes`: their bytes, padding included.
+    storages; `nbytes`: the bytes of these, with padding and with what travels packed.
     `trainable`: which of them required a gradient when buckets were last planned.
     """
 
@@ -279,7 +279,7 @@ class GroupParameters:
         locals_ = [param.local for param in shared]
         if self.buffers is None or self.buffers.layout.specs != plain:
             self.buffers = self._allocate(gather_layout(plain, self.mesh.size, self._comm.direct_min_bytes))
-        elif self.buffers.hold(locals_):
+        elif self.buffers.has_in_place(locals_):
             return  # as users' aliases have them
         else:
             self.buffers.renew_shards()  # users may hold what lies in the present memory, to put it back

@@ -134,7 +134,7 @@ class Memory:
         spec = self.layout.specs[i]
         return leaf_over(self.unsharded, self.layout.unsharded_offsets[i], spec.shape, spec.compute_dtype)
 
-    def hold(self, locals_: Sequence[Tensor]) -> bool:
+    def has_in_place(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""
         places = zip(locals_, self.layout.shard_offsets, strict=True)
         start = self.shards.data_ptr()
@@ -160,7 +160,11 @@ class Memory:
     def start_gather(
         self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()
     ) -> PendingGather:
-        """Begins to fill the unsharded parameters, and `more_outputs`. Every rank of `comm` must call it, in order."""
+        """Begins to fill the unsharded parameters. Every rank of `comm` must call it, in order.
+
+        `more_outputs`, `more_inputs`: what parameters that say themselves how they are gathered receive and send in the
+        same collective (subclasses.py). They lie in memory of their own.
+        """
         plan = self._plan
         if self.secondary is not None:
             self.secondary.drop()

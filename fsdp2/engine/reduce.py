@@ -62,8 +62,8 @@ class Reduction:
 
     @property
     def direct_min_bytes(self) -> int:
-        """From how many bytes on a shard is reduced from where autograd has put the gradient, which no communicator has
-        registered.
+        """A shard of at least so many bytes is reduced from where autograd has put its gradient, without a copy. None
+        is where collectives need registered memory, because autograd's is not.
         """
         return sys.maxsize if self.shards.memory.is_registered else self.shards.direct_min_bytes * self.num_blocks
 
@@ -169,7 +169,7 @@ class PendingReduce(Pending):
         if self._carried is None:
             return
         carried, self._carried = self._carried, None
-        self.abandon()
+        self._wait()
         for i, shard in carried.items():
             strides = (self._layout.shard_numel, 1)[-shard.dim() :]
             self._output.as_strided(shard.shape, strides, self._layout.offsets[i]).add_(shard)
@@ -196,7 +196,7 @@ class PendingReduce(Pending):
         """
         device = self._output.device
         if not streams.exist_on(device):
-            self.abandon()
+            self._wait()
             try:
                 self._work = next(steps)
             except StopIteration:
@@ -234,7 +234,7 @@ class PendingReduce(Pending):
         self.advance()
         while self._steps is not None:
             self.advance()
-        self.abandon()
+        self._wait()
         if self.is_partial:
             return self._output
         if self._reduction.divide_late is not None:
@@ -245,6 +245,10 @@ class PendingReduce(Pending):
         return output if output.dtype == dtype else output.to(dtype)
 
     def abandon(self) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        """Waits for the collective in flight, and drops what it has read. The sums stay."""
         if self._work is not None:
             try:
                 self._work.wait()
@@ -264,8 +268,8 @@ class PendingReduce(Pending):
 
 
 class FirstHalf(Pending):
-    """The first half of one gradient. It is finished, and its memory freed, before the other half is packed; `output`
-    is complete when that one is finished, too.
+    """Is the reduction of the first half of one gradient. It is finished, and its memory freed, before the other half
+    is packed. It delivers nothing: both halves fill `output`, and the reduction of the other half delivers that.
     """
 
     num_halves = 1
@@ -288,8 +292,8 @@ def start(
     carried: Mapping[int, Tensor],
     what: str = "",
 ) -> Pending:
-    """Begins to reduce `gradients` (parameter index -> unsharded gradient), which must not be written to until
-    `finish`. `what` names them.
+    """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not
+    be written to until `finish`. `what` names them.
 
     Every rank must call it, in the same order, with the same plan.
     """
@@ -403,7 +407,9 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 def resume(
     carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, device: torch.device, what: str
 ) -> PendingReduce:
-    """Begins to sum between replicas what earlier reductions have left, where no gradient has come since."""
+    """Begins to sum between replicas what earlier reductions have left, where no gradient has come since. Every rank
+    must call it, in the same order.
+    """
     layout = plan.layout
     numel = layout.shard_numel * reduction.num_blocks
     output = reduction.shards.memory.zeros(numel, dtype=layout.reduce_dtype, device=device)
@@ -429,6 +435,7 @@ def _start_alone(
 
 
 def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> tuple[Tensor, int]:
+    """Returns one rank's gradient in the dtype of `.grad`, in memory that nobody else has, and its offset there."""
     layout = plan.layout
     shard = _rounded(gradient, i, plan) if plan.exchanges else gradient.contiguous().to(layout.reduce_dtype)
     if divisor is not None:

@@ -156,7 +156,8 @@ class Prefetcher:
 
     def in_forward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that `group` runs, and returns an iterator of the groups to all-gather ahead: those that followed it
-        in the pass before, or that the user chose. Call it once in each forward, and start each of them at once.
+        in the pass before, or that the user chose. Call it once in each forward. Start each group before you ask for
+        the next one: the iterator looks at phases, and then counts the group among `prefetched`.
         """
         self._order_now.append(group)
         self._num_gathered += group.hold < Hold.NEXT_PASS
@@ -180,7 +181,8 @@ class Prefetcher:
 
     def in_backward(self, group: FSDPParamGroup, is_done: bool = False) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
-        that ran before it, or that the user chose, unless backward is done with them. Start each of them at once.
+        that ran before it, or that the user chose, unless backward is done with them. Start each of them before you ask
+        for the next one, as in forward.
 
         `is_done`: backward has reached it before, and is done with it now. Then a root with `prefetches_late`, which
         `set_backward_prefetch("post")` sets, gathers those that ran before, unless backward has reached another group
@@ -238,7 +240,7 @@ class Prefetcher:
                     self.prefetched.add(group)
 
     def _bytes_in_backward(self, group: FSDPParamGroup) -> int:
-        """Returns the bytes of `group` that count against the budget; 0 skips it."""
+        """Returns the bytes of `group` that count against the budget of gathers ahead in backward; 0 skips it."""
         if not group.settings.unshard_in_backward:
             return 0
         return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
@@ -249,6 +251,7 @@ _NOT_GATHERED = (*_RESTING, Phase.GATHERING)
 
 
 def _bytes_to_gather(group: FSDPParamGroup) -> int:
+    """Returns the bytes of `group` that count against the budget in forward. It is 0 if the data is there already."""
     return group.parameters.nbytes if group.phase in _NOT_GATHERED else 0
 
 
@@ -274,8 +277,9 @@ _num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nby
 class ReductionQueue:
     """Holds the reductions in flight of one root, or of roots that share the queue, oldest first.
 
-    `running`: not waited for yet. `returning`: being copied to the CPU, or stepped on there. `make_room` finishes the
-    oldest while `running` has more than `max_running` buckets (a bucket may be reduced as two halves) and more than
+    `running`: not delivered yet. Of a sum in two steps, the reduce-scatter may have been waited for. `returning`: being
+    copied to the CPU, or stepped on there. Whoever begins a reduction calls `make_room` first. That finishes the oldest
+    while `running` has more than `max_running` buckets (a bucket may be reduced as two halves) and more than
     `window` bytes of inputs: a quarter of a typical group, and one group more for each further `max_running`. Then
     compute waits in the middle of a group only if gathering and reducing a group take longer than its backward.
     """
@@ -286,7 +290,9 @@ class ReductionQueue:
         self.returning: deque[_Entry] = deque()
 
     def make_room(self) -> None:
-        """Finishes the oldest reductions while both limits are exceeded, and begins all-reduces of the others."""
+        """Finishes the oldest reductions while both limits are exceeded. Of the others, it waits for the collective in
+        flight if a sum between replicas follows, and begins that.
+        """
         running = self.running
         while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()

@@ -770,7 +770,8 @@ class JoinConsensus(Consensus):
 
 
 _COLLECTIVE_OF_OTHERS = (
-    f"a collective of your own in the loop, in which ranks that have run out of batches can't take part. {HOW}"
+    "a collective of your own in the loop, or one of a tool or of an operation on sharded parameters (full_tensor(), "
+    f"for example), in which ranks that have run out of batches can't take part. {HOW}"
 )
 _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "

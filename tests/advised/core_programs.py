@@ -24,6 +24,7 @@ from advised.registry import (
     loss_of,
     own,
     pair,
+    quoted,
     refused,
     same,
     same_gradients,
@@ -41,6 +42,7 @@ from fsdp2 import (
     sync_module_states,
 )
 from fsdp2.codecs import Cast
+from fsdp2.engine import Observer, root_of
 from own_collectives import Gather
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -51,6 +53,24 @@ def mesh(*sizes: int) -> Any:
 
 
 # ---- arguments
+
+
+@follows("Write `def {}({})`")
+def an_observer_whose_method_takes_less_than_its_event_gives() -> None:
+    """It is refused when it joins. It would have raised, in place of a loss's own error, when a pass fails."""
+
+    class Short(Observer):
+        def pass_failed(self, root: Any) -> None: ...  # type: ignore[override]
+
+    model, plain = pair()
+    (header,) = [each for each in quoted(refused(lambda: root_of(model).add(Short()), TypeError)) if "def" in each]
+    names: dict[str, Any] = {"Observer": Observer, "failures": []}
+    exec(f"class Long(Observer):\n  {header}: failures.append(in_backward)", names)
+    root_of(model).add(names["Long"]())
+    with contextlib.suppress(TypeError):
+        model("no tensor")
+    assert names["failures"] == [False]
+    train(model, plain)
 
 
 @follows("Both say how gradients travel: leave one out")

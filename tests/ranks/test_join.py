@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -26,6 +28,7 @@ from conditional_models import Dropped, Multimodal
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Cast
+from fsdp2.engine.compat import RESOLVES_GROUP
 from fsdp2.engine.state import require_state
 from fsdp2.features import conditional, join_consensus, user_collectives
 from helpers import NIGHTLY, RankError, assert_same, full, one_mesh, run_checks, run_ranks, world_sizes
@@ -897,17 +900,36 @@ def caught(counts: Counts) -> None:
     compare(model, plain)
 
 
-def communicate(counts: Counts, where: str) -> None:
+def whole(model: Any) -> None:
+    with fsdp2.full_params(model):
+        pass
+
+
+# What users call that communicates: each takes all ranks.
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "torch's": lambda model: dist.all_reduce(torch.ones(())),
+    "functional": lambda model: funcol.all_reduce(torch.ones(()), "sum", dist.group.WORLD).item(),
+    "full_tensor": lambda model: next(model.parameters()).full_tensor(),
+    "norm": lambda model: next(model.parameters()).norm().full_tensor(),
+    "StepMeter": lambda model: fsdp2.StepMeter(model).step(1.0, tokens=1),
+    "check": lambda model: fsdp2.check(model),
+    "full_params": whole,
+    "stream": lambda model: [*fsdp2.stream_full_params(model)],
+    "sync": lambda model: fsdp2.sync_module_states(model),
+}
+
+
+def communicate(counts: Counts, where: str, by: str = "torch's", sizes: Sequence[int] = (2,)) -> None:
     """A collective of a user's own takes all ranks: while all are present, and in the function that all call."""
+    torchs = vars(funcol)[RESOLVES_GROUP]
     plain, rank = build(), dist.get_rank()
-    model = shard(copy.deepcopy(plain))
+    model = shard(copy.deepcopy(plain), mesh=one_mesh(sizes))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seen: list[float] = []
+    seen: list[str] = []
 
     def sum_up(*_: Any) -> None:
-        total = torch.ones(())
-        dist.all_reduce(total)
-        seen.append(float(total))
+        COLLECTIVES[by](model)
+        seen.append(by)
 
     def step() -> None:
         optimizer.step()
@@ -930,13 +952,14 @@ def communicate(counts: Counts, where: str) -> None:
 
     if where == "step":
         run()
-        assert seen == [2.0] * max(counts)
+        assert seen == [by] * max(counts)
     else:
         with pytest.raises(RuntimeError, match="a collective of your own in the loop"):
             run()
-        assert seen == [2.0] * min(counts)
+        assert seen == [by] * min(counts)
     plain_step = batch_of(plain, rank, 0)
     assert_same(model(plain_step), plain(plain_step), **EXACT, name="the next output")
+    assert vars(funcol)[RESOLVES_GROUP] is torchs
 
 
 def test_together_with_others() -> None:
@@ -951,6 +974,21 @@ def test_together_with_others() -> None:
         for where in ("step", "before", "forward", "behind")
     ]
     run_checks(2, checks)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_collectives_of_tools_and_of_operations(replicas: int) -> None:
+    """Ranks that have run out wait for a count of ranks there, which is no part of these collectives: without an error,
+    all would hang. With replicas, an operation communicates along one axis of the mesh only.
+    """
+    counts, sizes = ((2, 1), (2,)) if replicas == 1 else ((2, 1, 2, 0), (2, 2))
+    checks = [
+        (f"{by} {where}", partial(communicate, counts, where, by, sizes))
+        for by in COLLECTIVES
+        for where in ("step", "behind")
+        if by != "torch's" and (replicas == 1 or (by in ("full_tensor", "check", "full_params") and where == "behind"))
+    ]
+    run_checks(prod(sizes), checks)
 
 
 # ---- ranks that stop without it
