@@ -221,11 +221,13 @@ def refuse_rows(root: Root, what: str, why: str) -> None:
             )
 
 
-def refuse_tied(name: str, group: FSDPParamGroup) -> None:
-    """Raises NotImplementedError if `name`, of another call, is a parameter of `group` that is looked up by rows."""
+def refuse_tied(name: str, table: str, group: FSDPParamGroup) -> None:
+    """Raises NotImplementedError if `name`, of another call, is the parameter of `group` that is looked up by rows.
+    `table`: its FQN at the embedding.
+    """
     if by_rows(group):
         raise NotImplementedError(
-            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody "
+            f"{name}: it is the same parameter as {table}, which is looked up by rows, and nobody "
             "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
         )
 
