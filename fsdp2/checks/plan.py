@@ -61,7 +61,7 @@ def check_plan(plan: Plan) -> None:
     for root in plan.roots:
         _check_names(root)
     given, shared = plan.given, plan.mesh
-    reshard, conditional = given.reshard_after_forward, bool(given.extras.get("conditional", False))
+    reshard, conditional = given.reshard_after_forward, given.conditional
     _check_reshard(reshard, shared)
     _check_conditional(plan, conditional)
     _check_placements(plan)

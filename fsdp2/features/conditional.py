@@ -34,7 +34,6 @@ from ..engine.state import FSDPState
 from ..engine.torch_names import alias, has_backend
 from .user_collectives import watch_collectives
 
-_EXTRA = "conditional"
 # Marks a node of the graph that is the output of a module.
 _OUTPUT = "_fsdp2_output"
 
@@ -57,7 +56,7 @@ _COMMON = 1 << 40
 
 def is_conditional(state: FSDPState) -> bool:
     """Returns True if ranks may leave the modules of `state` out."""
-    return bool(state.groups[0].settings.extras.get(_EXTRA))
+    return state.groups[0].settings.conditional
 
 
 def find_conditional(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, FSDPState]:

@@ -21,7 +21,6 @@ from ..engine.collectives import choice_of
 from ..engine.comm import compare_first
 from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.policy import BY_ROWS
 from ..engine.rank_facts import all_reduce_now
 from ..engine.simulation import SimulatedGroup
 from ..engine.state import STATE
@@ -208,7 +207,7 @@ class _Rows(torch.autograd.Function):
 
 def by_rows(group: FSDPParamGroup) -> bool:
     """Returns True if the parameter of a group is looked up by rows."""
-    return BY_ROWS in group.settings.extras
+    return group.settings.by_rows
 
 
 def refuse_rows(root: Root, what: str, why: str) -> None:
