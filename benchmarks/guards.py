@@ -85,7 +85,7 @@ def add_consensus(model: nn.Module) -> None:
     from fsdp2.engine.state import groups_of, names_below
 
     for group in groups_of(model.blocks[-1]):
-        group.set(extras={**group.settings.extras, "conditional": True})
+        group.set(conditional=True)
     root = _root(model)
     Root(root.state, root.states, names_below([model]))
 

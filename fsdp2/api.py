@@ -16,7 +16,7 @@ from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.offload import OffloadChoice
-from .engine.policy import BY_ROWS, MixedPrecisionPolicy, OffloadPolicy, check_bool
+from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
 from .features.row_embedding import RowEmbedding
 from .module import FSDPModule, sharded_class
 
@@ -299,7 +299,7 @@ def embed_by_rows(
             f"embed_by_rows: dp_mesh_dims on a mesh with further axes, {found.mesh.mesh_dim_names}, is not supported: "
             "it takes axes of data parallelism only."
         )
-    given = Arguments(found, *checked)._replace(extras={BY_ROWS: True})
+    given = Arguments(found, *checked)._replace(by_rows=True)
     sharded: Any = apply(module, given, lambda _: sharded_class(RowEmbedding))
     return sharded  # type: ignore[no-any-return]
 
@@ -308,8 +308,7 @@ def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...
     check_bool("conditional", conditional)
     level_from_environment()
     checked = check_arguments(module, *given)
-    extras = {"conditional": True} if conditional else {}
-    return apply(module, Arguments(find_mesh(), *checked)._replace(extras=extras), sharded_class)
+    return apply(module, Arguments(find_mesh(), *checked)._replace(conditional=conditional), sharded_class)
 
 
 # torch's functions have this attribute, too. It returns the state that they left on a module, or None.

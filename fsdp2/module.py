@@ -757,7 +757,7 @@ class FSDPModule:
         """
         check_bool("enabled", enabled)
         root = root_of(self, "set_running_stats_averaging")
-        root.set(extras={**root.settings.extras, "average_running_stats": enabled})
+        root.set(averages_running_stats=enabled)
 
     def set_debug_level(self, level: int) -> None:
         """Chooses what ranks verify of each other while they train. On the root only, on every rank.

@@ -28,7 +28,7 @@ from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import names_below
-from ..features.running_stats import SETTING, find_running_stats
+from ..features.running_stats import find_running_stats
 from .due import RankCheck
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
@@ -254,7 +254,7 @@ def _is_whole(buffer: Tensor, mesh: DataMesh) -> bool:
 
 def _averaged(root: Root) -> set[str]:
     """Returns the names of running statistics that ranks average in this step, or are told not to average."""
-    return _statistics(root, only_training=bool(root.settings.extras.get(SETTING, True)))
+    return _statistics(root, only_training=root.settings.averages_running_stats)
 
 
 def drifting(found: Mapping[str, _Buffer], root: Root) -> set[str]:

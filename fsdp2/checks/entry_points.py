@@ -25,7 +25,6 @@ from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
 from ..engine.owners import all_groups, owners_by_id
 from ..engine.parameter import FSDPParam
-from ..engine.policy import BY_ROWS
 from ..engine.replacements import REPLACE_BEFORE
 from ..engine.root import Root
 from ..engine.state import FSDPState, names_below, state_of
@@ -263,7 +262,7 @@ def explain(error: RuntimeError, entry: nn.Module, name: str, is_asynchronous: b
     owner, is_own = owners[0], all(entry in each.modules for each in owners)
     where, by = _expression(entry, owner), _expression(owner.modules[0] if len(owners) == 1 else entry, owner)
     what = f"{where}.{name}() computes with parameters that are sharded"
-    tables = [group.params[0].name for each in owners for group in each.groups if BY_ROWS in group.settings.extras]
+    tables = [group.params[0].name for each in owners for group in each.groups if group.settings.by_rows]
     if tables:
         text = (
             f"{where}.{name}() computes with {tables[0]}, which is looked up by rows: nothing gathers it. Leave "

@@ -14,7 +14,7 @@ from ..engine.codec import Cast
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.offload import storage_place
-from ..engine.parameter import Slot, fqn, grad_choice
+from ..engine.parameter import FSDPParam, Slot, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import FSDPState, names_below
 from ..engine.subclasses import (
@@ -61,7 +61,7 @@ def check_plan(plan: Plan) -> None:
     for root in plan.roots:
         _check_names(root)
     given, shared = plan.given, plan.mesh
-    reshard, conditional = given.reshard_after_forward, bool(given.extras.get("conditional", False))
+    reshard, conditional = given.reshard_after_forward, given.conditional
     _check_reshard(reshard, shared)
     _check_conditional(plan, conditional)
     _check_placements(plan)
@@ -130,10 +130,11 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     original = planned.slots[0].get()
     mark, owner = original_of(original), planned.owner
     assert mark is not None, "it was sharded"
-    which = f"{planned.name} is the same parameter as {mark.name}, which another fully_shard call has sharded"
+    there = mark.name if owner is None else _name_of_owner(owner.param, plan)
+    which = f"{planned.name} is the same parameter as {there}, which another fully_shard call has sharded"
     if owner is None:
         raise ValueError(f"{which}, and which is in no model any more. Build the model again.")
-    refuse_tied(planned.name, owner.group)
+    refuse_tied(planned.name, there, owner.group)
     if has_changed(original, mark, owner.param):
         raise ValueError(
             f"{which}; since then {planned.name} was written to, moved or frozen, and that one was not. Change a "
@@ -146,15 +147,25 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     found = _ways(planned.mesh, planned.distribution, planned.keeps_dtype, given.mp_policy, original.dtype)
     if planned.offload is not None:
         found["offload_policy"] = storage_place(planned.offload, planned.mesh.device)
-    there = _ways(param.mesh, param.distribution, param.keeps_dtype, group.settings.policy, original.dtype) | {
+    before = _ways(param.mesh, param.distribution, param.keeps_dtype, group.settings.policy, original.dtype) | {
         "offload_policy": (param.storage_device, group.settings.pin_memory)
     }
     for argument, value in found.items():
-        if value != there[argument]:
+        if value != before[argument]:
             raise ValueError(
-                f"{which} with another {argument}: {there[argument]}, here {value}. Pass the same to both calls; or "
+                f"{which} with another {argument}: {before[argument]}, here {value}. Pass the same to both calls; or "
                 "pass the modules that hold the parameter as one list, fully_shard([a, b])."
             )
+
+
+def _name_of_owner(param: FSDPParam, plan: Plan) -> str:
+    """Returns the FQN of a tied parameter at the module whose call has sharded it, below the modules of this call. That
+    call knew a part of the FQN only.
+    """
+    first = param.slots[0]
+    if first.module in plan.names:
+        return fqn(plan.names[first.module], first.name)
+    return f"{param.name} of another module, {type(first.module).__mro__[1].__name__}"
 
 
 def _ways(

@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
     return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
-    `ignored_modules`: whose buffers stay as they are. `extras`: those of extensions.
+    `ignored_modules`: whose buffers stay as they are. `conditional`, `by_rows`: see GroupSettings.
     """
 
     mesh: DeviceMesh | DataMesh
@@ -46,7 +46,8 @@ class Arguments(NamedTuple):
     offload_policy: OffloadChoice = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
     ignored_modules: Collection[nn.Module] = ()
-    extras: dict[str, Any] = {}  # noqa: RUF012  nobody writes to it
+    conditional: bool = False
+    by_rows: bool = False
 
 
 class ParameterPlan(NamedTuple):
@@ -310,7 +311,8 @@ def _make_groups(
                 FSDPParam(each.slots, each.name, mesh, each.distribution, device, each.keeps_dtype, policy.grad_dtype)
                 for each in members
             ]
-        settings = GroupSettings(policy, given.reshard_after_forward, pin_memory=pin, extras=given.extras)
+        how = given.reshard_after_forward
+        settings = GroupSettings(policy, how, pin_memory=pin, conditional=given.conditional, by_rows=given.by_rows)
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
         groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
     return groups

@@ -14,7 +14,7 @@ from .comm import Purpose
 from .events import Observer
 from .group import FSDPParamGroup
 from .mesh import DataMesh
-from .policy import BY_ROWS, ReduceWhen
+from .policy import ReduceWhen
 from .rank_facts import all_reduce_over, moves_data
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def groups_of_all_ranks(root: Root) -> list[FSDPParamGroup]:
         if group.params
         and (group.mesh is mesh or group.mesh == mesh)
         and group.settings.reduce_when is not ReduceWhen.ASKED
-        and BY_ROWS not in group.settings.extras
+        and not group.settings.by_rows
     ]
 
 

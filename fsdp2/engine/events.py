@@ -262,6 +262,11 @@ class RankConsensus(Protocol):
         between replicas that may follow.
         """
 
+    def pass_failed(self, in_backward: bool) -> None:
+        """Is called when the outermost forward, or a backward, has raised, before anything of it is dropped. Other
+        ranks may still communicate for it.
+        """
+
     def after_delivery(self) -> None:
         """Is called when all reductions have finished, and `.grad` is written."""
 

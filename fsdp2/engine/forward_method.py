@@ -28,7 +28,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         ValueError: there is no such method.
         NotImplementedError: it is asynchronous: it would run when the parameters are sharded again.
     """
-    require_module("module", module)
+    require_module("module", module, "register_fsdp_forward_method")
     if not isinstance(method_name, str):
         raise TypeError(f"method_name: expected a str, got {method_name!r}")
     method = getattr(module, method_name, None)

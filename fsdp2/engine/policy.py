@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from .arguments_of_others import refuses
 from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
 
 if TYPE_CHECKING:
+    from .collectives import CommChoice
     from .group import FSDPParamGroup
     from .replicas import CommHook, ReplicaCodec
 
@@ -324,10 +325,6 @@ for _phase, _later in TRANSITIONS.items():
     _phase.may_become = _later  # to look them up would call Enum.__hash__
 
 
-BY_ROWS = "by_rows"
-"""Is among the `extras` of a group that is not gathered: its module looks rows up (features/row_embedding.py)."""
-
-
 class ReduceWhen(Enum):
     """Says when a group's gradients are reduced in backward.
 
@@ -366,7 +363,10 @@ class GroupSettings:
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
-        extras: what other parts have been told about this group, by their names.
+        conditional: ranks may leave the group's module out (features/conditional.py).
+        by_rows: the group is not gathered: its module looks rows up (features/row_embedding.py).
+        collectives: how the group communicates, where a user has chosen that (collectives.py).
+        optimizer_in_backward: a StepsInBackward (features/optimizer_in_backward.py), which copies do not get.
     """
 
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
@@ -388,7 +388,10 @@ class GroupSettings:
     keep_storage: bool = False
     free_viewed_storage: bool = False
     pin_memory: bool = False
-    extras: dict[str, Any] = field(default_factory=dict)
+    conditional: bool = False
+    by_rows: bool = False
+    collectives: CommChoice | None = None
+    optimizer_in_backward: object | None = None
     # What reshard_after_forward comes to: whether a forward frees, and among how many ranks secondary shards restore.
     frees_after_forward: bool | None = field(init=False, repr=False)
     restored_among: int | None = field(init=False, repr=False)
@@ -411,7 +414,7 @@ class RootSettings:
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
-        extras: what other parts have been told, by their names.
+        averages_running_stats: running statistics of BatchNorm are those of all ranks (features/running_stats.py).
     """
 
     prefetch_budget: int | None = None
@@ -419,7 +422,7 @@ class RootSettings:
     saved_tensor_hooks: bool = True
     is_last_backward: bool = True
     finalize_backward: bool = True
-    extras: dict[str, Any] = field(default_factory=dict)
+    averages_running_stats: bool = True
 
 
 def check_bool(name: str, value: object) -> None:

@@ -454,6 +454,8 @@ class Root:
 
     def recover(self) -> None:
         """Drops what a backward pass that has raised left half done."""
+        if self.consensus is not None:
+            self.consensus.pass_failed(True)
         self.backward = None
         self.queue.abandon(self.backward_pass)
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)

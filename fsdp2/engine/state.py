@@ -133,10 +133,11 @@ def require_state(module: Any) -> FSDPState:
     return state
 
 
-def require_module(name: str, value: object) -> None:
-    """Raises TypeError if `value`, of the argument `name`, is no module."""
+def require_module(name: str, value: object, function: str = "") -> None:
+    """Raises TypeError if `value`, the argument `name` of a public `function`, is no module."""
     if not isinstance(value, nn.Module):
-        raise TypeError(f"{name}: expected an nn.Module, got {type(value).__name__}")
+        where = f"{function}: {name}" if function else name
+        raise TypeError(f"{where}: expected an nn.Module, got {type(value).__name__}")
 
 
 def root_of(module: Any) -> Root:

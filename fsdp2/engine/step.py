@@ -106,6 +106,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
 
 def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
     root = state.root
+    if root.consensus is not None and root.depth == 1 and not in_backward:
+        root.consensus.pass_failed(False)
     for group in state.used:
         group.parameters.take_requires_grad()
     for notify in root.events.forward_failed:

@@ -62,7 +62,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model(last).sum().backward()  # `.grad` is of both
         ```
     """
-    require_module("model", model)
+    require_module("model", model, "no_sync")
     groups = groups_below(model)
     if not groups:
         raise ValueError(f"model: expected a module that fully_shard was applied to, or one inside, got {type(model)}")

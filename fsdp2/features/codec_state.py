@@ -27,7 +27,9 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     Example:
         `torch.save(fsdp2.codecs.state_dict(model), f"codecs-{rank}.pt")`
     """
-    return {group.params[0].name: group.gradients.kept_state() for group in _groups_of(model)}
+    return {
+        group.params[0].name: group.gradients.kept_state() for group in _groups_of(model, "fsdp2.codecs.state_dict")
+    }
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
@@ -44,7 +46,7 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         ValueError: it was saved for other groups, parameters, ranks or codecs. Nothing is changed then.
         RuntimeError: during a backward pass.
     """
-    groups = _groups_of(model)
+    groups = _groups_of(model, "fsdp2.codecs.load_state_dict")
     if not isinstance(state, dict):
         raise TypeError(f"state: expected what codecs.state_dict has returned, got {type(state).__name__}")
     names = [group.params[0].name for group in groups]
@@ -60,8 +62,8 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         group.gradients.load_kept(state[group.params[0].name])
 
 
-def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    require_module("model", model)
+def _groups_of(model: nn.Module, function: str) -> list[FSDPParamGroup]:
+    require_module("model", model, function)
     groups = [group for group in groups_below(model) if group.params]
     for root in {id(group.root): group.root for group in groups}.values():
         if root.is_in_backward():

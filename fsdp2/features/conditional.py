@@ -5,13 +5,16 @@ before anything is communicated the ranks reach *consensus*, in one all-reduce o
 about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
 shards and with gradients of zeros. When none does, all are about to do the same, and go on. Nothing is remembered from
 one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
-communicate in one order.
+communicate in one order. A pass that raises ends with a consensus, too: other ranks may still be in a module that this
+one has left out.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -31,7 +34,6 @@ from ..engine.state import FSDPState
 from ..engine.torch_names import alias, has_backend
 from .user_collectives import watch_collectives
 
-_EXTRA = "conditional"
 # Marks a node of the graph that is the output of a module.
 _OUTPUT = "_fsdp2_output"
 
@@ -39,12 +41,14 @@ _OUTPUT = "_fsdp2_output"
 GATHER, REDUCE = range(2)
 _KINDS = 2
 _VERBS = ("gathering", "reducing the gradients of")
-# Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users.
-_FORWARD_END, _BACKWARD_END, _COLLECTIVE = -1, -2, -3
+# Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users; a forward
+# or a backward has raised.
+_FORWARD_END, _BACKWARD_END, _COLLECTIVE, _FAILED = -1, -2, -3, -4
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
     _COLLECTIVE: "at a collective of your own",
+    _FAILED: "giving up a forward or backward that has raised",
 }
 # The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
 _COMMON = 1 << 40
@@ -52,7 +56,7 @@ _COMMON = 1 << 40
 
 def is_conditional(state: FSDPState) -> bool:
     """Returns True if ranks may leave the modules of `state` out."""
-    return bool(state.groups[0].settings.extras.get(_EXTRA))
+    return state.groups[0].settings.conditional
 
 
 def find_conditional(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, FSDPState]:
@@ -79,6 +83,8 @@ class Consensus:
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
         self._process_groups, self._is_joining = mesh.axis_groups, False
+        # A forward of the outermost module, or a backward, has begun, and has not come to the consensus at its end.
+        self._is_in_forward = self._is_in_backward = False
         self._waiting = list({id(each.mesh): each.mesh.waiting for each in root.groups}.values())
         cpu = torch.device("cpu")
         # The host reads the result. From an accelerator it would wait for all that this computes.
@@ -104,6 +110,7 @@ class Consensus:
                     f"{group} has an int for reshard_after_forward, or shard_at_rest, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
                 )
+        self._is_in_forward = True
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
@@ -118,6 +125,7 @@ class Consensus:
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
+            self._is_in_forward = False
         return self._distinguish(inputs, output)
 
     def _distinguish(self, inputs: Any, output: Any) -> Any:
@@ -138,7 +146,7 @@ class Consensus:
         return output
 
     def before_backward(self) -> None:
-        """Does nothing: all ranks begin backward passes alike."""
+        self._is_in_backward = True  # all ranks begin backward passes alike
 
     def after_delivery(self) -> None:
         """Does nothing: `.grad` is complete on each rank."""
@@ -154,6 +162,24 @@ class Consensus:
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
+        self._is_in_backward = False
+
+    def pass_failed(self, in_backward: bool) -> None:
+        """Joins what other ranks ask for until their passes have failed, too. If one of them goes on, this rank's error
+        is that of the program, and all others get one here.
+        """
+        if in_backward:
+            expects, self._is_in_backward = self._is_in_backward, False
+        else:  # ranks may call a conditional module by itself
+            expects = self._is_in_forward and self._root.running[0].groups[0] not in self.conditional
+            self._is_in_forward = False
+        error = sys.exc_info()[1]
+        if expects and not self._root.is_out_of_step and (error is None or isinstance(error, Exception)):
+            with suppress(RuntimeError):  # the program's own error says more
+                self._tell_failed()
+
+    def _tell_failed(self) -> None:
+        self._reach(_FAILED, False)
 
     def before_collective(self) -> None:
         """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
@@ -174,7 +200,8 @@ class Consensus:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
                 self._root.note_out_of_step()
-                raise RuntimeError(f"{self._differ(event, first, last)} {self._advice}")
+                advice = "See the error of that rank." if first == _FAILED else self._advice
+                raise RuntimeError(f"{self._differ(event, first, last)} {advice}")
             if chosen == request:
                 return
             self._join(chosen)
@@ -199,6 +226,7 @@ class Consensus:
             for group in self._process_groups:
                 all_reduce_now(largest, group, largest=True)
         except RuntimeError as error:  # a peer is gone, for example
+            self._is_in_forward = self._is_in_backward = False  # there is nobody to tell
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
         found: list[int] = largest.tolist()

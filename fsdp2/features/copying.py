@@ -31,8 +31,6 @@ _BUILT = (
     *("unsharded", "sharded", "dtensor_spec", "gradient_spec", "delivered_dtype", "local_shape", "local_stride"),
     *("tensor_class", "_attributes"),
 )
-# The entries of `extras` that concern the original alone.
-_NOT_COPIED = ("optimizer_in_backward",)
 
 
 class Description:
@@ -77,7 +75,7 @@ class Description:
         """Gives `root`, the copy of a root, the original's settings."""
         if self.root_settings is None:
             return
-        names = ("finalize_backward", "prefetch_budget", "prefetches_late", "extras")
+        names = ("finalize_backward", "prefetch_budget", "prefetches_late", "averages_running_stats")
         changes = {name: getattr(self.root_settings, name) for name in names}
         root.set(**changes)
         if not self.root_settings.saved_tensor_hooks:
@@ -90,9 +88,8 @@ class Description:
 class _GroupDescription:
     def __init__(self, group: FSDPParamGroup) -> None:
         self.modules, self.mesh, self.name = group.modules, group.mesh, group.name
-        extras = {name: value for name, value in group.settings.extras.items() if name not in _NOT_COPIED}
         self.settings: GroupSettings = replace(
-            group.settings, extras=extras, forward_prefetch=None, backward_prefetch=None
+            group.settings, optimizer_in_backward=None, forward_prefetch=None, backward_prefetch=None
         )
         if self.settings.divide_late is not None:  # inside of accumulate, which the copy is not
             self.settings = replace(self.settings, divide_late=None, reduce_gradients=True, all_reduce=True)

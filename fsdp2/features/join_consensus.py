@@ -36,13 +36,24 @@ from ..engine.root import Root
 from ..engine.state import FSDPState, require_state
 from ..engine.user_code import hides_modes, run_shown
 from .accumulate import Totals, find_active
-from .conditional import _BACKWARD_END, _COLLECTIVE, _COMMON, _FORWARD_END, _KINDS, _OTHERS, GATHER, REDUCE, Consensus
+from .conditional import (
+    _BACKWARD_END,
+    _COLLECTIVE,
+    _COMMON,
+    _FAILED,
+    _FORWARD_END,
+    _KINDS,
+    _OTHERS,
+    GATHER,
+    REDUCE,
+    Consensus,
+)
 from .join_gradients import HOW, Fate, HeldGradients, has_more_than_zeros
 from .optimizer_in_backward import steps_of
 from .user_collectives import unwatch_collectives, watch_collectives
 
 # Events of no group, besides those of conditional modules.
-_FORWARD, _BACKWARD, _UNSYNCHRONIZED, _WEIGHTS, _STEP, _END, _FAILED = range(-10, -3)
+_FORWARD, _BACKWARD, _UNSYNCHRONIZED, _WEIGHTS, _STEP, _END = range(-10, -4)
 _OPTIMIZER, _LEFT = -1_000, -1_000_000  # less the index of an optimizer, or the rank
 _RESTORE = 1 << 30  # and the index of the group that restores its parameters from secondary shards
 _NOTHING = -(1 << 60)  # what adds nothing to a maximum
@@ -54,7 +65,6 @@ _NAMES = {
     _WEIGHTS: "gathering the weights of accumulate",
     _STEP: "at the step of the function that join got",
     _END: "at the end of the block of join",
-    _FAILED: "giving up a forward or backward that has raised",
 }
 JOIN_CONFIG = "_join_config"  # the attribute in which torch's Join keeps its arguments
 
@@ -259,6 +269,7 @@ class JoinConsensus(Consensus):
         return output
 
     def before_backward(self) -> None:
+        super().before_backward()
         if not self._is_telling:
             return
         if not self._depth:
@@ -278,6 +289,15 @@ class JoinConsensus(Consensus):
         if is_telling:
             self._reduce_left()
             self._depth -= 1
+
+    def pass_failed(self, in_backward: bool) -> None:
+        """Without conditional modules, all ranks are at the same place: they are told at the next phase (`settle`)."""
+        if self.conditional and not (self._is_off() or self._is_in_step):
+            super().pass_failed(in_backward)
+
+    def _tell_failed(self) -> None:
+        super()._tell_failed()
+        self._depth = max(0, self._depth - 1)
 
     def after_delivery(self) -> None:
         if self.has_joined or self._is_in_step or self._is_closed:

@@ -29,7 +29,7 @@ from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.rank_facts import gather_objects, moves_data
 from ..engine.root import Root
-from .running_stats import SETTING, find_running_stats
+from .running_stats import find_running_stats
 
 _CPU = torch.device("cpu")
 _SHARED_FOLDER = Path("/dev/shm")
@@ -272,7 +272,7 @@ def _refuse(root: Root) -> None:
             "which one it is"
         )
     training = [name for module, name in find_running_stats(root).items() if module.training]
-    if training and root.settings.extras.get(SETTING, True) and root.group.mesh.num_ranks > 1:
+    if training and root.settings.averages_running_stats and root.group.mesh.num_ranks > 1:
         raise refuse(
             f"ranks would average the running statistics of {training[0]} in each forward. Call "
             "model.set_running_stats_averaging(False), or have it evaluate."

@@ -25,8 +25,6 @@ from ..engine.user_code import run_shown
 from ..engine.write_notices import notices
 from .row_embedding import refuse_rows
 
-_EXTRA = "optimizer_in_backward"
-
 
 class StepsInBackward:
     """Steps `optimizer` on parameters as they get their gradients, and clears these.
@@ -103,7 +101,8 @@ class StepsInBackward:
 
 def steps_of(group: FSDPParamGroup) -> StepsInBackward | None:
     """Returns the steps of the optimizer in backward that a group has, or None."""
-    return group.settings.extras.get(_EXTRA)
+    steps: Any = group.settings.optimizer_in_backward
+    return steps  # type: ignore[no-any-return]
 
 
 def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
@@ -120,7 +119,7 @@ def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
     steps = None if optimizer is None else StepsInBackward(optimizer, params, root.group.mesh.device)
     finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
-        group.set(extras={**group.settings.extras, _EXTRA: steps})
+        group.set(optimizer_in_backward=steps)
     if isinstance(root.steps, OptimizerInBackward):
         root.writers.remove(root.steps.wait_for_steps)
     root.steps = None

@@ -21,7 +21,6 @@ from ..engine.collectives import choice_of
 from ..engine.comm import compare_first
 from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.policy import BY_ROWS
 from ..engine.rank_facts import all_reduce_now
 from ..engine.simulation import SimulatedGroup
 from ..engine.state import STATE
@@ -208,7 +207,7 @@ class _Rows(torch.autograd.Function):
 
 def by_rows(group: FSDPParamGroup) -> bool:
     """Returns True if the parameter of a group is looked up by rows."""
-    return BY_ROWS in group.settings.extras
+    return group.settings.by_rows
 
 
 def refuse_rows(root: Root, what: str, why: str) -> None:
@@ -221,11 +220,13 @@ def refuse_rows(root: Root, what: str, why: str) -> None:
             )
 
 
-def refuse_tied(name: str, group: FSDPParamGroup) -> None:
-    """Raises NotImplementedError if `name`, of another call, is a parameter of `group` that is looked up by rows."""
+def refuse_tied(name: str, table: str, group: FSDPParamGroup) -> None:
+    """Raises NotImplementedError if `name`, of another call, is the parameter of `group` that is looked up by rows.
+    `table`: its FQN at the embedding.
+    """
     if by_rows(group):
         raise NotImplementedError(
-            f"{name}: it is the same parameter as {group.params[0].name}, which is looked up by rows, and nobody "
+            f"{name}: it is the same parameter as {table}, which is looked up by rows, and nobody "
             "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
         )
 

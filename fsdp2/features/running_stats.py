@@ -25,8 +25,6 @@ from ..engine.root import Root
 from ..engine.state import names_below
 from ..engine.torch_names import set_versions
 
-SETTING = "average_running_stats"
-"""What `set_running_stats_averaging` sets among the `extras` of the root's settings."""
 _NAMES = ("running_mean", "running_var")
 
 
@@ -156,7 +154,7 @@ class RunningStats(RankObserver):
     @torch.no_grad()
     def _average(self, modules: Sequence[nn.Module]) -> None:
         self._changed = []
-        if not modules or self._mesh is None or not self._root.settings.extras.get(SETTING, True):
+        if not modules or self._mesh is None or not self._root.settings.averages_running_stats:
             return
         found: list[Any] = [module._buffers[name] for module in modules for name in _NAMES]
         buffers, mesh = [local_if_any(buffer) for buffer in found], self._mesh

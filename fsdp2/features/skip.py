@@ -26,6 +26,7 @@ from ..engine.state import modules_below, require_state
 from ..engine.torch_names import has_backend
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
+from .conditional import is_conditional
 from .optimizer_in_backward import steps_of
 from .row_embedding import refuse_rows
 
@@ -217,9 +218,18 @@ def _refuse(root: Root, watch: SkipWatch) -> None:
         raise RuntimeError("skip_together: expected a call between steps, got one during a forward or backward")
     refuse_rows(root, "skip_together", "these messages can't say that a rank has left the step.")
     finalize(root)
+    conditional = next((state for state in root.states if is_conditional(state)), None)
+    if conditional is not None:
+        raise NotImplementedError(
+            f"skip_together: {conditional} is conditional, and ranks that reach consensus before each collective can't "
+            "say that one has left the step. Run that module on every rank, on inputs of zeros where a rank has none, "
+            "and leave conditional=True out."
+        )
     if root.consensus is not None:
         raise NotImplementedError(
-            "skip_together: conditional modules and blocks of fsdp2.join are not supported: their ranks have no headers"
+            "skip_together: the model is in a block of fsdp2.join, whose ranks reach consensus before each collective, "
+            "and can't say that one has left the step. Leave the block of fsdp2.join first; ranks that have equally "
+            "many batches need none."
         )
     mesh = root.group.mesh
     if any(mesh.mesh.size(axis) > 1 for axis in {*range(mesh.mesh.ndim)} - {*mesh.shard_axes, *mesh.replicate_axes}):

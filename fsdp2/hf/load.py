@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shards.find import before_write, groups_managing, shards_of
-from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function
+from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function, require_module
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
@@ -141,8 +141,7 @@ def load_model(
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "load_model")
     check_path("folder", folder)
     check_bool("strict", strict)
     check_bool("convert", convert)

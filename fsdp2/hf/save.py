@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..shards.find import groups_managing
-from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function
+from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function, require_module
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
@@ -85,8 +85,7 @@ def save_model(
         RuntimeError: a parameter is on meta; a forward or backward runs; a rank has died.
             All errors are raised on all ranks, and leave the previous folder as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "save_model")
     check_path("folder", folder)
     check_bool("convert", convert)
     if names is not None and not isinstance(names, Mapping):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from ..shards.tensors import some_of
+from ..shards.tensors import require_module, some_of
 from .cuts import block_sizes
 from .whole_matrix import WholeMatrixOptimizer
 
@@ -112,8 +112,7 @@ def split_matrices(
         ValueError: a pattern that matches no trainable matrix; a matrix that is excluded, and matched by another
             pattern; an embedding that none matches; blocks that do not make up a parameter.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "split_matrices")
     blocks = {} if blocks is None else blocks
     if not isinstance(blocks, Mapping):
         raise TypeError(f"blocks: expected a dict of patterns, got {blocks!r}")

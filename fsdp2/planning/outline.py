@@ -19,7 +19,7 @@ from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
 from ..engine.offload import is_policy
 from ..engine.parameter import FSDPParam
-from ..engine.policy import BY_ROWS, CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..engine.subclasses import is_packed
@@ -169,7 +169,7 @@ class Outline:
             modules: list[Any] = [shells[i] for i in indices]
             if by_rows:
                 rounding = replace(row_policy(policy), param_dtype_override_fn=partial(dtype_of, policy))
-                found = Arguments(mesh(False), mp_policy=rounding, extras={BY_ROWS: True})
+                found = Arguments(mesh(False), mp_policy=rounding, by_rows=True)
                 apply(modules[0], found, lambda _: sharded_class(RowShell))
                 options[require_state(modules[0])] = chosen
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..engine.state import modules_below
+from ..engine.state import modules_below, require_module
 from ..shards.find import is_sharded
 from .compat import NO_SPLIT, RUN_POLICY
 
@@ -84,8 +84,7 @@ def wrap_groups(model: nn.Module, policy: Any = None) -> list[WrapGroup]:
         fully_shard(model)
         ```
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "wrap_groups")
     sharded = [name or "the model" for module, name in modules_below(model).items() if is_sharded(module)]
     if sharded:
         raise ValueError(f"model: expected plain modules, but {sharded[0]} is sharded. Plan before fully_shard.")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.out_of_memory import OutOfMemory
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..engine.state import require_state
+from ..engine.state import require_module, require_state
 from ..tools.describe import size_text
 from . import apply
 from .policies import OPTIONS, WrapGroup
@@ -77,8 +77,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
         model = fsdp2.apply_plan(model, "plan.json", mesh)  # in each run, on every rank
         ```
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "apply_plan")
     if not isinstance(plan, str | os.PathLike | Mapping):
         raise TypeError(f"plan: expected a file, or what Plan.to_dict has returned, got {type(plan).__name__}")
     saved = dict(plan) if isinstance(plan, Mapping) else _read(Path(plan))

@@ -13,7 +13,7 @@ from ..checks.initial_weights import compare_initial_weights
 from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.state import STATE, state_of
+from ..engine.state import STATE, require_module, state_of
 from ..engine.torch_names import is_sharded_by_fsdp1
 from ..engine.write_notices import notices
 from .ours import OurGroup, OurParam, OurShards, plain_class
@@ -66,8 +66,7 @@ def shards_of(module: nn.Module) -> Shards:
                 print(param.name, param.shape, "this rank has", param.box)
         ```
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    require_module("module", module, "shards_of")
     found: list[Shards] = [OurShards(module)]
     if any(map(is_sharded_by_torch, module.modules())):
         found.append(TorchShards(module))

@@ -29,7 +29,7 @@ from ..engine.owners import Owned, owners_by_id
 from ..engine.parameter import FSDPParam, fqn
 from ..engine.passes import finalize, reset
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.policy import BY_ROWS, GroupSettings, MixedPrecisionPolicy
+from ..engine.policy import GroupSettings, MixedPrecisionPolicy
 from ..engine.rank_facts import is_first, ranks_of
 from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
 from ..engine.subclasses import gathers_itself
@@ -513,7 +513,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     memory = choice_of(group).memory
     if memory is not None:
         yield f"{memory} memory"
-    if BY_ROWS in now.extras:
+    if now.by_rows:
         yield "rows are looked up, nothing is gathered"
     if is_conditional(group.state):
         yield "conditional"

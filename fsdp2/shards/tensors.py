@@ -30,6 +30,7 @@ from ..engine.once import once
 from ..engine.owners import some_of
 from ..engine.parameter import fqn
 from ..engine.policy import check_bool
+from ..engine.state import require_module
 from ..engine.subclasses import is_packed
 from ..engine.user_code import hidden, hides_modes
 from ..features.module_repr import dtype_text
@@ -65,6 +66,7 @@ __all__ = [
     "own_storage_view",
     "peek_local",
     "read",
+    "require_module",
     "some_of",
     "spec_of",
     "tensors_in",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..shards.find import is_sharded_by_fsdp1, is_unsynchronized, sharded_name_of, shards_of
 from ..shards.protocol import Ranks, ShardGroup, ShardParam, Shards
 from ..shards.ranks import gather_objects
-from ..shards.tensors import checksum, fqn, read, values_of, written_by_some
+from ..shards.tensors import checksum, fqn, read, require_module, values_of, written_by_some
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 
@@ -51,7 +51,7 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
         TypeError: not an nn.Module, or an optimizer without param_groups.
         ValueError: nothing in `model` is sharded.
     """
-    shards = sharded(model)
+    shards = sharded(model, "check")
     groups, ranks = shards.groups, widest(shards.groups)
     everything = list(tensors_of(model, groups))
     tensors = [held for held in everything if not is_sharded_by_fsdp1(held.tensor)]
@@ -90,15 +90,14 @@ def log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
         logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")
 
 
-def sharded(model: Any) -> Shards:
-    """Returns the shards of a model, with the sharded parameters registered.
+def sharded(model: Any, function: str) -> Shards:
+    """Returns the shards of a model, with the sharded parameters registered. `function`: the public one that asks.
 
     Raises:
         TypeError: it is no module.
         ValueError: nothing in it is sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}")
+    require_module("model", model, function)
     shards = shards_of(model)
     if not shards.groups:
         raise ValueError(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..shards.find import is_unsynchronized
 from ..shards.ranks import gather_objects
-from ..shards.tensors import checksum, local_of, read, tensors_in
+from ..shards.tensors import checksum, local_of, read, require_module, tensors_in
 from .audit import Held, sharded, tensors_of, widest
 from .difference import Comparison, Difference, Distance, explain, explain_scale, first_of_each, magnitude, measure
 from .side_by_side import Sides, mean_loss, named_tensors, restored, ties
@@ -60,7 +60,7 @@ def compare(
         raise TypeError(f"loss_fn: expected a function of the module and the batch, or None, got {loss_fn!r}")
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int | float)):
         raise TypeError(f"rtol: expected a number or None, got {rtol!r}")
-    shards = sharded(model)
+    shards = sharded(model, "compare")
     mesh = widest(shards.groups)
     share: Callable[[Any], list[Any]] = partial(gather_objects, groups=mesh.axis_groups, device=mesh.device)
     batch = batch if isinstance(batch, tuple) else (batch,)
@@ -87,8 +87,10 @@ def compare(
 
 def _problem(reference: Any, model: nn.Module, tensors: Sequence[Held], batch: Any, num_ranks: int) -> Exception | None:
     """Returns the error that makes a comparison impossible, as far as this rank can see, or None."""
-    if not isinstance(reference, nn.Module):
-        return TypeError(f"reference: expected an nn.Module, got a {type(reference).__name__}")
+    try:
+        require_module("reference", reference, "compare")
+    except TypeError as error:
+        return error
     if any(isinstance(param, DTensor) for param in reference.parameters()):
         return ValueError(
             "reference: expected a plain module, got one whose parameters are sharded. Build it again from the same "

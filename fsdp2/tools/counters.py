@@ -14,7 +14,7 @@ from torch import nn
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
-from ..engine.state import groups_below
+from ..engine.state import groups_below, require_module
 from .watched_comms import Collective, watch
 
 __all__ = ["counters"]
@@ -60,8 +60,7 @@ def counters(model: nn.Module) -> dict[str, float]:
             wandb.log(fsdp2.counters(model), step=step)
         ```
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "counters")
     roots = [root for root in dict.fromkeys(group.root for group in groups_below(model)) if root is not None]
     if not roots:
         raise ValueError(f"model: expected a module that fsdp2 has sharded, got {type(model).__name__}")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..shards.find import original_class, shards_of
 from ..shards.protocol import ShardGroup
-from ..shards.tensors import dtype_text, local_if_any
+from ..shards.tensors import dtype_text, local_if_any, require_module
 from .columns import ruled
 
 __all__ = ["GroupDescription", "ModelDescription", "describe"]
@@ -144,8 +144,7 @@ def describe(model: nn.Module) -> ModelDescription:
     Raises:
         TypeError: `model` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "describe")
     shards = shards_of(model)
     unmanaged: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if shards.find(p) is None}
     return ModelDescription(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..shards.ranks import gather_bytes
+from ..shards.tensors import require_module
 
 __all__ = ["StepMeter", "StepRecord"]
 
@@ -113,8 +114,7 @@ class StepMeter:
         device_flops: float | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+        require_module("model", model, "StepMeter")
         if isinstance(every, bool) or not isinstance(every, int):
             raise TypeError(f"every: expected an int, got {every!r}")
         if every < 1:

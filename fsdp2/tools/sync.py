@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..shards.find import before_write, check_weights, groups_managing, has_users_class, shards_of
 from ..shards.protocol import NotedValues, Ranks, ShardGroup, Shards
 from ..shards.ranks import bounds_over, broadcast_over, default_mesh, gather_objects, ranks_on
-from ..shards.tensors import PLAIN, fqn, holds_values, inner_tensors, no_torch_function
+from ..shards.tensors import PLAIN, fqn, holds_values, inner_tensors, no_torch_function, require_module
 from .audit import widest
 
 # Bytes of the bucket in which values are sent: the memory that a call needs besides the model.
@@ -53,8 +53,7 @@ def sync_module_states(module: nn.Module, mesh: DeviceMesh | None = None) -> Non
             written to since `to_empty`.
         NotImplementedError: a sparse or quantized tensor, or a tensor subclass without `__tensor_flatten__`.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    require_module("module", module, "sync_module_states")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     if mesh is not None and mesh.get_coordinate() is None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..shards.find import shards_of
+from ..shards.tensors import require_module
 from .timeline_of_events import record_events
 from .timeline_of_hooks import record_hooks
 
@@ -49,8 +50,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str]) -> Iterator[None]:
             optimizer.zero_grad()
         ```
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    require_module("model", model, "trace")
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the name of a file, got {type(path).__name__}")
     shards = shards_of(model)

@@ -34,7 +34,10 @@ def a_tied_table() -> None:
     model[1].weight = model[0].weight
     plain, by_rows = copy.deepcopy(model), copy.deepcopy(model)
     fsdp2.embed_by_rows(by_rows[0])
-    refused(lambda: fsdp2.fully_shard(by_rows), NotImplementedError)
+    text = refused(lambda: fsdp2.fully_shard(by_rows), NotImplementedError)
+    assert "1.weight: it is the same parameter as 0.weight" in text
+    text = refused(lambda: fsdp2.fully_shard(by_rows[1]), NotImplementedError)
+    assert "weight: it is the same parameter as weight of another module, RowEmbedding" in text
     fsdp2.fully_shard(model[0])
     trains_as(fsdp2.fully_shard(model), plain, torch.tensor([[1, 2], [2, 5]]))
 

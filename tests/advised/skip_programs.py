@@ -79,6 +79,46 @@ def amid_a_block() -> None:
     train(model, plain)
 
 
+@follows(
+    "Run that module on every rank, on inputs of zeros where a rank has none, and leave conditional=True out",
+    "Leave the block of fsdp2.join first; ranks that have equally many batches need none",
+)
+def beside_conditional_modules() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Any, extra: Any) -> Any:
+            x = self.always(x)
+            return x if extra is None else x + self.sometimes(extra)
+
+    def sharded(**options: Any) -> Any:
+        model: Any = build(Two)
+        fsdp2.fully_shard(model.sometimes, **options)
+        return fsdp2.fully_shard(model)
+
+    def skips(model: Any, extra: Any) -> None:
+        with fsdp2.skip_together(model) as attempt:
+            model(x[rank], extra).square().mean().backward()
+        assert not attempt.skipped
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.randn(size, 2, 4, generator=torch.Generator().manual_seed(0))
+    own = x[rank] if rank == 0 else None
+    model = sharded(conditional=True)
+    text = refused(lambda: skips(model, own), NotImplementedError)
+    assert "sometimes is conditional" in text
+    model, plain = sharded(), build(Two)
+    zeros = torch.zeros(2, 4) if own is None else own
+    with fsdp2.join(model):
+        refused(lambda: skips(model, zeros), NotImplementedError)
+    skips(model, zeros)
+    for other in range(size):
+        (plain(x[other], x[other] if other == 0 else None).square().mean() / size).backward()
+    same_gradients(model, plain)
+
+
 @follows("another call has used it up. Make a list of it, for all calls", ranks=1)
 def a_generator_for_two_calls() -> None:
     def ignored(model: Any, parameters: Any) -> Any:

@@ -1,0 +1,48 @@
+"""Tests that public functions which take a module say alike that something else is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2 import codecs, hf
+
+
+def traced(model: Any) -> None:
+    with fsdp2.trace(model, "timeline.json"):
+        pass
+
+
+def without_sync(model: Any) -> None:
+    with fsdp2.no_sync(model):
+        pass
+
+
+CASES: dict[str, Callable[[Any], object]] = {
+    "split_matrices: model": fsdp2.split_matrices,
+    "apply_plan: model": lambda model: fsdp2.apply_plan(model, {}, None),
+    "wrap_groups: model": fsdp2.wrap_groups,
+    "save_model: model": lambda model: hf.save_model(model, "folder"),
+    "load_model: model": lambda model: hf.load_model(model, "folder"),
+    "sync_module_states: module": fsdp2.sync_module_states,
+    "counters: model": fsdp2.counters,
+    "StepMeter: model": fsdp2.StepMeter,
+    "trace: model": traced,
+    "describe: model": fsdp2.describe,
+    "shards_of: module": fsdp2.shards_of,
+    "check: model": fsdp2.check,
+    "compare: model": lambda model: fsdp2.compare(nn.Linear(1, 1), model, torch.ones(1, 1)),
+    "register_fsdp_forward_method: module": lambda module: fsdp2.register_fsdp_forward_method(module, "generate"),
+    "no_sync: model": without_sync,
+    "fsdp2.codecs.state_dict: model": codecs.state_dict,
+    "fsdp2.codecs.load_state_dict: model": lambda model: codecs.load_state_dict(model, {}),
+}
+
+
+@pytest.mark.parametrize("where", CASES)
+def test_what_is_no_module_is_refused(where: str) -> None:
+    with pytest.raises(TypeError, match=f"^{where}: expected an nn.Module, got str$"):
+        CASES[where]("a path")
