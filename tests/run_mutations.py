@@ -192,6 +192,12 @@ MUTATIONS = (
         (ACCUMULATION,),
     ),
     Mutation(
+        "a reset keeps sums that wait for their replicas",
+        r"^ +group\.gradients\.partial\.clear\(\)$",
+        "",
+        (ACCUMULATION,),
+    ),
+    Mutation(
         "gradients replace those of the last backward",
         r"param\.add_to_gradient\(accumulated, gradient\)",
         "sharded.grad = gradient",

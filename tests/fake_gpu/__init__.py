@@ -68,7 +68,8 @@ def take_problems() -> list[str]:
 def _place() -> str:
     """Up to three lines of fsdp2 that run in this thread, innermost first; else "user"."""
     frame, places = sys._getframe(), []
-    while frame is not None and len(places) < 3:
+    # Each operation asks. What called the rank, which is most of the stack, has no line of fsdp2.
+    while frame is not None and len(places) < 3 and frame.f_code.co_name != "_run_in_group":
         _, in_package, file = frame.f_code.co_filename.rpartition("/fsdp2/")
         if in_package:
             places.append(f"{file}:{frame.f_lineno}")
