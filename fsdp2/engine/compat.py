@@ -81,6 +81,8 @@ set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = vars(torch._C.Ten
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 # (plain tensor) -> address of the storage behind it, also while that is freed (`data_ptr` is 0 then).
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+# (storage, slice of bytes) -> a storage over this part of it. `storage[...]` asks for the device first, in Python.
+part_of_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = torch._C.StorageBase.__getitem__
 # (tensor) -> False if there is none: sparse tensors, functorch's wrappers.
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .codec import Codec, encode
 from .comm import Comm
 from .comm_memory import TORCH_MEMORY, CommMemory
-from .compat import copy_all
+from .compat import copy_all, part_of_storage
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
 from .streams import Work, costs_launches
 
@@ -40,7 +40,7 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     if buffer.is_meta:  # which has no address
         return view_bytes(buffer, offset, math.prod(shape), dtype).view(shape)
-    storage = buffer.untyped_storage()[offset : offset + nbytes]
+    storage = part_of_storage(buffer.untyped_storage(), slice(offset, offset + nbytes))
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
