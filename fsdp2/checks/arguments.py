@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import UninitializedParameter
 
 from ..engine.meshes import described_data_mesh
 from ..engine.offload import check_offload
-from ..engine.parameter import fqn
 from ..engine.policy import MixedPrecisionPolicy
-from ..engine.state import modules_below, state_of
+from ..engine.state import state_of
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -27,13 +25,12 @@ def check_arguments(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a module that can't be sharded; or one of its parameters is uninitialised.
+        ValueError: a module that can't be sharded.
     """
-    roots = _check_modules(module)
+    _check_modules(module)
     _check_types(reshard, placement_fn, offload_policy)
     mp_policy = check_policy(mp_policy)
     ignored, ignored_modules = _expand(ignored)
-    _check_parameters(roots, ignored)
     placements = None if placement_fn is None else Placements(placement_fn)
     return reshard, placements, mp_policy, offload_policy, ignored, ignored_modules
 
@@ -70,7 +67,7 @@ def _expand(ignored: Any) -> tuple[set[nn.Parameter], set[nn.Module]]:
     return parameters, modules
 
 
-def _check_modules(module: Any) -> list[nn.Module]:
+def _check_modules(module: Any) -> None:
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("module: expected a module or a list of at least one, got an empty list")
@@ -100,7 +97,6 @@ def _check_modules(module: Any) -> list[nn.Module]:
             )
     if len(set(modules)) < len(modules):
         raise ValueError("module: expected distinct modules, got the same one twice in the list")
-    return modules
 
 
 def _can_be_called(module: nn.Module) -> bool:
@@ -149,18 +145,6 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     own = ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec", "buffer_dtype")
     others: dict[str, Any] = {name: getattr(policy, name, None) for name in (*younger, *own)}
     return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), **others)
-
-
-def _check_parameters(roots: Sequence[nn.Module], ignored: Any) -> None:
-    for i, root in enumerate(roots):
-        below = modules_below(root, "" if len(roots) == 1 else f"[{i}]", and_sharded=False)
-        for module, prefix in below.items():
-            parameters: dict[str, Any] = module._parameters
-            for name, parameter in parameters.items():
-                if UninitializedParameter in type(parameter).__mro__ and parameter not in ignored:
-                    raise ValueError(
-                        f"{fqn(prefix, name)} is uninitialised. Run the lazy module once before fully_shard."
-                    )
 
 
 class Placements:

@@ -61,9 +61,7 @@ class InitialValues:
     """Holds some values of a parameter that this rank has had whole, and where they came from (BUILT or LOADED)."""
 
     def __init__(self, param: FSDPParam, sample: _Sample, origin: int) -> None:
-        self._param, self._sample, self._origin = weakref.ref(param), sample, origin
-        self._local: weakref.ref[Tensor] | None = None
-        self._version = -1
+        self._param, self._sample, self._origin = param, sample, origin
         self.note_place()
 
     @property
@@ -73,9 +71,7 @@ class InitialValues:
 
     def note_place(self) -> None:
         """Notes that the shard holds these values now, where it lies now."""
-        param = self._param()
-        assert param is not None, "its group is alive"
-        self._local, self._version = weakref.ref(param.local), version_if_counted(param.sharded)
+        self._local, self._version = weakref.ref(self._param.local), version_if_counted(self._param.sharded)
 
     def origin(self) -> int:
         """Returns where the parameter's values come from, if they are what they were."""
@@ -83,15 +79,11 @@ class InitialValues:
 
     def _is_written(self) -> bool:
         """Returns True if somebody has written to the shard, as far as version counters tell."""
-        param = self._param()
-        assert param is not None, "its group is there"
-        is_there = self._local is not None and self._local() is param.local
-        return is_there and version_if_counted(param.sharded) != self._version
+        is_there = self._local() is self._param.local
+        return is_there and version_if_counted(self._param.sharded) != self._version
 
     def _has_other_values(self) -> bool:
-        param = self._param()
-        assert param is not None, "its group is there"
-        local, values = param.local, self.values
+        param, local, values = self._param, self._param.local, self.values
         if local.dtype != values.dtype:
             return True
         first, last = param.bounds

@@ -77,9 +77,9 @@ def _renew(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> None:
     assert buffers is not None, "they are there"
     group.unregister()
     with torch.inference_mode(False), torch.no_grad():
-        for i, param in enumerate(group.parameters.plain):
+        for param, memory in zip(group.parameters.plain, buffers.unsharded_parameters(), strict=True):
             if param in params:
-                param.build_unsharded(buffers.unsharded_parameter(i), renew=True)
+                param.build_unsharded(memory, renew=True)
         group.parameters.follow()
     if was_registered:
         group.register()

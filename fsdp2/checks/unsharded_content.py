@@ -55,7 +55,7 @@ class UnshardedContent:
         """Returns, as int64, which unsharded parameters differ from their shards, as far as this rank knows; for
         `flagged`.
         """
-        differ = [_differs(param, self._buffers.unsharded_parameter(i)) for i, param in enumerate(self._params)]
+        differ = [*map(_differs, self._params, self._buffers.unsharded_parameters())]
         return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
 
     def named(self, flags: Sequence[int]) -> list[str]:

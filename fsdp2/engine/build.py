@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.nn.parameter import UninitializedParameter
 
 from .compat import backend_name
 from .events import extensions
@@ -246,6 +247,8 @@ def _plan_parameter(
 ) -> ParameterPlan:
     """Plans one parameter, as the user's `shard_placement_fn` and policy say. `offload`: None if it is chosen later."""
     parameter, mesh, placement = slots[0].get(), shared, None
+    if issubclass(type(parameter), UninitializedParameter):
+        raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
     try:
         if given.shard_placement_fn is not None:
             placement = given.shard_placement_fn(parameter)

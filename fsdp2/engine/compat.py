@@ -45,6 +45,10 @@ copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
 divide_each: Callable[[list[Tensor], float], Any] = torch._foreach_div_
 quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
 
+# Context without autograd, and without its records: a view that is made there is no view to autograd, and has a version
+# counter of its own; writes are not counted. Small operations take two thirds of the time.
+below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+
 PLAIN = (Tensor, Parameter)
 # (device) -> its type. Torch makes that string anew each time, which takes 3 thousand instructions.
 type_of: Callable[[torch.device], str] = cache(attrgetter("type"))
@@ -82,6 +86,10 @@ set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = vars(torch._C.Ten
 chunk_cat: Callable[..., Any] = torch._chunk_cat
 # (plain tensor) -> address of the storage behind it, also while that is freed (`data_ptr` is 0 then).
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+# (storage, slice of bytes) -> a storage over this part of it. `storage[...]` asks for the device first, in Python.
+part_of_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = vars(torch._C.StorageBase)[
+    "__getitem__"
+]
 # (tensor) -> False if there is none: sparse tensors, functorch's wrappers.
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .codec import Codec, encode
 from .comm import Comm
 from .comm_memory import TORCH_MEMORY, CommMemory
-from .compat import copy_all
+from .compat import below_autograd, copy_all, part_of_storage
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
 from .streams import Work, costs_launches
 
@@ -40,16 +40,21 @@ def own_storage_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype:
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     if buffer.is_meta:  # which has no address
         return view_bytes(buffer, offset, math.prod(shape), dtype).view(shape)
-    storage = buffer.untyped_storage()[offset : offset + nbytes]
+    storage = part_of_storage(buffer.untyped_storage(), slice(offset, offset + nbytes))
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-def leaf_over(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a tensor over `buffer`'s storage with a version counter of its own: refilling it is no change to
-    autograd.
+def leaves_over(buffer: Tensor, places: Iterable[tuple[int, tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    """Returns tensors over `buffer`'s storage, each with a version counter of its own: refilling them is no change to
+    autograd. `places`: the offset in bytes, the shape and the dtype of each.
     """
-    leaf = torch.empty(0, dtype=dtype, device=buffer.device)
-    return leaf.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, contiguous_stride(shape))
+    leaves, of_dtype = [], {}
+    with below_autograd():
+        for offset, shape, dtype in places:
+            if dtype not in of_dtype:
+                of_dtype[dtype] = buffer.view(dtype)
+            leaves.append(of_dtype[dtype].as_strided(shape, contiguous_stride(shape), offset // dtype.itemsize))
+    return leaves
 
 
 # Pairs of a target and a source.

@@ -292,8 +292,8 @@ class GroupParameters:
         where = self.mesh.rank, self.mesh.device, self._transfers
         buffers = Memory(layout, *where, self.neighbours, self._comm.memory)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
-        for i in range(len(layout.specs)):
-            self.params[i].build_unsharded(buffers.unsharded_parameter(i))
+        for param, memory in zip(self.params, buffers.unsharded_parameters(), strict=False):
+            param.build_unsharded(memory)
         buffers.note_uses()
         buffers.free()
         return buffers
@@ -302,8 +302,8 @@ class GroupParameters:
         """Puts the unsharded parameters over their memory in the buffers, which must be allocated."""
         assert self.buffers is not None, "they are there"
         with torch.inference_mode(False), torch.no_grad():
-            for i, param in enumerate(self.plain):
-                param.move_unsharded(self.buffers.unsharded_parameter(i))
+            for param, memory in zip(self.plain, self.buffers.unsharded_parameters(), strict=True):
+                param.move_unsharded(memory)
 
     def note_assigned(self, param: FSDPParam) -> bool:
         """Notes that a user has put the shard of `param` elsewhere. Returns True if the buffers hold none any more, and

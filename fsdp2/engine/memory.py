@@ -18,7 +18,7 @@ from . import compat
 from .comm import Comm
 from .comm_memory import TORCH_MEMORY, CommMemory
 from .compat import storage_uses
-from .gather import Copies, GatherPlan, group_copies, leaf_over, own_storage_view, view_bytes
+from .gather import Copies, GatherPlan, group_copies, leaves_over, own_storage_view, view_bytes
 from .layout import GatherLayout, gather_layout
 from .streams import Transfer, Transfers, Work
 
@@ -58,7 +58,7 @@ class Memory:
     """Owns one flat buffer of shards, and one storage for the unsharded parameters, allocated from gather to free; from
     the end of the gather, if all of it travels packed.
 
-    The storage is allocated at first, for `unsharded_parameter`: call `free` when the parameters are built.
+    The storage is allocated at first, for `unsharded_parameters`: call `free` when the parameters are built.
 
     `shards`, `unsharded`: their bytes; `storage`: that of the unsharded parameters; `is_allocated`: it has its size.
     `free` leaves it allocated while something else than the engine uses it: a view of a parameter that a hook, a cache
@@ -105,7 +105,7 @@ class Memory:
 
     def renew_shards(self) -> None:
         """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
-        parameters lie there, too, so do those that `unsharded_parameter` returns from now on.
+        parameters lie there, too, so do those that `unsharded_parameters` returns from now on.
         """
         if not self.is_allocated:
             self.storage.resize_(self._nbytes)  # while a plan is made of it
@@ -125,14 +125,16 @@ class Memory:
             self.unsharded = self.shards
         self.storage = self.unsharded.untyped_storage()
         self.storage_id = compat.storage_id(self.unsharded)
-        self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded, self._source)
+        with compat.below_autograd():
+            self._plan = GatherPlan(self.layout, self._rank, source, self.unsharded, self._source)
         if self._stage is not None:
             self._stage.free()
 
-    def unsharded_parameter(self, i: int) -> Tensor:
-        """Returns the memory of unsharded parameter i, as a tensor to build the parameter upon."""
-        spec = self.layout.specs[i]
-        return leaf_over(self.unsharded, self.layout.unsharded_offsets[i], spec.shape, spec.compute_dtype)
+    def unsharded_parameters(self) -> list[Tensor]:
+        """Returns the memory of the unsharded parameters, as tensors to build the parameters upon."""
+        offsets = self.layout.unsharded_offsets
+        places = [(offsets[i], spec.shape, spec.compute_dtype) for i, spec in enumerate(self.layout.specs)]
+        return leaves_over(self.unsharded, places)
 
     def has_in_place(self, locals_: Sequence[Tensor]) -> bool:
         """Returns True if each of these local tensors is at its place in the shard buffer (`.to` makes new objects)."""
@@ -146,10 +148,11 @@ class Memory:
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Copies each local tensor to its place in the shard buffer, and returns those in place."""
         placed = []
-        for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
-            own = own_storage_view(self.shards, offset, tuple(local.shape), spec.storage_dtype)
-            own.copy_(local)
-            placed.append(own)
+        with compat.below_autograd():
+            for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
+                own = own_storage_view(self.shards, offset, local.shape, spec.storage_dtype)
+                own.copy_(local)
+                placed.append(own)
         return placed
 
     @property

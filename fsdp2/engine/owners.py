@@ -119,8 +119,7 @@ def note_shards(params: Sequence[FSDPParam], locals_: Sequence[Tensor]) -> None:
     """Remembers the storages of shards, and has a sharded parameter and its local tensor, one of `locals_`, share one
     version counter.
     """
-    for param, local in zip(params, locals_, strict=True):
-        _shard_in[storage_id(local)] = param
+    _shard_in.update(zip(map(storage_id, locals_), params, strict=True))
     share_versions(zip([param.sharded for param in params], locals_, strict=True))
 
 

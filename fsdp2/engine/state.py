@@ -179,13 +179,15 @@ def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> 
         module, name = waiting.pop()
         if module not in names and (and_sharded or state_of(module) is None):
             names[module] = name
-            prefix = f"{name}." if name else ""
-            for own, child in reversed(module._modules.items()):
-                if child is not None:
-                    waiting.append((child, prefix + own))
+            if children := module._modules:
+                prefix = f"{name}." if name else ""
+                waiting += [(child, prefix + own) for own, child in reversed(children.items()) if child is not None]
     return names
 
 
 def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Returns the modules in each of `roots`, whose own FQNs are empty, with their FQNs."""
-    return {module: name for root in roots for module, name in modules_below(root).items()}
+    names: dict[nn.Module, str] = {}
+    for root in roots:
+        names |= modules_below(root)
+    return names

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from . import compat
 from .comm import Comm, all_gather_now
 from .compat import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
-from .gather import leaf_over
+from .gather import leaves_over
 from .mesh import DataMesh
 from .policy import MixedPrecisionPolicy
 
@@ -195,7 +195,7 @@ class _OneParameter:
 
     def _allocate(self, outputs: list[Tensor]) -> None:
         self._outputs, self._is_built = outputs, False
-        self._filled = [leaf_over(each, 0, (each.nbytes,), torch.uint8) for each in outputs]
+        self._filled = [leaf for each in outputs for leaf in leaves_over(each, [(0, (each.nbytes,), torch.uint8)])]
         self._storages.clear()
         self._own(outputs)
 

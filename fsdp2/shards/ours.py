@@ -350,7 +350,7 @@ class OurGroup:
             buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
             buffers.move_into_shards([param.local for param in chosen])
             buffers.start_gather(comm).finish()
-            return [buffers.unsharded_parameter(i) for i in range(len(specs))]
+            return buffers.unsharded_parameters()
 
     def note_loaded(self) -> None:
         for notify in self.engine_group.events.loaded:
