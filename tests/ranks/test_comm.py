@@ -423,19 +423,19 @@ class Calls(TorchDispatchMode):
 
 
 def collectives_of_a_step(hsdp: bool) -> None:
-    """Two groups, one of which stays: three gathers and two reductions, each a message to every other rank; and one
-    before each sum between replicas, whose ranks compare headers first.
+    """Two groups, which stay until backward: two gathers and two reductions, each a message to every other rank; and
+    one before each sum between replicas, whose ranks compare headers first.
     """
     mesh = init_device_mesh("cpu", (2, 2) if hsdp else (4,))
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
-    for _ in range(4):  # in which ranks compare what they start from, and the steps of optimizers
-        model(torch.ones(2, 3))
+    for _ in range(4):  # in which ranks compare what they start from, and the ends of backward
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     with CommDebugMode() as counted, Calls() as calls:
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
     peers = 1 if hsdp else 3
-    assert calls.names.count("c10d.send") == calls.names.count("c10d.recv_") == (2 + 1 + 2 + 2 * hsdp) * peers
+    assert calls.names.count("c10d.send") == calls.names.count("c10d.recv_") == (2 + 2 + 2 * hsdp) * peers
     assert calls.names.count("c10d.allreduce_") == counted.get_total_counts() == 2 * hsdp
 
 
