@@ -198,6 +198,12 @@ MUTATIONS = (
         (ACCUMULATION,),
     ),
     Mutation(
+        "sums that wait for their replicas stay in flight behind others",
+        r"while any\(entry\.pending\.is_partial for entry in self\.running\):",
+        "while self.running and self.running[0].pending.is_partial:",
+        (ACCUMULATION,),
+    ),
+    Mutation(
         "gradients replace those of the last backward",
         r"param\.add_to_gradient\(accumulated, gradient\)",
         "sharded.grad = gradient",
