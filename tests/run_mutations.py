@@ -359,6 +359,12 @@ MUTATIONS = (
         ("tests/fake_gpu/test_ways.py",),
     ),
     Mutation(
+        "a copy to the device does not wait for the stream that had its memory",
+        r"self\._inward\.wait_stream\(torch\.accelerator\.current_stream\(self\._device\)\)",
+        "pass",
+        ("tests/unit/test_transfers.py", "tests/fake_gpu/test_ways.py"),
+    ),
+    Mutation(
         "home does not wait for the streams in use",
         r"home\.wait_stream\(stream\)",
         "pass",
