@@ -170,6 +170,11 @@ def transformer(run: Any, model: Any) -> None:
 MODES = ("wait", "scatter", "reduce")
 
 
+def sums_within_replicas(choices: dict[str, Any]) -> bool:
+    """Returns True if a mode among these choices is "scatter"."""
+    return any(value == "scatter" or (isinstance(value, tuple) and "scatter" in value) for value in choices.values())
+
+
 def set_mode(model: nn.Module, mode: str) -> None:
     """Says what the next backward does with gradients: "wait" unsharded, "scatter" within replicas, or "reduce"."""
     if isinstance(model, FSDPModule):
@@ -252,7 +257,8 @@ class Matrix:
     A scenario gets a `MatrixRun`, and a value for each choice. Each value of a choice meets each value of each other
     choice. Dealt to these combinations, in turn, are ways to wrap, the values of `wrap`; topologies, all that there are
     if a scenario does not say which, and those of four ranks, which cost most, a third as often; and settings, if there
-    are ways to wrap. At night there are all combinations, on all topologies.
+    are ways to wrap. A combination that has the mode "scatter" is dealt to topologies with replicas: elsewhere it means
+    "reduce". At night there are all combinations, on all topologies.
     """
 
     def __init__(self) -> None:
@@ -273,11 +279,13 @@ class Matrix:
         settings, deals = itertools.cycle(SETTINGS), dict[tuple[str, ...], Iterator[str]]()
         found = []
         for scenario, topologies, has_settings, choices in self._entries:
-            few = [each for each in topologies if TOPOLOGIES[each].ranks < 4]
-            deal = deals.setdefault(topologies, itertools.cycle([*topologies, *few, *few]))
+            with_replicas = tuple(each for each in topologies if TOPOLOGIES[each].has_replicas)
             others = {name: values for name, values in choices.items() if name != "wrap"}
             rows = cover(others, seed=zlib.crc32(scenario.__name__.encode())) if others else [{}]
             for row in wrapped(rows, choices["wrap"]) if has_settings else rows:
+                chosen = with_replicas if sums_within_replicas(row) else topologies
+                few = [each for each in chosen if TOPOLOGIES[each].ranks < 4]
+                deal = deals.setdefault(chosen, itertools.cycle([*chosen, *few, *few]))
                 for topology in topologies if NIGHTLY else [next(deal)]:
                     found.append(Case(scenario, topology, next(settings) if has_settings else "nothing", row))
         return found

@@ -75,7 +75,8 @@ std::string described(const Access& access) {
 
 std::string described(const Block& block) {
   auto stream = std::to_string(block.stream);
-  return "memory of stream " + stream + block.made_at + ", which was first " + block.first_use + ",";
+  auto use = block.first_use.empty() ? "" : ", which was first " + block.first_use + ",";
+  return "memory of stream " + stream + block.made_at + use;
 }
 
 void deliver_to_host() {
@@ -144,7 +145,9 @@ void allocated(int64_t stream, const void* first, size_t nbytes) {
   std::lock_guard<std::mutex> lock(mutex);
   check_given_back(stream);
   auto* begin = static_cast<const char*>(first);
-  blocks[begin] = {stream, begin + nbytes, at, "", {}, {}};
+  // The stream may have had this memory before, and work that it was given then may still use it.
+  Access earlier{stream, tick(stream), begin, begin + nbytes, true, "work before it was allocated"};
+  blocks[begin] = {stream, begin + nbytes, at, "", {std::move(earlier)}, {}};
 }
 
 void freed(const void* first) {

@@ -87,6 +87,15 @@ def start_in_unordered(copies: streams.Transfers, target: Tensor, source: Tensor
     return streams.Transfer(copies._inward.record_event(), (target, source), then())
 
 
+def start_in_early(copies: streams.Transfers, target: Tensor, source: Tensor, then: Any) -> Any:
+    """The copy does not wait for the stream whose earlier work may use the target's memory."""
+    with copies._inward:
+        target.copy_(source, non_blocking=True)
+        result = then()
+    copies._last = copies._inward.record_event()
+    return streams.Transfer(copies._last, (target, source), result)
+
+
 def write_to_shards(is_settled: bool) -> None:
     """A program does so after a forward. `is_settled`: the host waits for copies to the device before."""
     _, model = build(**OFFLOAD)
@@ -120,6 +129,7 @@ def test_planted_faults_are_found() -> None:
     works: list[Any] = []
     checks = [
         ("a copy in", partial(planted, "race", copies, "start_in", start_in_unordered, **OFFLOAD)),
+        ("a copy into memory in use", partial(planted, "race", copies, "start_in", start_in_early, **OFFLOAD)),
         ("shards that are written to", partial(write_to_shards, is_settled=False)),
         ("shards that are not copied any more", partial(write_to_shards, is_settled=True)),
         ("a copy out", partial(planted, "", streams.Transfer, "finish", lambda each: each._result, **OFFLOAD)),

@@ -1,8 +1,8 @@
 """Tests that gradients of several backwards add up as on a plain model, whenever they are synchronised or cleared.
 
 Each scenario is drawn over topologies, ways to wrap and settings, see matrix.py. test_training.py draws accumulations
-in which nothing else happens. Gradients wait unsharded ("wait"), or reduced within replicas ("scatter"); where there
-are no replicas, "scatter" is all there is to reduce.
+in which nothing else happens. Gradients wait unsharded ("wait"), or reduced within replicas ("scatter"): by day, that
+runs where there are replicas, and at night where there are none, too.
 """
 
 import itertools
@@ -20,7 +20,6 @@ from matrix import MODES, TOPOLOGIES, Matrix, MatrixRun, Towers, set_mode
 from scenarios import WRAPS, MayFail, Net, Run, Wrap, blocks, kept, leaves, loss_of, sgd, whole
 
 matrix = Matrix()
-REPLICAS = [name for name, each in TOPOLOGIES.items() if each.has_replicas]  # elsewhere no sum waits for others
 
 
 ZERO: dict[str, Callable[[Any, torch.optim.Optimizer], object]] = {
@@ -363,7 +362,7 @@ def reset_after_an_error(run: MatrixRun, when: str, times: int, wrap: Wrap) -> N
         run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=3 + step))))
 
 
-@matrix.over(REPLICAS, failed=("", "forward", "backward"), mode=("wait", "scatter"), wrap=(whole, blocks))
+@matrix.over(failed=("", "forward", "backward"), mode=("wait", "scatter"), wrap=(whole, blocks))
 def reset_drops_unsynchronized_gradients(run: MatrixRun, failed: str, mode: str, wrap: Wrap) -> None:
     """In an accumulation: gradients that wait are gone, those reduced before it stay."""
     model, optimizer = begin(run, wrap, MayFail)
