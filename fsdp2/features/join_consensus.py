@@ -335,7 +335,7 @@ class JoinConsensus(Consensus):
     # ---- other models in the loop
 
     def before_other(self, group: FSDPParamGroup, follows: bool) -> None:
-        """Is called before a group of another root gathers or reduces. `follows`: those that have joined can do it, too.
+        """Is called before a group of another root gathers or reduces. `follows`: those that have joined can, too.
 
         Raises:
             RuntimeError: on all ranks: some have joined, and can't.
@@ -849,8 +849,8 @@ _COLLECTIVE_OF_OTHERS = (
     f"{HOW}"
 )
 _UNKNOWN_MODEL = (
-    "another sharded model runs in the loop, which a rank that has run out of batches has not run, and does not know. "
-    "Run it once on all ranks before the block, or call it in the function that join gets as `step`."
+    "another sharded model runs in the loop, and a rank that has run out of batches can't tell which of its own it is. "
+    "Apply fully_shard to the same models, in the same order, on all ranks."
 )
 _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "

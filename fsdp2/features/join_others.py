@@ -2,17 +2,19 @@
 teacher, for example, in distillation.
 
 Such a model is in no block itself. While the block lasts, its root has an observer, which asks the consensus of the
-block before each gather. Ranks that have joined find the same model by its names and shapes, and gather with their
-shards. They can't take part in anything else of it.
+block before each gather. Ranks that have joined find the same model by its number, since all ranks apply fully_shard in
+one order, and gather with their shards. They can't take part in anything else of it.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
+
+import torch.distributed as dist
 
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup, Hold
@@ -30,6 +32,9 @@ class Asked(Protocol):
     def before_other(self, group: FSDPParamGroup, follows: bool) -> None: ...
 
 
+# How many roots there have been over a process group, also those that are freed; and which one each root is.
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Root, int] = weakref.WeakKeyDictionary()
 # Consensus of a block that lasts -> its root.
 _blocks: weakref.WeakKeyDictionary[Asked, Root] = weakref.WeakKeyDictionary()
 
@@ -88,7 +93,9 @@ def end_to_watch(consensus: Asked) -> None:
 
 
 def make_watch(root: Root) -> OtherModel | None:
-    """Returns the observer of a new root, if a block of this thread lasts."""
+    """Numbers a new root. Returns its observer, if a block of this thread lasts."""
+    for process_group in root.group.mesh.axis_groups[:1]:
+        _counts[process_group] = _numbers[root] = _counts.get(process_group, 0) + 1
     found = [each for each, own in [*_blocks.items()] if _asks(each, own, root)]
     return OtherModel(found[-1], root) if found else None
 
@@ -106,26 +113,24 @@ def _watches(root: Root) -> Iterator[OtherModel]:
 
 
 def number_of(consensus: Asked, group: FSDPParamGroup) -> list[int]:
-    """Returns what tells a group of another root from all others: the model's checksum, how many older ones have the
-    same, and the index of the group.
+    """Returns what tells a group of another root from all others: the number of the root, the checksum of its model and
+    the index of the group.
     """
-    checksum = next(each.checksum() for each in _watches(group.root) if each.consensus() is consensus)
-    return [checksum, _alike(consensus, checksum).index(group.root), group.root.groups.index(group)]
+    root = group.root
+    checksum = next(each.checksum() for each in _watches(root) if each.consensus() is consensus)
+    return [_numbers.get(root, 0), checksum, root.groups.index(group)]
 
 
-def group_of(consensus: Asked, numbers: list[int]) -> FSDPParamGroup | None:
+def group_of(consensus: Asked, numbers: Sequence[int]) -> FSDPParamGroup | None:
     """Returns the group of which `number_of` has said `numbers` on another rank, or None: this one has none."""
-    checksum, place, index = numbers
-    alike = _alike(consensus, checksum)
-    return alike[place].groups[index] if place < len(alike) and index < len(alike[place].groups) else None
-
-
-def _alike(consensus: Asked, checksum: int) -> list[Root]:
-    return [
+    number, checksum, index = numbers
+    found = [
         root
         for root in roots_of_thread()
-        if any(each.consensus() is consensus and each.checksum() == checksum for each in _watches(root))
+        if _numbers.get(root) == number
+        and any(each.consensus() is consensus and each.checksum() == checksum for each in _watches(root))
     ]
+    return found[0].groups[index] if len(found) == 1 and index < len(found[0].groups) else None
 
 
 def gather_for_others(group: FSDPParamGroup) -> None:

@@ -1062,8 +1062,10 @@ def distill(how: str, counts: Counts, sizes: Sequence[int]) -> None:
 def refuse_other(how: str, counts: Counts, sizes: Sequence[int]) -> None:
     """All ranks raise where some have run out, and can't do for another model what the others do."""
     rank, mesh = dist.get_rank(), one_mesh(sizes)
-    model, other = shard(build(), mesh=mesh), shard(build_other(), mesh=mesh)
-    optimizer = adamw(model)
+    model = shard(build(), mesh=mesh)
+    if how == "unknown" and not counts[rank]:
+        fully_shard(nn.Linear(5, 5), mesh=mesh)  # so the next one has another number
+    other, optimizer = shard(build_other(), mesh=mesh), adamw(model)
 
     def run() -> None:
         with fsdp2.join(model, optimizer=optimizer):
@@ -1080,7 +1082,7 @@ def refuse_other(how: str, counts: Counts, sizes: Sequence[int]) -> None:
 
     if how == "trained":
         other(batch_of(OddMLP(), rank, 0))
-    expected = "of another sharded model that trains" if how == "trained" else "has not run, and does not know"
+    expected = "of another sharded model that trains" if how == "trained" else "can't tell which of its own"
     with pytest.raises(RuntimeError, match=expected):
         run()
     rows = batch_of(OddMLP(), rank, 0)
