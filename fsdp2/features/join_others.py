@@ -35,8 +35,8 @@ class Asked(Protocol):
 # How many roots there have been over a process group, also those that are freed; and which one each root is.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _numbers: weakref.WeakKeyDictionary[Root, int] = weakref.WeakKeyDictionary()
-# Consensus of a block that lasts -> its root.
-_blocks: weakref.WeakKeyDictionary[Asked, Root] = weakref.WeakKeyDictionary()
+# Consensus of a block that lasts -> its root, which has the consensus.
+_blocks: weakref.WeakKeyDictionary[Asked, weakref.ref[Root]] = weakref.WeakKeyDictionary()
 
 
 class OtherModel(Observer):
@@ -77,7 +77,7 @@ def can_follow(group: FSDPParamGroup) -> bool:
 
 def begin_to_watch(consensus: Asked, root: Root) -> None:
     """Has all other roots of this thread, and those that it makes, ask `consensus`, that of `root`, from now on."""
-    _blocks[consensus] = root
+    _blocks[consensus] = weakref.ref(root)
     for other in roots_of_thread():
         if _asks(consensus, root, other):
             other.observe([OtherModel(consensus, other), *other.events.observers])  # ahead of checks that communicate
@@ -96,7 +96,7 @@ def make_watch(root: Root) -> OtherModel | None:
     """Numbers a new root. Returns its observer, if a block of this thread lasts."""
     for process_group in root.group.mesh.axis_groups[:1]:
         _counts[process_group] = _numbers[root] = _counts.get(process_group, 0) + 1
-    found = [each for each, own in [*_blocks.items()] if _asks(each, own, root)]
+    found = [each for each, ref in [*_blocks.items()] if (own := ref()) is not None and _asks(each, own, root)]
     return OtherModel(found[-1], root) if found else None
 
 
