@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from conditional_models import Dropped, Multimodal
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.checks import backward_ends
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Cast
 from fsdp2.engine.compat import RESOLVES_GROUP
@@ -785,7 +786,8 @@ def test_a_step_of_all_ranks_costs_one_count() -> None:
     def check() -> None:
         models = [shard(build()) for _ in range(3)]
         runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-        without = count_messages(*runs[0], False, (4, 4))
+        with mock.patch.object(backward_ends, "compare_first", return_value=None):  # which a block leaves out
+            without = count_messages(*runs[0], False, (4, 4))
         joined = count_messages(*runs[1], True, (4, 4))
         assert joined.count("count") == 4
         assert [each for each in joined if each != "count"] == without
