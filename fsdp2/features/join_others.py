@@ -113,12 +113,18 @@ def _watches(root: Root) -> Iterator[OtherModel]:
 
 
 def number_of(consensus: Asked, group: FSDPParamGroup) -> list[int]:
-    """Returns what tells a group of another root from all others: the number of the root, the checksum of its model and
-    the index of the group.
+    """Returns what tells a group of another root from all others: how many roots were made since that of the block, the
+    checksum of the model and the index of the group.
     """
     root = group.root
     checksum = next(each.checksum() for each in _watches(root) if each.consensus() is consensus)
-    return [_numbers.get(root, 0), checksum, root.groups.index(group)]
+    return [_distance(consensus, root), checksum, root.groups.index(group)]
+
+
+def _distance(consensus: Asked, root: Root) -> int:
+    """Returns how many roots were made since that of the block: ranks may have made others before that."""
+    own = _blocks[consensus]()
+    return _numbers.get(root, 0) - (0 if own is None else _numbers.get(own, 0))
 
 
 def group_of(consensus: Asked, numbers: Sequence[int]) -> FSDPParamGroup | None:
@@ -127,7 +133,7 @@ def group_of(consensus: Asked, numbers: Sequence[int]) -> FSDPParamGroup | None:
     found = [
         root
         for root in roots_of_thread()
-        if _numbers.get(root) == number
+        if _distance(consensus, root) == number
         and any(each.consensus() is consensus and each.checksum() == checksum for each in _watches(root))
     ]
     return found[0].groups[index] if len(found) == 1 and index < len(found[0].groups) else None
