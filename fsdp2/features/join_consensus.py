@@ -49,7 +49,7 @@ from .conditional import (
     Consensus,
 )
 from .join_gradients import HOW, Fate, HeldGradients, has_more_than_zeros
-from .join_others import begin_to_watch, end_to_watch, forget, gather_for_others, group_of, number_of
+from .join_others import NUM_NUMBERS, begin_to_watch, end_to_watch, forget, gather_for_others, group_of, number_of
 from .optimizer_in_backward import steps_of
 from .user_collectives import unwatch_collectives, watch_collectives
 
@@ -357,15 +357,16 @@ class JoinConsensus(Consensus):
         self._tell(_OTHER_MODEL)
         self._share_other(number_of(self, group))
 
-    def _share_other(self, own: Sequence[int]) -> FSDPParamGroup | None:
-        """Returns the group of another root that ranks are about to gather, if this rank has joined.
+    def _share_other(self, own: Sequence[int]) -> tuple[FSDPParamGroup, list[int]]:
+        """Returns the group of another root that ranks are about to gather, and the numbers that say so.
 
         Raises:
             RuntimeError: they gather different ones, or a rank does not know it; on all ranks.
         """
         told = self._told([*own, *(-number for number in own)])
         found = self._find_largest(told, _OTHER_MODEL)
-        numbers, are_alike = found[:3], found[:3] == [-number for number in found[3:]]
+        numbers, least = found[: len(own)], [-number for number in found[len(own) :]]
+        are_alike = numbers == least
         group = group_of(self, numbers)
         if not are_alike or self._find_largest([int(group is None)], _OTHER_MODEL)[0]:
             self._fail(_UNKNOWN_MODEL if are_alike else f"ranks gather different models. {self._advice}")
@@ -373,12 +374,10 @@ class JoinConsensus(Consensus):
         self._others.add(group.root)
         waiting = [each.mesh.waiting for each in group.root.groups]
         self._waiting += [each for each in waiting if not any(each is known for known in self._waiting)]
-        return group
+        return group, numbers
 
     def _follow_other(self) -> None:
-        group = self._share_other([_NOTHING] * 3)
-        if group is not None:
-            gather_for_others(group)
+        gather_for_others(*self._share_other([_NOTHING] * NUM_NUMBERS))
 
     # ---- steps
 

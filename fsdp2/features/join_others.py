@@ -20,7 +20,7 @@ from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.owners import roots_of_thread
 from ..engine.rank_facts import ranks_of
-from ..engine.root import Root
+from ..engine.root import BackwardPass, Root
 from .running_stats import find_running_stats
 
 
@@ -111,14 +111,18 @@ def _watches(root: Root) -> Iterator[OtherModel]:
 
 # ---- which group, in numbers
 
+_BY_HAND, _IN_FORWARD, _IN_BACKWARD = range(3)
+NUM_NUMBERS = 5
+
 
 def number_of(consensus: Asked, group: FSDPParamGroup) -> list[int]:
     """Returns what tells a group of another root from all others: how many roots were made since that of the block, the
-    checksum of the model and the index of the group.
+    checksum of the model and the index of the group; and where the root is, which ranks compare at the debug level.
     """
     root = group.root
     checksum = next(each.checksum() for each in _watches(root) if each.consensus() is consensus)
-    return [_distance(consensus, root), checksum, root.groups.index(group)]
+    where = _IN_BACKWARD if root.backward else _IN_FORWARD if root.running else _BY_HAND
+    return [_distance(consensus, root), checksum, root.groups.index(group), where, root.num_backwards]
 
 
 def _distance(consensus: Asked, root: Root) -> int:
@@ -129,7 +133,7 @@ def _distance(consensus: Asked, root: Root) -> int:
 
 def group_of(consensus: Asked, numbers: Sequence[int]) -> FSDPParamGroup | None:
     """Returns the group of which `number_of` has said `numbers` on another rank, or None: this one has none."""
-    number, checksum, index = numbers
+    number, checksum, index = numbers[:3]
     found = [
         root
         for root in roots_of_thread()
@@ -139,8 +143,22 @@ def group_of(consensus: Asked, numbers: Sequence[int]) -> FSDPParamGroup | None:
     return found[0].groups[index] if len(found) == 1 and index < len(found[0].groups) else None
 
 
-def gather_for_others(group: FSDPParamGroup) -> None:
-    """Gathers with this rank's shards, and keeps nothing."""
+def gather_for_others(group: FSDPParamGroup, numbers: Sequence[int]) -> None:
+    """Gathers with this rank's shards where the others are, as `number_of` says, and keeps nothing."""
+    root = group.root
+    where, root.num_backwards = numbers[3:]
+    if where == _IN_FORWARD:
+        root.running.append(root.state)
+    elif where == _IN_BACKWARD:
+        root.backward = BackwardPass(-1)
+    try:
+        _gather(group)
+    finally:
+        root.running.clear()
+        root.backward = None
+
+
+def _gather(group: FSDPParamGroup) -> None:
     if group.is_resting:
         group.unshard(registers=False)
     else:
