@@ -12,6 +12,7 @@ from .features import (
     blocks,
     conditional,
     join,
+    join_others,
     large_submodules,
     module_repr,
     optimizer_in_backward,
@@ -37,6 +38,7 @@ def install() -> None:
         ),
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(
+            join_others.make_watch,  # ahead of all that communicates
             unnoticed_writes.make_unnoticed_writes,
             lambda root: named_comm.Goodbyes(),
             tools_when_needed.make_audit,

@@ -51,7 +51,8 @@ def join(
 
     Running statistics of BatchNorm are averages over the ranks with batches. A collective of your own in the loop takes
     all ranks, as ever: put it into `step`. So do `full_tensor()` of a sharded parameter, and tools that communicate
-    (`StepMeter`, `check`, `full_params`). Every rank must enter the block, with the same arguments, and run the same
+    (`StepMeter`, `check`, `full_params`). Another sharded model, a teacher for example, may run in the loop, and not
+    train there. Every rank must enter the block, with the same arguments, and run the same
     passes for each of its batches.
 
     Costs: one all-reduce of a number for each forward pass, which the host waits for. Once a rank has joined, one more

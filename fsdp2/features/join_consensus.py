@@ -49,16 +49,18 @@ from .conditional import (
     Consensus,
 )
 from .join_gradients import HOW, Fate, HeldGradients, has_more_than_zeros
+from .join_others import NUM_NUMBERS, begin_to_watch, end_to_watch, forget, gather_for_others, group_of, number_of
 from .optimizer_in_backward import steps_of
 from .user_collectives import unwatch_collectives, watch_collectives
 
 # Events of no group, besides those of conditional modules.
-_FORWARD, _BACKWARD, _UNSYNCHRONIZED, _WEIGHTS, _STEP, _END = range(-10, -4)
+_OTHER_MODEL, _FORWARD, _BACKWARD, _UNSYNCHRONIZED, _WEIGHTS, _STEP, _END = range(-11, -4)
 _OPTIMIZER, _LEFT = -1_000, -1_000_000  # less the index of an optimizer, or the rank
 _RESTORE = 1 << 30  # and the index of the group that restores its parameters from secondary shards
 _NOTHING = -(1 << 60)  # what adds nothing to a maximum
 _NAMES = {
     **_OTHERS,
+    _OTHER_MODEL: "gathering another model than that of the block of join",
     _FORWARD: "at the beginning of a forward",
     _BACKWARD: "at the beginning of a backward",
     _UNSYNCHRONIZED: "reducing unsynchronized gradients",
@@ -132,8 +134,12 @@ class JoinConsensus(Consensus):
         self._active: object = None
         self._num_blocks = 0
         self._totals: tuple[int, Totals | None] = (0, None)
+        # The pass of another root in which ranks were counted last; other roots that ranks have gathered for others.
+        self._counted: object = None
+        self._others: weakref.WeakSet[Root] = weakref.WeakSet()
         root.consensus = self
         watch_collectives(self, root, always=True)
+        begin_to_watch(self, root)
 
     def is_alive(self) -> bool:
         """Returns True if the block may still run."""
@@ -325,6 +331,53 @@ class JoinConsensus(Consensus):
             self._fail(_COLLECTIVE_OF_OTHERS)
         if self.conditional and (root.running or root.backward is not None):
             super().before_collective()
+
+    # ---- other models in the loop
+
+    def before_other(self, group: FSDPParamGroup, follows: bool) -> None:
+        """Is called before a group of another root gathers or reduces. `follows`: those that have joined can, too.
+
+        Raises:
+            RuntimeError: on all ranks: some have joined, and can't.
+        """
+        if self._is_off() or self._is_in_step or self._is_optimizing:
+            return
+        own, other = self._root, group.root
+        if not (self._depth or own.running or own.backward is not None):
+            running = other.backward or (other.forward if other.running else None)
+            # Ranks leave between passes. Those that have left count once for each gather.
+            if self._is_serving or running is None or running is not self._counted:
+                self._begin_phase()
+                self._counted = running
+        if not self._is_serving:
+            return
+        if not follows:
+            self._tell(_COLLECTIVE)
+            self._fail(_COLLECTIVE_OF_OTHERS)
+        self._tell(_OTHER_MODEL)
+        self._share_other(number_of(self, group))
+
+    def _share_other(self, own: Sequence[int]) -> tuple[FSDPParamGroup, list[int]]:
+        """Returns the group of another root that ranks are about to gather, and the numbers that say so.
+
+        Raises:
+            RuntimeError: they gather different ones, or a rank does not know it; on all ranks.
+        """
+        told = self._told([*own, *(-number for number in own)])
+        found = self._find_largest(told, _OTHER_MODEL)
+        numbers, least = found[: len(own)], [-number for number in found[len(own) :]]
+        are_alike = numbers == least
+        group = group_of(self, numbers)
+        if not are_alike or self._find_largest([int(group is None)], _OTHER_MODEL)[0]:
+            self._fail(_UNKNOWN_MODEL if are_alike else f"ranks gather different models. {self._advice}")
+        assert group is not None, "all ranks know it"
+        self._others.add(group.root)
+        waiting = [each.mesh.waiting for each in group.root.groups]
+        self._waiting += [each for each in waiting if not any(each is known for known in self._waiting)]
+        return group, numbers
+
+    def _follow_other(self) -> None:
+        gather_for_others(*self._share_other([_NOTHING] * NUM_NUMBERS))
 
     # ---- steps
 
@@ -581,6 +634,8 @@ class JoinConsensus(Consensus):
             optimizer = self._optimizers[_OPTIMIZER - event]()
             assert optimizer is not None, "ranks have compared that"
             run_shown(optimizer.step)
+        elif event == _OTHER_MODEL:
+            self._follow_other()
         elif event >= 0:
             self._do(event)
 
@@ -652,6 +707,8 @@ class JoinConsensus(Consensus):
             elif event == _UNSYNCHRONIZED:
                 self._share_state(event)
                 self._follow_reductions()
+            elif event == _OTHER_MODEL:
+                self._follow_other()
             elif event >= 0:
                 self._do(event)
 
@@ -771,6 +828,7 @@ class JoinConsensus(Consensus):
         self._is_closed, root = True, self._root
         root.consensus = self._usual
         unwatch_collectives(root)
+        end_to_watch(self)
         if self._usual is not None:
             watch_collectives(self._usual, root)
         if not self._is_serving:
@@ -781,17 +839,17 @@ class JoinConsensus(Consensus):
             if not self._divides_by_all and before.divide_factor is None:
                 changes["divide_factor"] = None
             group.set(**changes)
-        # Ranks have recorded other orders, and have kept other groups.
-        root.prefetcher.forget_order()
-        root.prefetcher.drop()
-        for group in root.groups:
-            with suppress(RuntimeError):  # a peer is gone
-                group.reshard_if_idle()
+        forget([root, *self._others])
 
 
 _COLLECTIVE_OF_OTHERS = (
-    "a collective of your own in the loop, or one of a tool or of an operation on sharded parameters (full_tensor(), "
-    f"for example), in which ranks that have run out of batches can't take part. {HOW}"
+    "a collective of your own in the loop, or one of a tool, of an operation on sharded parameters (full_tensor(), for "
+    "example) or of another sharded model that trains, in which ranks that have run out of batches can't take part. "
+    f"{HOW}"
+)
+_UNKNOWN_MODEL = (
+    "another sharded model runs in the loop, and a rank that has run out of batches can't tell which of its own it is. "
+    "Apply fully_shard to the same models, in the same order, on all ranks."
 )
 _UNEQUAL = (
     "its settings (lr, ...) differ between ranks that have run out of batches and others; has a scheduler stepped on "

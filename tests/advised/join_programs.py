@@ -112,6 +112,31 @@ def frozen_in_the_loop() -> None:
     model.stem.requires_grad_(False)
 
 
+@follows("Apply fully_shard to the same models, in the same order, on all ranks")
+def another_model_in_the_loop() -> None:
+    def run(more_on: int) -> None:
+        """Trains on what another model returns. `more_on`: the rank that has sharded one model more."""
+        model, plain = pair()
+        if dist.get_rank() == more_on:
+            fsdp2.fully_shard(torch.nn.Linear(3, 3))
+        other, plain_other = pair()
+        optimizer, expected = sgd(model), sgd(plain)
+
+        def act(i: int) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                found = other(own(batch(i)))
+            assert torch.allclose(found, plain_other(own(batch(i))))
+
+        loop(model, act, lambda: fsdp2.join(model, optimizer=optimizer))
+        plainly(plain, lambda i: (expected.step(), expected.zero_grad()))
+        same_parameters(model, plain)
+
+    refused(lambda: run(1))
+    run(-1)
+
+
 @follows("Call optimizer.zero_grad(), without set_to_none=False, or clear gradients behind each step")
 def zeros_that_may_be_cleared() -> None:
     model, plain = pair()

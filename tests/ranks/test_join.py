@@ -26,11 +26,13 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from conditional_models import Dropped, Multimodal
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.checks import backward_ends
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.codecs import Cast
 from fsdp2.engine.compat import RESOLVES_GROUP
 from fsdp2.engine.state import require_state
 from fsdp2.features import conditional, join_consensus, user_collectives
+from fsdp2.features.join_others import OtherModel
 from helpers import NIGHTLY, RankError, assert_same, full, one_mesh, run_checks, run_ranks, world_sizes
 from helpers import shard_blocks as shard
 from models import ConvStack, OddMLP, SkippedModule, TinyGPT, TinyModel, build, mean_loss
@@ -784,7 +786,8 @@ def test_a_step_of_all_ranks_costs_one_count() -> None:
     def check() -> None:
         models = [shard(build()) for _ in range(3)]
         runs = [(model, torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
-        without = count_messages(*runs[0], False, (4, 4))
+        with mock.patch.object(backward_ends, "compare_first", return_value=None):  # which a block leaves out
+            without = count_messages(*runs[0], False, (4, 4))
         joined = count_messages(*runs[1], True, (4, 4))
         assert joined.count("count") == 4
         assert [each for each in joined if each != "count"] == without
@@ -988,6 +991,117 @@ def test_collectives_of_tools_and_of_operations(replicas: int) -> None:
         for where in ("step", "behind")
         if by != "torch's" and (replicas == 1 or (by in ("full_tensor", "check", "full_params") and where == "behind"))
     ]
+    run_checks(prod(sizes), checks)
+
+
+# ---- other models in the loop
+
+
+def build_other() -> Any:
+    model = build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    return model
+
+
+def distill(how: str, counts: Counts, sizes: Sequence[int]) -> None:
+    """A teacher runs for each batch. Ranks that have run out gather its parameters for the others."""
+    rank, plain, plain_teacher = dist.get_rank(), build(), build_other()
+    mesh = one_mesh(sizes)
+    model = shard(copy.deepcopy(plain), mesh=mesh)
+    stays = False if how == "kept" else None
+    teacher = shard(copy.deepcopy(plain_teacher).requires_grad_(False), mesh=mesh, reshard_after_forward=stays)
+    alike = shard(build().requires_grad_(False), mesh=mesh)  # which ranks do not take for the teacher
+    optimizer, expected = adamw(model), adamw(plain)
+    if how != "first":
+        for each in (alike, teacher):
+            each(batch_of(plain, rank, 0))
+
+    def loss_of(student: Any, other: Any, rows: Tensor) -> Tensor:
+        if how == "through":  # gradients of the student go through the teacher
+            return mean_loss(other(student(rows)))
+        targets: list[Tensor] = []
+
+        @torch.no_grad()
+        def run(*_: Any) -> None:
+            targets.append(other(rows))
+
+        with student.narrow.register_forward_hook(run) if how == "inside" else nullcontext():
+            output = student(rows)
+        if how != "inside":
+            run()
+        return (output - targets[0]).square().mean()
+
+    def follow(student: Any, other: Any) -> None:
+        with torch.no_grad():
+            for own, param in zip(other.parameters(), student.parameters(), strict=True):
+                own.lerp_(param, 0.1)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        follow(model, teacher)
+
+    for of_ranks in (counts, counts[::-1]):
+        with fsdp2.join(model, step) as joined:
+            for i in range(of_ranks[rank]):
+                loss_of(model, teacher, batch_of(plain, rank, i)).backward()
+                joined.step()
+        for i in range(max(of_ranks)):
+            present = [each for each, count in enumerate(of_ranks) if i < count]
+            losses = [loss_of(plain, plain_teacher, batch_of(plain, each, i)) for each in present]
+            torch.stack(losses).sum().div(len(counts)).backward()
+            expected.step()
+            expected.zero_grad()
+            follow(plain, plain_teacher)
+        compare(model, plain)
+        rows = batch_of(plain, rank, 0)
+        assert_same(teacher(rows), plain_teacher(rows), **EXACT, name="the teacher's next output")
+    assert not any(isinstance(each, OtherModel) for each in require_state(teacher).root.events.observers)
+
+
+def refuse_other(how: str, counts: Counts, sizes: Sequence[int]) -> None:
+    """All ranks raise where some have run out, and can't do for another model what the others do."""
+    rank, mesh = dist.get_rank(), one_mesh(sizes)
+    model = shard(build(), mesh=mesh)
+    if how == "unknown" and not counts[rank]:
+        fully_shard(nn.Linear(5, 5), mesh=mesh)  # so the next one has another number
+    other, optimizer = shard(build_other(), mesh=mesh), adamw(model)
+
+    def run() -> None:
+        with fsdp2.join(model, optimizer=optimizer):
+            for i in range(counts[rank]):
+                rows = batch_of(OddMLP(), rank, i)
+                if how == "unknown":
+                    with torch.no_grad():
+                        other(rows)
+                mean_loss(model(rows)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if how == "trained":
+                    mean_loss(other(rows)).backward()
+
+    if how == "trained":
+        other(batch_of(OddMLP(), rank, 0))
+    expected = "of another sharded model that trains" if how == "trained" else "can't tell which of its own"
+    with pytest.raises(RuntimeError, match=expected):
+        run()
+    rows = batch_of(OddMLP(), rank, 0)
+    assert_same(other(rows), build_other()(rows), **EXACT, name="the next output")
+    if how == "unknown":  # nobody has stepped
+        assert_same(model(rows), build()(rows), **EXACT, name="the model's next output")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_other_models_in_the_loop(replicas: int) -> None:
+    counts, sizes = ((3, 1), (2,)) if replicas == 1 else ((2, 1, 2, 1), (2, 2))
+    none = [count * (i % 2 == 0) for i, count in enumerate(counts)]
+    hows = ("usual", "through", "inside", "kept", "first") if replicas == 1 or NIGHTLY else ("usual", "through")
+    checks = [(f"a teacher, {how}", partial(distill, how, none if how == "usual" else counts, sizes)) for how in hows]
+    checks.append(("trained", partial(refuse_other, "trained", counts, sizes)))
+    if replicas == 1:
+        checks.append(("unknown", partial(refuse_other, "unknown", none, sizes)))
     run_checks(prod(sizes), checks)
 
 
