@@ -130,7 +130,7 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     original = planned.slots[0].get()
     mark, owner = original_of(original), planned.owner
     assert mark is not None, "it was sharded"
-    there = mark.name if owner is None else _name_of_owner(owner.param, plan)
+    there = mark.name if owner is None else _name_of_owner(owner.param, plan, mark.name)
     which = f"{planned.name} is the same parameter as {there}, which another fully_shard call has sharded"
     if owner is None:
         raise ValueError(f"{which}, and which is in no model any more. Build the model again.")
@@ -158,14 +158,14 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
             )
 
 
-def _name_of_owner(param: FSDPParam, plan: Plan) -> str:
+def _name_of_owner(param: FSDPParam, plan: Plan, otherwise: str) -> str:
     """Returns the FQN of a tied parameter at the module whose call has sharded it, below the modules of this call. That
-    call knew a part of the FQN only.
+    call knew a part of the FQN only. `otherwise`: its name if that module is elsewhere.
     """
     first = param.slots[0]
     if first.module in plan.names:
         return fqn(plan.names[first.module], first.name)
-    return f"{param.name} of another module, {type(first.module).__mro__[1].__name__}"
+    return otherwise
 
 
 def _ways(
