@@ -23,7 +23,8 @@ from ..engine.policy import check_bool
 from ..engine.rank_facts import moves_data, ranks_of
 from ..engine.state import require_state
 from ..engine.torch_names import has_backend
-from .join_consensus import JOIN_CONFIG, JoinConsensus, join_group
+from .join_consensus import JOIN_CONFIG, ONE_MODEL, JoinConsensus, join_group
+from .join_others import block_beside
 from .row_embedding import refuse_rows
 
 
@@ -52,8 +53,8 @@ def join(
     Running statistics of BatchNorm are averages over the ranks with batches. A collective of your own in the loop takes
     all ranks, as ever: put it into `step`. So do `full_tensor()` of a sharded parameter, and tools that communicate
     (`StepMeter`, `check`, `full_params`). Another sharded model, a teacher for example, may run in the loop, and not
-    train there. Every rank must enter the block, with the same arguments, and run the same
-    passes for each of its batches.
+    train there. Every rank must enter the block, with the same arguments, and run the same passes for each of its
+    batches.
 
     Costs: one all-reduce of a number for each forward pass, which the host waits for. Once a rank has joined, one more
     before each gather, reduction, pass and step, and all gradients of a group are reduced together.
@@ -74,7 +75,7 @@ def join(
 
     Raises:
         TypeError: an argument: `step` can't be called, `optimizer` is no optimizer.
-        NotImplementedError: groups are on different ranks (expert parallelism).
+        NotImplementedError: groups are on different ranks (expert parallelism); or another model is in such a block.
         RuntimeError: `model` is not the outermost sharded module, or is in such a block. Later, on all ranks: one has
             left the block by an exception; parameters or gradients were changed outside of a step; the settings of an
             optimizer differ between ranks.
@@ -247,6 +248,12 @@ def make_join_hook(
         if before.is_alive():
             raise RuntimeError("join: the model is in another block of join. Leave that one first.")
         before.close()
+    beside = block_beside(root)
+    if beside is not None:
+        raise NotImplementedError(
+            f"join: {beside.state} is in a block of join that lasts, on the same ranks as {state}; those that have run "
+            f"out of batches can't follow both. Expected one sharded model. {ONE_MODEL}"
+        )
     if not moves_data(mesh.axis_groups, mesh.device):
         return FollowHook(model, None)
     following = JoinConsensus(model, root, step, optimizer, divide_by_initial_world_size)

@@ -145,6 +145,11 @@ class JoinConsensus(Consensus):
         """Returns True if the block may still run."""
         return not self._is_closed and self.hook() is not None
 
+    def lasts(self) -> bool:
+        """Returns True if ranks are counted in the block, and it has not ended."""
+        config = vars(self._model()).get(JOIN_CONFIG)
+        return self.is_alive() and (config is None or config.enable)
+
     # ---- counts
 
     def _count(self, is_present: bool) -> int:
@@ -163,10 +168,7 @@ class JoinConsensus(Consensus):
         self.settle()
         config: Any = vars(self._model())[JOIN_CONFIG]
         if not config.is_first_joinable:
-            raise NotImplementedError(
-                "Join: expected one sharded model, before all others in the list. Train other models in blocks of "
-                "their own, or with equally many batches."
-            )
+            raise NotImplementedError(f"Join: expected one sharded model, before all others in the list. {ONE_MODEL}")
         num_joined = self._group.size() - self._count(True)
         if config.throw_on_early_termination:
             throws = torch.zeros(1, device=self._device)
@@ -846,6 +848,10 @@ _COLLECTIVE_OF_OTHERS = (
     "a collective of your own in the loop, or one of a tool, of an operation on sharded parameters (full_tensor(), for "
     "example) or of another sharded model that trains, in which ranks that have run out of batches can't take part. "
     f"{HOW}"
+)
+ONE_MODEL = (
+    "Write one module that has all of them, whose forward runs the one that it is told; apply fully_shard to it, and "
+    "join that."
 )
 _UNKNOWN_MODEL = (
     "another sharded model runs in the loop, and a rank that has run out of batches can't tell which of its own it is. "

@@ -29,6 +29,8 @@ class Asked(Protocol):
 
     ranks: frozenset[int]
 
+    def lasts(self) -> bool: ...
+
     def before_other(self, group: FSDPParamGroup, follows: bool) -> None: ...
 
 
@@ -90,6 +92,17 @@ def end_to_watch(consensus: Asked) -> None:
         for each in _watches(other):
             if each.consensus() is consensus:
                 other.remove(each)
+
+
+def block_beside(root: Root) -> Root | None:
+    """Returns another root of this thread that is in a block on some of the same ranks."""
+    ranks = ranks_of(root.group.mesh)
+    for consensus, reference in [*_blocks.items()]:
+        own = reference()
+        is_other = own is not None and own is not root and own.forward.thread == root.forward.thread
+        if is_other and consensus.lasts() and not consensus.ranks.isdisjoint(ranks):
+            return own
+    return None
 
 
 def make_watch(root: Root) -> OtherModel | None:

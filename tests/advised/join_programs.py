@@ -162,3 +162,44 @@ def zeros_that_may_be_cleared() -> None:
     join(True)
     accumulate(plain, True)
     same_gradients(model, plain)
+
+
+class Both(torch.nn.Module):
+    """Has two models, of which a forward runs one."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__()
+        self.models = torch.nn.ModuleList([first, second])
+
+    def forward(self, x: Any, which: int) -> Any:
+        return self.models[which](x)
+
+
+@follows(
+    "Write one module that has all of them, whose forward runs the one that it is told; apply fully_shard to it, and "
+    "join that."
+)
+def two_models_that_train() -> None:
+    model, plain = pair()
+    other, plain_other = pair()
+
+    def in_two_blocks() -> None:
+        with fsdp2.join(model), fsdp2.join(other):
+            pass
+
+    refused(in_two_blocks, NotImplementedError)
+    both, plain_both = fsdp2.fully_shard(Both(model, other)), Both(plain, plain_other)
+    optimizers, expected = ([sgd(each) for each in side.models] for side in (both, plain_both))
+    with fsdp2.join(both):
+        for i in range(COUNTS[dist.get_rank()]):
+            for which, optimizer in enumerate(optimizers):
+                loss_of(both(own(batch(i)), which)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for i in range(max(COUNTS)):
+        rows = [part for part, count in zip(batch(i).chunk(2), COUNTS, strict=True) if i < count]
+        for which, optimizer in enumerate(expected):
+            (sum(loss_of(plain_both(part, which)) for part in rows) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_parameters(both, plain_both)

@@ -708,8 +708,10 @@ def refuse_arguments() -> None:
             fsdp2.join(model)
         with pytest.raises(RuntimeError, match="got none"):
             joined.step()
+        with pytest.raises(NotImplementedError, match=r"can't follow both.*Write one module"):
+            fsdp2.join(shard(build()))
     other = shard(build())
-    with pytest.raises(NotImplementedError, match="one sharded model, before all others"), Join([model, other]):
+    with pytest.raises(NotImplementedError, match="Expected one sharded model"), Join([model, other]):
         other(batch_of(OddMLP(), 0, 0))
     with fsdp2.join(model, enable=False):
         mean_loss(model(batch_of(OddMLP(), 0, 0))).backward()
