@@ -1,6 +1,8 @@
 """Tests plans of models of Transformers: their own classes of blocks, tied weights by size, the command line."""
 
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +64,7 @@ def test_gpt2_trains_as_planned(policy: Any) -> None:
     run_ranks(2, body)
 
 
-def test_the_command_line_takes_a_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_takes_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # tables fit the terminal
     gpt2().config.save_pretrained(tmp_path)
     arguments = [
@@ -78,8 +78,13 @@ def test_the_command_line_takes_a_config(
         "--param-dtype",
         "bfloat16",
     ]
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
+
+    def printed() -> str:
+        with redirect_stdout(StringIO()) as text:
+            assert main(arguments) == 0
+        return text.getvalue()
+
+    text = alone(printed)  # it runs a backward
     assert "transformer.h.0 ... transformer.h.1 (2)  GPT2Block" in text
     notes = [line for line in text.splitlines() if line.startswith("note")]
     assert all(line.startswith("note: CPU offload: ") for line in notes), notes
