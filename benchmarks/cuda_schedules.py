@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import fsdp2
-from fsdp2.engine.write_notices import notices
 
 from .cuda import NVLINK, WARM_UP, OnWire, Setup, Stage, count_calls, fill_cache, free_memory
-from .cuda_models import make_ids
+from .cuda_models import run_lm_step
+from .cuda_wrapping import step_beside_forward
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat
 
 RANKS, BLOCKS = 8, 8
 IN_A_ROW, LATENCY_US = 3, 20
 # GB/s -> rounds, of which a slow wire has few; None: collectives take no time.
-WIRES = {370: 5, None: 5, 50: 2}
+WIRES = {NVLINK: 5, None: 5, 50: 2}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
     setup = replace(setup, world_size=min(setup.world_size, RANKS))
     stage = Stage(setup, shape)
     fill_cache(setup)
-    built = {name: _build(stage, name, parts) for name, parts in SCHEDULES.items()}
+    built = {name: _build(stage, parts) for name, parts in SCHEDULES.items()}
     steps = {name: step for name, (step, _) in built.items()}
     optimizers = {name: optimizer for name, (_, optimizer) in built.items()}
     for name, step in steps.items():
@@ -93,21 +94,19 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
     stage.close()
 
 
-def _build(stage: Stage, name: str, parts: Parts | None) -> tuple[Call, Any]:
+def _build(stage: Stage, parts: Parts | None) -> tuple[Call, Any]:
     """Returns a whole step of a new model, and its optimizer."""
     is_by_rows = parts is not None and parts.rows
     prepare: Callable[[Any], object] = partial(_by_rows, stage) if is_by_rows else lambda model: None
     model = stage.build_model("torch" if parts is None else "fsdp2", prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if parts is not None:
-        if parts.flat:
-            fsdp2.flatten_optimizer(optimizer, beside_forward=parts.late, offload_states=parts.offloaded)
-        # Before torch 2.13 nothing tells of writes to gradients, for which late steps ask; there are none here.
-        notices.sees_operations = True
-    ids = make_ids(stage.shape.vocab, 1, stage.shape.tokens, stage.setup.device)
+    if parts is not None and parts.late:
+        step_beside_forward(optimizer)
+    elif parts is not None and parts.flat:
+        fsdp2.flatten_optimizer(optimizer, offload_states=parts.offloaded)
 
     def step() -> None:
-        F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten()).backward()
+        run_lm_step(model, stage.ids, keeps_gradients=True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -134,8 +133,6 @@ class _Clock:
     """Stands in for an event, where there is no device."""
 
     def __init__(self) -> None:
-        from time import perf_counter
-
         self.seconds = perf_counter()
 
     def elapsed_time(self, end: "_Clock") -> float:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from benchmarks.cuda_group import start_wire_group
+from benchmarks.cuda_wrapping import step_beside_forward
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, flatten_optimizer, fully_shard
 from fsdp2.codecs import Float8
-from fsdp2.engine.write_notices import notices
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -46,7 +47,7 @@ class Way:
 
     `mesh`: the sizes of its axes, if there are two; `prepare`, `after`: functions called before and after fully_shard;
     `beside`: True if all runs on a stream of its own; `coarse`: True if weights travel with a few bits only, so that
-    errors are compared with norms; `flat`: True if AdamW steps on whole groups.
+    errors are compared with norms; `flat`: True if AdamW steps on whole groups, which `flatten` has it do.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Way:
     beside: bool = False
     coarse: bool = False
     flat: bool = False
-    flat_options: dict[str, Any] = field(default_factory=dict)
+    flatten: Callable[[Any], object] = flatten_optimizer
 
     @property
     def tolerance(self) -> dict[str, float]:
@@ -95,8 +96,8 @@ WAYS: dict[str, Way] = {
     "flat AdamW": Way(flat=True),
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
     "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),
-    "flat AdamW, states on the CPU": Way(flat=True, flat_options={"offload_states": True}),
-    "flat AdamW beside forward": Way(flat=True, flat_options={"beside_forward": True}),
+    "flat AdamW, states on the CPU": Way(flat=True, flatten=partial(flatten_optimizer, offload_states=True)),
+    "flat AdamW beside forward": Way(flat=True, flatten=step_beside_forward),
     "offloaded": Way({"offload_policy": CPUOffloadPolicy()}),
     "offloaded, pageable": Way({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "offloaded, bf16/fp32 in pieces": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": BF16}, in_pieces=True),
@@ -171,10 +172,7 @@ def _train(kind: str, size: int, way: Way) -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     if way.flat:
         optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, fused=kind == "cuda") for each in (plain, model)]
-        if "beside_forward" in way.flat_options:
-            # torch before 2.13 tells of no writes to gradients, of which there are none here.
-            notices.sees_operations = True
-        flatten_optimizer(optimizers[1], **way.flat_options)
+        way.flatten(optimizers[1])
     if way.in_backward:
         model.set_optimizer_in_backward(optimizers[1])
     for step in range(STEPS):
@@ -194,10 +192,8 @@ def _train(kind: str, size: int, way: Way) -> None:
         for optimizer in optimizers[: 1 if way.in_backward else 2]:
             optimizer.step()
             optimizer.zero_grad()
-        if (
-            kind == "cuda" and way.flat_options
-        ):  # with torch before 2.13 what reads a parameter does not wait for a late step
-            torch.cuda.synchronize()
+        if kind == "cuda" and way.flatten is step_beside_forward:
+            torch.cuda.synchronize()  # before torch 2.13 what reads a parameter does not wait for a late step
         _compare(plain, model, step, way, gradients=False)
 
 

@@ -130,7 +130,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             device = torch.device("cpu")
         if args.embed_by_rows and library == "fsdp2":
             of_rows = {name: options[name] for name in ("mesh", "mp_policy", "dp_mesh_dims") if name in options}
-            _embed_by_rows(model.embedding, args.tokens, **of_rows)
+            importlib.import_module("phantom.without_numbers").send_rows_evenly()
+            module.embed_by_rows(model.embedding, **of_rows)
         for unit in _together([*models.units(model)], args.blocks):
             module.fully_shard(unit, **options)
         sharded: Any = module.fully_shard(model, **options)
@@ -144,28 +145,10 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
     return model, shape
 
 
-def _embed_by_rows(embedding: nn.Module, tokens: int, **options: Any) -> None:
-    """Has each rank get as many ids from each rank as it would on the average: memory here has no numbers to read."""
-    rows: Any = importlib.import_module("fsdp2.features.row_embedding")
-    exchange = rows.exchange_counts
-
-    def exchange_counts(counts: Any, process_group: Any) -> tuple[list[int], list[int]]:
-        exchange(counts, process_group)  # the host waits as it does on a device
-        return [tokens // len(counts)] * len(counts), [tokens // len(counts)] * len(counts)
-
-    rows.exchange_counts = exchange_counts
-    importlib.import_module("fsdp2").embed_by_rows(embedding, **options)
-
-
 def _beside_forward(optimizer: Any) -> Any:
-    """Has it step beside the next forward. The phantom has no numbers to try it with. torch 2.11 announces no writes to
-    gradients, of which a recorded step has none.
-    """
-    steps: Any = importlib.import_module("fsdp2.optim.steps")
-    probe, notices = steps.probe, importlib.import_module("fsdp2.engine.write_notices").notices
-    steps.probe = lambda optimizer, cls, options, like: probe(optimizer, cls, options, like.cpu())
-    notices.sees_operations = True
-    return importlib.import_module("fsdp2").flatten_optimizer(optimizer, beside_forward=True)
+    """Has it step beside the next forward."""
+    importlib.import_module("phantom.without_numbers").try_optimizers_on_cpu()
+    return importlib.import_module("benchmarks.cuda_wrapping").step_beside_forward(optimizer)
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
