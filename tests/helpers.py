@@ -477,3 +477,20 @@ def shard_blocks(model: Any, apply: Any = fully_shard, **options: Any) -> Any:
     for block in getattr(model, "blocks", [*model.children()][:2]):
         apply(block, **options)
     return apply(model, **options)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.error
+
+
+def raises_in_backward(x: Tensor, error: BaseException) -> Tensor:
+    """Returns a copy of `x`; a backward that reaches it raises `error`."""
+    copied: Tensor = _Raises.apply(x, error)  # type: ignore[no-untyped-call]
+    return copied

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsdp2
 from conditional_models import Dropped, Tower
 from fsdp2 import fully_shard
-from helpers import RankError, alone, assert_same, full, one_mesh, run_ranks
+from helpers import RankError, alone, assert_same, full, one_mesh, raises_in_backward, run_ranks
 from scenarios import WIDTH, Block, loss_of
 
 
@@ -146,18 +146,6 @@ def test_a_failed_backward_steps_on_no_conditional_module() -> None:
     assert all(map(any, run_ranks(2, body))), "the failed pass has delivered nothing"
 
 
-class Fails(torch.autograd.Function):
-    """Identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ValueError("on purpose")
-
-
 class Fallible(nn.Module):
     """Leaves `layers` out where it is told so, and raises in front of them in backward, or behind them in forward."""
 
@@ -168,7 +156,7 @@ class Fallible(nn.Module):
 
     def forward(self, x: Tensor, runs: bool, fails: str = "") -> Tensor:
         x = self.stem(x)
-        x = Fails.apply(x) if fails == "backward" else x
+        x = raises_in_backward(x, ValueError("on purpose")) if fails == "backward" else x
         for layer in self.layers if runs else ():
             x = layer(torch.tanh(x))
         if fails == "forward":

@@ -20,21 +20,9 @@ import fake_gpu
 import fsdp2
 from fsdp2.engine import compat
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, full, run_checks, shard_batch
+from helpers import assert_same, full, raises_in_backward, run_checks, shard_batch
 
 WIDTH, BLOCKS, ROWS = 5, 3, 6
-
-
-class Fails(torch.autograd.Function):
-    """Identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise MemoryError("on purpose")
 
 
 class Net(nn.Module):
@@ -48,7 +36,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
-            x = Fails.apply(x) if i == self.fails_before else x
+            x = raises_in_backward(x, MemoryError("on purpose")) if i == self.fails_before else x
             x = torch.tanh(checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x))
         return self.head(x)
 

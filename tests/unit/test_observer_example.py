@@ -11,7 +11,7 @@ import torch
 from documents import table_rows
 from fsdp2 import fully_shard
 from fsdp2.engine import root_of
-from helpers import extensions_restored, fake_world
+from helpers import extensions_restored, fake_world, raises_in_backward
 
 HEADING = "## Add an observer"
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +53,8 @@ def test_evaluations_and_passes_that_fail_are_not_counted(capsys: pytest.Capture
         starts = torch.ones(1, 64, requires_grad=True)
         for wrong in (
             lambda: model(torch.ones(1, 65)),
-            lambda: Fails.apply(model(x)).sum().backward(),
-            lambda: model(Fails.apply(starts)).sum().backward(),
+            lambda: raises_in_backward(model(x), RuntimeError("it fails")).sum().backward(),
+            lambda: model(raises_in_backward(starts, RuntimeError("it fails"))).sum().backward(),
         ):
             with pytest.raises(RuntimeError):
                 wrong()
@@ -64,16 +64,6 @@ def test_evaluations_and_passes_that_fail_are_not_counted(capsys: pytest.Capture
     assert counted
     assert set(gathered) <= {"1", "2"}, "what was gathered before is counted"
     assert capsys.readouterr().out.splitlines() == [line.replace("pass 3", "pass 5") for line in counted]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("it fails")
 
 
 def test_what_an_observer_may_read_is_there() -> None:

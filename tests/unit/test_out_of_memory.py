@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.tools.describe import size_text
-from helpers import fake_world
+from helpers import fake_world, raises_in_backward
 
 DEPTH, WIDTH = 3, 1024
 TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
@@ -22,18 +22,6 @@ TEXT = "CUDA out of memory. Tried to allocate 20.00 GiB."
 def _world() -> Iterator[None]:
     with fake_world(4):
         yield
-
-
-class Fails(torch.autograd.Function):
-    """Runs out of memory in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise torch.OutOfMemoryError(TEXT)
 
 
 class Block(nn.Module):
@@ -106,7 +94,7 @@ def test_a_forward() -> None:
 def test_a_backward() -> None:
     model = sharded()
     step(model)
-    model.blocks[1].fails = Fails.apply
+    model.blocks[1].fails = lambda x: raises_in_backward(x, torch.OutOfMemoryError(TEXT))
     (note,) = notes_of(model)
     assert note.startswith("fsdp2: memory ran out in the backward of ")
     assert "blocks.1" in note
