@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
-    from .tools.balance import balance
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
     from .tools.counters import counters
@@ -83,7 +82,6 @@ _MODULES = {
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
     "apply_plan": "planning.saved",
-    "balance": "tools.balance",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -165,7 +163,6 @@ __all__ = [
     "WrapGroup",
     "accumulate",
     "apply_plan",
-    "balance",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
