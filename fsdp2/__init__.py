@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
     from .features.join import Joined, join
-    from .features.machines import hsdp_mesh, two_hop_mesh
+    from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
@@ -103,7 +103,6 @@ _MODULES = {
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
     "trace": "tools.timeline",
-    "two_hop_mesh": "features.machines",
     "wrap_groups": "planning.policies",
 }
 
@@ -191,7 +190,6 @@ __all__ = [
     "stream_full_params",
     "sync_module_states",
     "trace",
-    "two_hop_mesh",
     "wrap_groups",
 ]
 

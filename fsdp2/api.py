@@ -249,8 +249,8 @@ def embed_by_rows(
         module: an nn.Embedding, whose weight no other module has. Modified in place.
         mesh: as for `fully_shard`: ranks of one axis share the table; of two, the first replicates it (HSDP).
         mp_policy: as for `fully_shard`: `param_dtype` is that of the rows, in which they and their gradients travel.
-        dp_mesh_dims: as for `fully_shard`. With `shard_across` or `shard_at_rest` all ranks share the table: a rank
-            sends its ids to the owners directly, in one hop.
+        dp_mesh_dims: as for `fully_shard`. With `shard_at_rest` all ranks share the table: a rank
+            sends its ids to the owners directly.
 
     Raises:
         TypeError: `module` is no nn.Embedding, is of a subclass, or has a `forward` of its own: those may read the
