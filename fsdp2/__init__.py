@@ -37,16 +37,13 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
-    from .tools.counters import counters
     from .tools.describe import GroupDescription, ModelDescription, describe
     from .tools.difference import Comparison, Difference
     from .tools.finding import Finding
     from .tools.full_params import full_params
     from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
-    from .tools.step_meter import StepMeter, StepRecord
     from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
-    from .tools.timeline import trace
 
 __version__ = "0.1.0"
 
@@ -75,8 +72,6 @@ _MODULES = {
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
     "SkippableStep": "features.skip",
-    "StepMeter": "tools.step_meter",
-    "StepRecord": "tools.step_meter",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
@@ -86,7 +81,6 @@ _MODULES = {
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
     "compare": "tools.compare",
-    "counters": "tools.counters",
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
@@ -102,7 +96,6 @@ _MODULES = {
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
-    "trace": "tools.timeline",
     "wrap_groups": "planning.policies",
 }
 
@@ -154,8 +147,6 @@ __all__ = [
     "ShardPlacementResult",
     "Shards",
     "SkippableStep",
-    "StepMeter",
-    "StepRecord",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
@@ -166,7 +157,6 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "compare",
-    "counters",
     "describe",
     "dtensor_fixes",
     "embed_by_rows",
@@ -189,7 +179,6 @@ __all__ = [
     "split_matrices",
     "stream_full_params",
     "sync_module_states",
-    "trace",
     "wrap_groups",
 ]
 
