@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .arguments_of_others import refuses
 from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
 
 if TYPE_CHECKING:
     from .collectives import CommChoice
     from .group import FSDPParamGroup
     from .replicas import CommHook, ReplicaCodec
-
-
-# Fields of FSDP1's MixedPrecision that have other names here, or other ways.
-_OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
 
 
 @dataclass(frozen=True)
@@ -195,11 +190,6 @@ class MixedPrecisionPolicy:
         It travels in that dtype, unless a codec encodes it.
         """
         return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
-
-
-MixedPrecisionPolicy.__init__ = refuses(  # type: ignore[method-assign]
-    _OF_FSDP1, "MixedPrecisionPolicy", "FSDP1's MixedPrecision", "FSDP1"
-)(MixedPrecisionPolicy.__init__)
 
 
 @dataclass(frozen=True)
