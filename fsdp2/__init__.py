@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
-    from .features.join import Joined, join
+    from .features.even_batches import even_batches
     from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
@@ -57,7 +57,6 @@ _MODULES = {
     "Finding": "tools.finding",
     "GroupDescription": "tools.describe",
     "GroupPadding": "tools.padding",
-    "Joined": "features.join",
     "MatrixSplit": "optim.split",
     "ModelDescription": "tools.describe",
     "ParamBucket": "tools.stream",
@@ -85,7 +84,7 @@ _MODULES = {
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
     "hsdp_mesh": "features.machines",
-    "join": "features.join",
+    "even_batches": "features.even_batches",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "padding_report": "tools.padding",
@@ -128,7 +127,6 @@ __all__ = [
     "GradientReductionHandle",
     "GroupDescription",
     "GroupPadding",
-    "Joined",
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
@@ -160,11 +158,11 @@ __all__ = [
     "describe",
     "dtensor_fixes",
     "embed_by_rows",
+    "even_batches",
     "flatten_optimizer",
     "full_params",
     "fully_shard",
     "hsdp_mesh",
-    "join",
     "muon",
     "no_sync",
     "padding_report",

@@ -212,7 +212,7 @@ def embed_by_rows(
             weight themselves.
         ValueError: it is sharded already, or as for `fully_shard`.
         NotImplementedError: `max_norm`, `sparse` or `scale_grad_by_freq`; a policy with `wire_dtype` or codecs. Later:
-            the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `join`, `skip_together`,
+            the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `skip_together`,
             `set_optimizer_in_backward`, or hooks and functions of your own for collectives.
         IndexError: in a forward, on all ranks: one has ids that the table has no row for.
 

@@ -11,8 +11,7 @@ from .engine.events import extend
 from .features import (
     blocks,
     conditional,
-    join,
-    join_others,
+    even_batches,
     large_submodules,
     module_repr,
     optimizer_in_backward,
@@ -25,7 +24,7 @@ def install() -> None:
     extend(
         comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, module_repr.class_attributes, join.class_attributes),
+        class_attributes=(entry_points.class_attributes, module_repr.class_attributes, even_batches.class_attributes),
         features=(
             torch_interface.register_states,
             comm_watcher.follow_environment,
@@ -38,7 +37,6 @@ def install() -> None:
         ),
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(
-            join_others.make_watch,  # ahead of all that communicates
             unnoticed_writes.make_unnoticed_writes,
             lambda root: named_comm.Goodbyes(),
             tools_when_needed.make_audit,

@@ -680,8 +680,8 @@ class FSDPModule:
         """Chooses when backward begins to gather the next group ahead. On the root only.
 
         It is FSDP1's `BackwardPrefetch`. Modules with a list (`set_modules_to_backward_prefetch`) follow that instead.
-        Where ranks hold whole parameters there is nothing to gather. With conditional modules, and in a block of
-        `join`, "post" gathers nothing ahead in backward. Every rank must call it.
+        Where ranks hold whole parameters there is nothing to gather. With conditional modules, "post" gathers
+        nothing ahead in backward. Every rank must call it.
 
         Args:
             when: "pre", the default: when backward reaches a group, so that two groups are unsharded while it computes.

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map_only
 import fake_gpu
 from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
 from fsdp2.engine import events
-from fsdp2.features import join
+from fsdp2.features import even_batches
 from fsdp2.module import sharded_class
 from hostile import hostile
 
@@ -326,12 +326,12 @@ def extensions_restored() -> Iterator[None]:
 
 def public_methods() -> frozenset[str]:
     """Returns the names of the attributes that a sharded module has and a plain module lacks, but for those which
-    torch's Join reads.
+    torch's Join calls.
     """
     added = {
         name for name in dir(sharded_class(nn.Module)) if not name.startswith("_") and not hasattr(nn.Module, name)
     }
-    return frozenset(added - {*join.class_attributes(nn.Module)})
+    return frozenset(added - {*even_batches.class_attributes(nn.Module)})
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ from fsdp2 import (
     cheapest_placement,
     clip_grad_norm_,
     flatten_optimizer,
-    join,
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
@@ -339,13 +338,6 @@ class Draw:
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
-            # The same of ranks without batches, which can't take part in collectives of a program's own either.
-            or (self.program == "batches run out" and (self.is_staged or self.model == "Counting"))
-            or (
-                self.program == "batches run out"
-                and topology.dims is not None
-                and self.setting in ("no reshard_after_backward", "six at once")
-            )
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
@@ -489,13 +481,6 @@ class Side:
     def evaluate(self, seed: int) -> None:
         raise NotImplementedError
 
-    def run_out(self, seeds: Sequence[int]) -> None:
-        """Takes a step for each batch, in a block of `join`: rank r has the first `batches_of(r)` of them."""
-        raise NotImplementedError
-
-    def batches_of(self, rank: int) -> int:
-        return (2, 0, 1, 3)[rank]
-
     def step(self, name: Any = "") -> None:
         """Shows gradients, steps, shows parameters, and clears gradients."""
         if not self.steps_in_backward:
@@ -611,19 +596,6 @@ class Plain(Side):
             outputs.append(low(self.rows(seed, rank)))
         self.show("own", f"evaluated {seed}", outputs)
 
-    def run_out(self, seeds: Sequence[int]) -> None:
-        for i, seed in enumerate(seeds):
-            losses: list[Any] = []
-            for rank in range(self.draw.ranks):
-                low, has_batch = self.cast(), i < self.batches_of(rank)
-                if self.ranks_differ:
-                    low.before_step(seed + rank)
-                losses.append((low, [mean_loss(low(self.rows(seed, rank)))] if has_batch else []))
-            if any(of_rank for _, of_rank in losses):
-                self.finish(losses)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
 
 class Sharded(Side):
     """Does what one rank does, and compares what it shows with what the plain side has shown.
@@ -703,15 +675,6 @@ class Sharded(Side):
         if self.ranks_differ:
             self.model.before_step(seed + dist.get_rank())
         self.show("own", f"evaluated {seed}", self.model(self.own(seed)))
-
-    def run_out(self, seeds: Sequence[int]) -> None:
-        with join(self.model, optimizer=self.optimizer):
-            for seed in seeds[: self.batches_of(dist.get_rank())]:
-                if self.ranks_differ:
-                    self.model.before_step(seed + dist.get_rank())
-                mean_loss(self.model(self.own(seed))).backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
@@ -876,17 +839,6 @@ def ranks_that_wait(side: Side) -> None:
         side.model.before_step(0)
         side.backward(10 * step + 2)
         side.step(step)
-
-
-@program
-def batches_run_out(side: Side) -> None:
-    """On some ranks; one has none. The others' gradients, and what codecs have kept, meet zeros."""
-    side.backward(0)
-    side.step(0)
-    side.run_out((10, 11, 12))
-    side.show_params("behind the block")
-    side.backward(20)
-    side.step(20)
 
 
 @program

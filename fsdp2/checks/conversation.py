@@ -193,4 +193,4 @@ def _not_begun(purpose: Purpose, absent: Sequence[int]) -> str:
     who, asks = f"rank {absent[0]} has", "has it"
     if len(absent) > 1:
         who, asks = f"ranks {', '.join(map(str, absent))} have", "have they"
-    return f"\n{who} not begun step {root.num_backwards + 1}: {asks} fewer batches? See fsdp2.join."
+    return f"\n{who} not begun step {root.num_backwards + 1}: {asks} fewer batches? See fsdp2.even_batches."

@@ -128,8 +128,6 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     in_backward = steps_of(groups[0]) is not None or groups[0].root.is_in_backward()
     closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
-    if groups[0].root.consensus is not None and not in_backward:
-        groups[0].root.consensus.before_step(optimizer, closure is not None)
     for check in before_step:
         check(optimizer, groups, in_backward)
     if not in_backward:
@@ -231,8 +229,6 @@ def _follow(optimizer: Optimizer) -> None:
     for group in groups:
         if group.phase is UNSHARDED and not group.num_running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values
-    if groups and groups[0].root.consensus is not None:
-        groups[0].root.consensus.after_step(optimizer)
     if facts.has_stale:
         params = _params_of(optimizer)
         _refuse_stale(type(optimizer).__name__, [param for param in params if param.grad is None])

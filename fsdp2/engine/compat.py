@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.autograd import Variable, forward_ad, profiler
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -346,13 +345,6 @@ def are_tensors_fake() -> bool:
 
 
 # ---- process groups and meshes
-
-# Each functional collective first asks this function of the module which process group it takes. No public name is
-# called by all of them, those of DTensor's rules included.
-FUNCTIONAL_COLLECTIVES: Any = functional_collectives
-RESOLVES_GROUP = "_resolve_group" if hasattr(functional_collectives, "_resolve_group") else "_resolve_group_name"
-# (name) -> the process group, which that function returns by name. torch has no public way to find it.
-group_of_name: Callable[[str], dist.ProcessGroup] = cast(Any, dist.distributed_c10d)._resolve_process_group
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from .comm import CommWatcher, Unwatched
 
@@ -222,14 +221,7 @@ NO_EVENTS = Events()
 
 
 class RankConsensus(Protocol):
-    """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py), or have run
-    out of batches (features/join_consensus.py).
-
-    `num_joined`: how many ranks have run out of batches; `has_joined`: this one has.
-    """
-
-    num_joined: int
-    has_joined: bool
+    """Has ranks agree what they communicate next, where some leave modules out (features/conditional.py)."""
 
     def is_conditional(self, group: FSDPParamGroup) -> bool:
         """Returns True if ranks may leave the modules of `group` out."""
@@ -261,18 +253,6 @@ class RankConsensus(Protocol):
         """Is called when the outermost forward, or a backward, has raised, before anything of it is dropped. Other
         ranks may still communicate for it.
         """
-
-    def after_delivery(self) -> None:
-        """Is called when all reductions have finished, and `.grad` is written."""
-
-    def before_weights(self) -> None:
-        """Is called before ranks gather the weights of `accumulate`."""
-
-    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Is called before an optimizer steps on sharded parameters, outside of a backward."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Is called when an optimizer has stepped on sharded parameters."""
 
 
 class BackwardSteps(Protocol):

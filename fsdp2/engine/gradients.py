@@ -11,8 +11,7 @@ A gradient takes this way. The last column says who calls the method:
 | kept, as replicas have not summed it yet | `partial` | `receive` | the queue |
 | delivered | `.grad` of the sharded parameter | `receive` | the queue |
 
-Ranks that must reduce what others do, without gradients of their own, call `reduce_with_zeros` and `reduce_some`
-(conditional modules, `join`).
+Ranks that must reduce what others do, without gradients of their own, call `reduce_with_zeros` (conditional modules).
 """
 
 from __future__ import annotations
@@ -367,16 +366,6 @@ class GroupGradients:
         for bucket in self.buckets:
             self._fill(bucket)
             self._process(self._take(bucket.indices))
-
-    def reduce_some(self, indices: set[int]) -> None:
-        """Reduces the gradients of the parameters `indices`, with zeros for those that this rank does not have. Every
-        rank must call it.
-        """
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.reduce_some(indices)
-        self.fill_with_zeros(indices)
-        self._process_in_order(indices)
 
     def _process_agreed(self, left: set[int]) -> None:
         """Processes the gradients of parameters `left`, or of those on which ranks agree under a consensus."""

@@ -27,6 +27,11 @@ def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -
     group.allreduce([tensor], _LARGEST_ALL if largest else SUM_ALL).wait()
 
 
+def start_largest(tensor: Tensor, group: dist.ProcessGroup) -> Work:
+    """Begins to fill `tensor` with its largest values over the ranks of `group`. All of them must call it."""
+    return group.allreduce([tensor], _LARGEST_ALL)
+
+
 def all_reduce_over(
     tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, purpose: Purpose | None = None
 ) -> None:

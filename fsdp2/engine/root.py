@@ -449,8 +449,6 @@ class Root:
             self.steps.after_delivery()
         if self.leaves_gradients:
             put_placeholders(self)
-        if self.consensus is not None:
-            self.consensus.after_delivery()
 
     def recover(self) -> None:
         """Drops what a backward pass that has raised left half done."""

@@ -416,16 +416,15 @@ _RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
 class Totals:
     """Sums losses and weights of one rank's micro-batches, and those of all ranks, and divides gradients by the latter.
 
-    An Accumulation owns one, and a rank that has run out of batches in a block of `join` has one in its place. `add` is
-    called for each micro-batch; `start` behind the last one. From then on `divide`, which groups have as their setting
-    `divide_late`, may be called by reductions; and `find` at the end of the block, for the host.
+    `add` is called for each micro-batch; `start` behind the last one. From then on `divide`, which groups have as their
+    setting `divide_late`, may be called by reductions; and `find` at the end of the block, for the host.
 
     Ranks gather a row of numbers of each rank, and not only sums, so that errors name ranks. `count`: how many
     micro-batches this rank has run. `found`: the sums of all ranks, once the host knows them.
     """
 
     def __init__(self, root: Root, num_batches: int | None) -> None:
-        self._mesh, self._num_batches, self._consensus = root.group.mesh, num_batches, root.consensus
+        self._mesh, self._num_batches = root.group.mesh, num_batches
         self._purpose = Purpose("the weights of accumulate")
         self._purpose.root = weakref.ref(root)
         self._losses: list[Tensor] = []
@@ -480,8 +479,6 @@ class Totals:
     @hides_modes
     def start(self) -> None:
         """Begins to gather the rows of all ranks, all of which must call it."""
-        if self._consensus is not None:
-            self._consensus.before_weights()
         self._row = self._make_row()
         rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
         with streams.beside(device):

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
@@ -77,7 +76,6 @@ class Consensus:
 
     def __init__(self, root: Root) -> None:
         self._root, mesh = root, root.group.mesh
-        self.num_joined, self.has_joined = 0, False
         self.ranks = ranks_of(mesh)
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
@@ -145,18 +143,6 @@ class Consensus:
 
     def before_backward(self) -> None:
         self._is_in_backward = True  # all ranks begin backward passes alike
-
-    def after_delivery(self) -> None:
-        """Does nothing: `.grad` is complete on each rank."""
-
-    def before_weights(self) -> None:
-        """Does nothing: no rank is in a module."""
-
-    def before_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Does nothing: all ranks step."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Does nothing: all ranks step."""
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)

@@ -255,7 +255,7 @@ def _refuse(group: FSDPParamGroup) -> None:
     elif choice.all_gather is not None or choice.reduce_scatter is not None:
         why = "a collective of your own"
     elif group.root.consensus is not None:
-        why = "a block of join, or conditional modules"
+        why = "a conditional module"
     if why:
         raise NotImplementedError(
             f"{group.params[0].name}: it is looked up by rows, which {why} can't change. Shard that embedding with "

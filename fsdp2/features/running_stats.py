@@ -162,13 +162,8 @@ class RunningStats(RankObserver):
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         flat = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
         purpose = Purpose(f"running statistics of {some_of([self._found[module] for module in modules])}")
-        consensus, num_ranks = self._root.consensus, mesh.num_ranks
-        if consensus is not None and consensus.num_joined:  # by fsdp2.join: those of ranks with batches count
-            num_ranks -= consensus.num_joined
-            if consensus.has_joined:
-                flat.zero_()
         all_reduce_over(flat, mesh.axis_groups, largest=False, purpose=purpose)
-        flat.div_(num_ranks)
+        flat.div_(mesh.num_ranks)
         # The normalisations' own kernels leave no trace in versions either: in training mode no backward reads them.
         versions = tuple(buffer._version for buffer in buffers)
         for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):

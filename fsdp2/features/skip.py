@@ -225,12 +225,6 @@ def _refuse(root: Root, watch: SkipWatch) -> None:
             "say that one has left the step. Run that module on every rank, on inputs of zeros where a rank has none, "
             "and leave conditional=True out."
         )
-    if root.consensus is not None:
-        raise NotImplementedError(
-            "skip_together: the model is in a block of fsdp2.join, whose ranks reach consensus before each collective, "
-            "and can't say that one has left the step. Leave the block of fsdp2.join first; ranks that have equally "
-            "many batches need none."
-        )
     mesh = root.group.mesh
     if any(mesh.mesh.size(axis) > 1 for axis in {*range(mesh.mesh.ndim)} - {*mesh.shard_axes, *mesh.replicate_axes}):
         raise NotImplementedError(

@@ -1,28 +1,21 @@
-"""Has ranks reach consensus before a user's own collectives, in forwards and backwards with conditional modules, and
-wherever they come in a block of `join`.
+"""Has ranks reach consensus before a user's own collectives, in forwards and backwards with conditional modules.
 
 A rank that has left a module out would wait there for others, which wait at the next consensus for it. Functions of
-torch.distributed are replaced while a model with such modules is alive. In a block of `join` the function that says
-which process group a functional collective takes is replaced, too: operations on DTensors communicate by these. Tools
-ask by themselves (`before_tools_communicate`).
+torch.distributed are replaced while a model with such modules is alive.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from math import prod
 from threading import RLock
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.compat import FUNCTIONAL_COLLECTIVES, RESOLVES_GROUP, group_of_name, untraced
+from ..engine.compat import untraced
 from ..engine.root import Root
 
 _NAMES = (
@@ -54,12 +47,12 @@ class _Consensus(Protocol):
 
 
 class _Watch(NamedTuple):
-    """Holds who is asked before collectives that take all ranks of a root, weakly. `always`: also between passes.
+    """Holds who is asked before collectives that take all ranks of a root, weakly.
+
     `end`: ends it; it is called when the root is freed.
     """
 
     consensus: ref[_Consensus]
-    always: bool
     end: finalize[Any, Any]
 
 
@@ -68,70 +61,55 @@ class _Collectives:
 
     `watches`: default process group -> root -> its watch, as threads that are ranks have a default group each; in the
     order in which they came, which is the same on all ranks. Roots are held weakly.
-    `functions`: (module, name) -> (torch's function, the one in its place); empty while torch's are in their places.
+    `functions`: name -> (torch's function, the one in its place); empty while torch's are in their places.
     """
 
     def __init__(self) -> None:
         self.watches: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Root, _Watch]] = WeakKeyDictionary()
-        self.functions: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}
-        # How many roots need those of torch.distributed; and those of functional collectives.
-        self._num_roots = self._num_always = 0
+        self.functions: dict[str, tuple[Any, Any]] = {}
+        # How many roots need them.
+        self._num_roots = 0
         # Threads may be ranks; a root may be freed while this thread holds the lock.
         self._lock = RLock()
 
-    def replace(self, always: bool) -> None:
+    def replace(self) -> None:
         """Puts functions that ask first in the places of torch's, for one more root."""
         with self._lock:
             self._num_roots += 1
-            self._num_always += always
-            if self._num_roots == 1:
-                for name in _NAMES:
-                    self._put(dist, name, _behind_consensus)
-            if always and self._num_always == 1:
-                self._put(FUNCTIONAL_COLLECTIVES, RESOLVES_GROUP, _group_behind_consensus)
+            if self._num_roots > 1:
+                return
+            for name in _NAMES:
+                usual = getattr(dist, name)
+                self.functions[name] = usual, _behind_consensus(usual)
+                setattr(dist, name, self.functions[name][1])
 
-    def restore(self, always: bool) -> None:
+    def restore(self) -> None:
         """Puts torch's functions back if no other root needs these, except where another program has replaced them
         since.
         """
         with self._lock:
             self._num_roots -= 1
-            self._num_always -= always
-            for module, name in [*self.functions]:
-                if not (self._num_roots if module is dist else self._num_always):
-                    usual, asking = self.functions.pop((module, name))
-                    if getattr(module, name) is asking:
-                        setattr(module, name, usual)
-
-    def _put(self, module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-        usual = getattr(module, name)
-        self.functions[module, name] = usual, make(usual)
-        setattr(module, name, self.functions[module, name][1])
+            if self._num_roots:
+                return
+            for name, (usual, asking) in self.functions.items():
+                if getattr(dist, name) is asking:
+                    setattr(dist, name, usual)
+            self.functions.clear()
 
 
 _collectives = _Collectives()
 
 
-def watch_collectives(consensus: _Consensus, root: Root, always: bool = False) -> None:
+def watch_collectives(consensus: _Consensus, root: Root) -> None:
     """Has ranks reach consensus before those collectives of `torch.distributed` that take all ranks of `root`, while it
-    runs. `always`: also between its passes. When the last such root is freed, torch's functions are in their places
-    again. Another consensus of the root is asked no more.
+    runs. When the last such root is freed, torch's functions are in their places again.
     """
-    unwatch_collectives(root)
-    _collectives.replace(always)
-    end = finalize(root, _collectives.restore, always)
+    _collectives.replace()
+    end = finalize(root, _collectives.restore)
     end.atexit = False
     assert dist.group.WORLD is not None, "ranks agree"
     watches = _collectives.watches.setdefault(dist.group.WORLD, WeakKeyDictionary())
-    watches[root] = _Watch(ref(consensus), always, end)
-
-
-def unwatch_collectives(root: Root) -> None:
-    """Asks nobody any more before collectives that take all ranks of `root`."""
-    world = dist.group.WORLD
-    watch = None if world is None else _collectives.watches.get(world, WeakKeyDictionary()).pop(root, None)
-    if watch is not None:
-        watch.end()
+    watches[root] = _Watch(ref(consensus), end)
 
 
 def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,51 +118,10 @@ def _behind_consensus(collective: Callable[..., Any]) -> Callable[..., Any]:
     @untraced
     @wraps(collective)
     def agreed(*args: Any, **kwargs: Any) -> Any:
-        # torch's Join counts ranks by such a collective.
-        if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.algorithms.join":
-            _reach_consensus(parameters.bind(*args, **kwargs).arguments.get("group"))
+        _reach_consensus(parameters.bind(*args, **kwargs).arguments.get("group"))
         return collective(*args, **kwargs)
 
     return agreed
-
-
-def _group_behind_consensus(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    @untraced
-    @wraps(resolve)
-    def asking(group: Any, *args: Any, **kwargs: Any) -> Any:
-        found = resolve(group, *args, **kwargs)
-        ranks = dist.get_process_group_ranks(group_of_name(found) if isinstance(found, str) else found)
-        # An operation on a DTensor, which takes all ranks of its mesh, communicates along one axis after the other.
-        is_axis = isinstance(group, tuple) and isinstance(group[0], DeviceMesh)
-        of_mesh = group[0].mesh.flatten().tolist() if is_axis else ranks
-        _ask(lambda own: own.issubset(ranks) or (own.issuperset(ranks) and own.issubset(of_mesh)))
-        return found
-
-    return asking
-
-
-def before_tools_communicate(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Is called before a tool communicates over process groups, one for each axis of a mesh, outside of passes.
-
-    Raises:
-        RuntimeError: on all ranks: some of these have run out of batches, in a block of `join`.
-    """
-    if _collectives.watches and groups:
-        rows = [dist.get_process_group_ranks(group) for group in groups]
-        _ask(lambda own: prod(len(row) for row in rows if own.issuperset(row)) >= len(own) or own.issubset(rows[0]))
-
-
-def _ask(takes_all: Callable[[frozenset[int]], bool]) -> None:
-    """Has those reach consensus that ask between passes, too, before all of their ranks communicate.
-
-    `takes_all`: says of the ranks of one of them if it does so.
-    """
-    world = dist.group.WORLD
-    watches = None if world is None else _collectives.watches.get(world)
-    for root, watch in [*(watches or {}).items()]:
-        consensus = watch.consensus() if watch.always and not _runs_a_hook(root) else None
-        if consensus is not None and takes_all(consensus.ranks):
-            consensus.before_collective()
 
 
 def _runs_a_hook(root: Root) -> bool:
@@ -199,7 +136,7 @@ def _reach_consensus(group: dist.ProcessGroup | None) -> None:
     asked = [
         watch.consensus()
         for root, watch in (watches or {}).items()
-        if (watch.always or root.running or root.backward is not None) and not _runs_a_hook(root)
+        if (root.running or root.backward is not None) and not _runs_a_hook(root)
     ]
     ranks = set(dist.get_process_group_ranks(group)) if asked else set()
     for consensus in asked:

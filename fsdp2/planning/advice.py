@@ -138,7 +138,7 @@ def texts(row: PlanRow, rows: Sequence[PlanRow]) -> list[str]:
         found.append(
             f"rows of {', '.join(setting.by_rows)} (embed_by_rows): {_beside(row, rows, by_rows=())}. The table is "
             "neither gathered nor reduced. It costs one wait of the host in each forward, up to 1 ms, which is not in "
-            "the time; gradients of repeated ids are summed at the owner; accumulate, join and others refuse it. "
+            "the time; gradients of repeated ids are summed at the owner; accumulate and others refuse it. "
             "Simulated, as many ids from each rank to each"
         )
     if setting.cheapest_dims:

@@ -1,8 +1,7 @@
 """Shares small facts between ranks, and whole values: the collectives of tools, over process groups.
 
 Each function takes process groups, one for each axis of a mesh (`Ranks.axis_groups`), and must be called by all of
-their ranks. Most are the engine's own, see tensors.py: what is here knows no sharded module. Where ranks may have run
-out of batches (`join`), those with which a tool begins to communicate raise on all ranks if some have.
+their ranks. Most are the engine's own, see tensors.py: what is here knows no sharded module.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.arguments import check_mesh
@@ -22,11 +20,7 @@ from ..engine.comm import Comm, Purpose, Work, all_gather_now
 from ..engine.compat import backend_name
 from ..engine.mesh import DataMesh
 from ..engine.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
-from ..engine.rank_facts import all_reduce_over as all_reduce_at_once
-from ..engine.rank_facts import broadcast_over as broadcast_at_once
-from ..engine.rank_facts import gather_objects as gather_objects_at_once
-from ..engine.rank_facts import gather_to_one, moves_data
-from ..features.user_collectives import before_tools_communicate
+from ..engine.rank_facts import all_reduce_over, broadcast_over, gather_objects, gather_to_one, moves_data
 from .ours import ranks_on as ranks_of_mesh
 from .protocol import Ranks
 
@@ -40,7 +34,6 @@ __all__ = [
     "all_gather_now",
     "all_reduce_over",
     "backend_name",
-    "before_tools_communicate",
     "bounds_over",
     "broadcast_over",
     "check_mesh",
@@ -65,28 +58,7 @@ def bounds_over(ranks: Ranks, numbers: Sequence[int], name: str) -> list[tuple[i
     """Returns the least and the greatest of each number over `ranks`, all of which must call it. `name`: what they are,
     for errors.
     """
-    before_tools_communicate(ranks.axis_groups)
     return compare_ranks.bounds_over(cast(Any, ranks), numbers, name)
-
-
-def all_reduce_over(
-    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, purpose: Purpose | None = None
-) -> None:
-    """Does what the engine's `all_reduce_over` does, behind `before_tools_communicate`."""
-    before_tools_communicate(groups)
-    all_reduce_at_once(tensor, groups, largest=largest, purpose=purpose)
-
-
-def broadcast_over(tensor: Tensor, groups: Sequence[dist.ProcessGroup], sources: Sequence[int] | None = None) -> None:
-    """Does what the engine's `broadcast_over` does, behind `before_tools_communicate`."""
-    before_tools_communicate(groups)
-    broadcast_at_once(tensor, groups, sources)
-
-
-def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torch.device) -> list[Any]:
-    """Does what the engine's `gather_objects` does, behind `before_tools_communicate`."""
-    before_tools_communicate(groups)
-    return gather_objects_at_once(value, groups, device)
 
 
 def comm_over(group: dist.ProcessGroup, device: torch.device, purpose: str) -> Comm:
@@ -96,5 +68,4 @@ def comm_over(group: dist.ProcessGroup, device: torch.device, purpose: str) -> C
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Returns `own` of each rank of `group`, in rank order. All of these must call it, with as many bytes."""
-    before_tools_communicate([group])
     return all_gather_now(own, make_comm(group, device, Purpose()), device)

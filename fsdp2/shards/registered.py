@@ -17,7 +17,6 @@ from ..engine.group import FSDPParamGroup, Hold
 from ..engine.state import FSDPState
 from ..engine.user_code import hidden
 from ..features.large_submodules import is_read_outside
-from ..features.user_collectives import before_tools_communicate
 
 __all__ = ["refuse_written", "registered"]
 
@@ -40,8 +39,6 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
     try:
         with hidden():
-            for root in () if in_backward else {group.root: None for group in groups if group.root not in inside}:
-                before_tools_communicate(root.group.mesh.axis_groups)
             for group in groups:
                 was_kept = group.hold in (Hold.BACKWARD, Hold.NEXT_PASS)
                 if not in_backward and group.root not in inside:

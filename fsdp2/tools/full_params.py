@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..shards.find import refuse_written
 from ..shards.protocol import ShardGroup, ShardParam
-from ..shards.ranks import before_tools_communicate
 from ..shards.tensors import check_bool, hidden, untraced
 from .given_params import GivenParams
 from .unsharded_copies import UnshardedCopies
@@ -175,7 +174,6 @@ def _copied(
     wanted = given.by_group()
     for group, params in wanted.items():
         _check_can_copy(group, params)
-    before_tools_communicate(next(iter(wanted)).ranks.axis_groups)
     copied = [UnshardedCopies(group, params) for group, params in wanted.items()]
     copies_of: dict[ShardParam, Tensor] = {}
     try:

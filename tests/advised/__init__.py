@@ -6,7 +6,6 @@ from advised import core_programs as core_programs
 from advised import entry_programs as entry_programs
 from advised import file_programs as file_programs
 from advised import input_programs as input_programs
-from advised import join_programs as join_programs
 from advised import library_programs as library_programs
 from advised import plan_programs as plan_programs
 from advised import refusal_programs as refusal_programs

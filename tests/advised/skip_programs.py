@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -24,6 +25,7 @@ from advised.registry import (
     follows,
     heard,
     loss_of,
+    own,
     pair,
     refused,
     same,
@@ -81,7 +83,6 @@ def amid_a_block() -> None:
 
 @follows(
     "Run that module on every rank, on inputs of zeros where a rank has none, and leave conditional=True out",
-    "Leave the block of fsdp2.join first; ranks that have equally many batches need none",
 )
 def beside_conditional_modules() -> None:
     class Two(nn.Module):
@@ -111,8 +112,6 @@ def beside_conditional_modules() -> None:
     assert "sometimes is conditional" in text
     model, plain = sharded(), build(Two)
     zeros = torch.zeros(2, 4) if own is None else own
-    with fsdp2.join(model):
-        refused(lambda: skips(model, zeros), NotImplementedError)
     skips(model, zeros)
     for other in range(size):
         (plain(x[other], x[other] if other == 0 else None).square().mean() / size).backward()
@@ -229,3 +228,25 @@ def ranks_of_machines() -> None:
     for mesh in meshes:
         model, plain = pair(mesh=mesh)
         train(model, plain)
+
+
+@follows(
+    "Write `for batch, is_real in fsdp2.even_batches(loader):`, and multiply the loss by is_real",
+    "Give each rank at least one batch",
+)
+def different_numbers_of_batches() -> None:
+    model, plain = pair()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    refused(lambda: Join([model]), NotImplementedError)
+    refused(lambda: list(fsdp2.even_batches([1] * rank)), ValueError)
+    for inputs, is_real in fsdp2.even_batches([own(batch())] * (1 + rank)):
+        (loss_of(model(inputs)) * is_real).backward()
+    for step in range(size):
+        for other in range(step, size):
+            (loss_of(plain(batch().chunk(size)[other])) / size).backward()
+    same_gradients(model, plain)
+
+
+ELSEWHERE["Call torch.distributed.init_process_group before"] = (
+    "tests/ranks/test_even_batches.py::test_without_a_process_group"
+)

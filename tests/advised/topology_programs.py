@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import backward, build, follows, refused, shard, train
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, join
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
 
 
@@ -139,16 +139,6 @@ def hooks_where_replicas_share_what_rests() -> None:
     refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
     policy = MixedPrecisionPolicy(replica_codec=Int8())
     train(shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims, mp_policy=policy), build(), tolerance=0.05)
-
-
-@follows("join: expected set_reshard_after_backward(True) for {}, whose replicas share what rests", ranks=4)
-def ranks_without_batches_where_replicas_share_what_rests() -> None:
-    model = named(axes(2, 2), shard="inner", shard_at_rest="outer")
-    model.set_reshard_after_backward(False)
-    refused(lambda: join(model), NotImplementedError)
-    model.set_reshard_after_backward(True)
-    with join(model):
-        train(model, build())
 
 
 @follows(

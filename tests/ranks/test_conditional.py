@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp2
 from conditional_models import Dropped, Tower
 from fsdp2 import fully_shard
 from helpers import RankError, alone, assert_same, full, one_mesh, raises_in_backward, run_ranks
@@ -165,7 +163,7 @@ class Fallible(nn.Module):
 
 
 # What a program does when a step has failed: it asks the other ranks, or goes on.
-THEN = ("gathers", "goes on", "joins")
+THEN = ("gathers", "goes on")
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
@@ -187,30 +185,29 @@ def test_a_step_that_fails_on_all_ranks(fails: str, world_size: int, mesh: tuple
             fully_shard(layer, conditional=True, **where)
         fully_shard(model, **where)
         x = torch.randn(2 * world_size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        block: Any = (
-            fsdp2.join(model, optimizer=torch.optim.SGD(model.parameters())) if then == "joins" else nullcontext()
-        )
-        with block:
-            for step, runs in enumerate([rank != 0, rank == 0, rank != 1]):
-                with pytest.raises(ValueError, match="on purpose"):
-                    model(x[2 * rank : 2 * rank + 2], runs, fails).square().mean().backward()
-                if then == "gathers":
-                    found: list[Any] = [None] * world_size
-                    dist.all_gather_object(found, step)
-                    assert found == [step] * world_size
-                for parameter in model.parameters():
-                    parameter.grad = None
-                model(x[2 * rank : 2 * rank + 2], rank != 0).square().mean().backward()
-                grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
-                for other in range(world_size):
-                    (plain(x[2 * other : 2 * other + 2], other != 0).square().mean() / world_size).backward()
-                for name, parameter in plain.named_parameters():
-                    assert_same(grads[name], parameter.grad, 1e-12, 1e-14, f"{then}, step {step}: {name}")
-                plain.zero_grad()
-                model.zero_grad()
+        for step, runs in enumerate([rank != 0, rank == 0, rank != 1]):
+            with pytest.raises(ValueError, match="on purpose"):
+                model(x[2 * rank : 2 * rank + 2], runs, fails).square().mean().backward()
+            if then == "gathers":
+                found: list[Any] = [None] * world_size
+                dist.all_gather_object(found, step)
+                assert found == [step] * world_size
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(x[2 * rank : 2 * rank + 2], rank != 0).square().mean().backward()
+            grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+            for other in range(world_size):
+                (plain(x[2 * other : 2 * other + 2], other != 0).square().mean() / world_size).backward()
+            for name, parameter in plain.named_parameters():
+                assert_same(grads[name], parameter.grad, 1e-12, 1e-14, f"{then}, step {step}: {name}")
+            plain.zero_grad()
+            model.zero_grad()
         return grads
 
     run_ranks(world_size, body, timeout=60)
+
+
+_TOLD = "one is giving up a forward or backward that has raised, .*See the error of that rank"
 
 
 @pytest.mark.parametrize("fails", ["forward", "backward"])
@@ -236,43 +233,5 @@ def test_a_step_that_fails_on_one_rank(fails: str) -> None:
             (plain(x[2 * other : 2 * other + 2], other == 0).square().mean() / 3).backward()
         for grad, parameter in zip(grads, plain.parameters(), strict=True):
             assert_same(grad, parameter.grad, 1e-12, 1e-14, "gradient after the error")
-
-    run_ranks(3, body, timeout=60)
-
-
-_TOLD = "one is giving up a forward or backward that has raised, .*See the error of that rank"
-
-
-@pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_a_step_that_fails_where_a_rank_has_run_out_of_batches(fails: str) -> None:
-    """In a block of `join` the last rank has one batch, the others have two. Their first step with the second fails."""
-
-    def body(rank: int, world_size: int) -> None:
-        torch.manual_seed(0)
-        plain = Fallible().double()
-        model: Any = copy.deepcopy(plain)
-        for layer in model.layers:
-            fully_shard(layer, conditional=True)
-        fully_shard(model)
-        optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-        x = torch.randn(4 * world_size, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).split(2)
-        last = world_size - 1
-        with fsdp2.join(model, optimizer=optimizer):
-            for step in range(1 if rank == last else 2):
-                batch = x[step * world_size + rank]
-                if step == 1:
-                    with pytest.raises(ValueError, match="on purpose"):
-                        model(batch, rank != 0, fails).square().mean().backward()
-                    optimizer.zero_grad()
-                model(batch, rank != 0).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for step in range(2):
-            for there in range(world_size - step):
-                (plain(x[step * world_size + there], there != 0).square().mean() / world_size).backward()
-            other.step()
-            other.zero_grad()
-        for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_same(full(parameter), expected, 1e-12, 1e-14, name)
 
     run_ranks(3, body, timeout=60)

@@ -261,7 +261,6 @@ def test_refuses_what_it_does_not_follow() -> None:
         optimizer = adamw(model)
         for refused in (
             lambda: fsdp2.accumulate(model).__enter__(),
-            lambda: fsdp2.join(model),
             lambda: fsdp2.skip_together(model).__enter__(),
             lambda: model.set_optimizer_in_backward(optimizer),
         ):

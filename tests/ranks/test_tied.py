@@ -277,24 +277,6 @@ def left_out_on_some_ranks() -> None:
                     assert_same(model.get_parameter(name).grad, param.grad, 0, 1e-12, f"{order} {step}: {name}")
 
 
-def ranks_that_run_out() -> None:
-    """A rank that has no batch left answers for the owner and for its users."""
-    model, plain = pair(WAYS["the embedding first"])
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    with fsdp2.join(model):
-        for step in range(2 + rank):
-            loss_of(model, batch(step)).backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-    for step in range(1 + ranks):
-        for _ in range(sum(step < 2 + each for each in range(ranks))):
-            (loss_of(plain, batch(step)) / ranks).backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    check_same(model, plain)
-
-
 def hsdp_and_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     for name, way in some_ways(4):
@@ -401,12 +383,12 @@ def two_values_for_one() -> None:
 
 TRAINING = [all_ways, what_stays_after_forward, recomputed, without_saved_tensor_hooks, frozen]
 OTHERS = [accumulation, synchronised_in_one_user_only, means_over_weights, a_user_alone_and_left_out, mixed_precision]
-OTHERS += [stepped_on_in_backward, left_out_on_some_ranks, ranks_that_run_out]
+OTHERS += [stepped_on_in_backward, left_out_on_some_ranks]
 PARAMETERS = [state_dicts_and_copies, from_meta, whole_parameters, two_values_for_one]
 LAUNCHES = {
     1: PARAMETERS,
     2: [*TRAINING, *OTHERS, *PARAMETERS],
-    3: [left_out_on_some_ranks, ranks_that_run_out],
+    3: [left_out_on_some_ranks],
     4: [what_stays_after_forward, hsdp_and_replicas],
 }
 

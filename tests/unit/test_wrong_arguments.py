@@ -27,7 +27,7 @@ class Nothing:
 
 # What users do not build, and what has no arguments to check: plain data that functions return.
 RETURNED = {
-    *("Accumulation", "Comparison", "Difference", "Finding", "GroupDescription", "GroupPadding", "Joined"),
+    *("Accumulation", "Comparison", "Difference", "Finding", "GroupDescription", "GroupPadding"),
     *("MatrixSplit", "ModelDescription", "ParameterPadding", "ParamBucket", "ParamStream", "Plan", "PlanCheck"),
     *("PlanRow", "Prediction", "SkippableStep", "StreamVersion", "UnshardHandle"),
     *("CheckedValue", "GradientReductionHandle", "FSDPModule", "ShardGroup", "ShardParam", "Shards"),
@@ -106,7 +106,7 @@ def values(function: Callable[..., Any], model: Any) -> dict[str, Any]:
         "batch": torch.ones(2),
         "method_name": "forward",
         "path": "unwritten.json",
-        "costs": [1, 2, 3],
+        "loader": [1, 2, 3],
         "num_ranks": 2,
         "folder": "nowhere",
         "checkpoint": "nowhere",
