@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .tools.difference import Comparison, Difference
     from .tools.finding import Finding
     from .tools.full_params import full_params
-    from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
+    from .tools.padding import cheapest_placement
     from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
 
@@ -56,12 +56,10 @@ _MODULES = {
     "Difference": "tools.difference",
     "Finding": "tools.finding",
     "GroupDescription": "tools.describe",
-    "GroupPadding": "tools.padding",
     "MatrixSplit": "optim.split",
     "ModelDescription": "tools.describe",
     "ParamBucket": "tools.stream",
     "ParamStream": "tools.stream",
-    "ParameterPadding": "tools.padding",
     "Plan": "planning.plan",
     "PlanCheck": "planning.check",
     "PlanRow": "planning.plan",
@@ -87,7 +85,6 @@ _MODULES = {
     "even_batches": "features.even_batches",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
-    "padding_report": "tools.padding",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
     "shards_of": "shards.find",
@@ -126,7 +123,6 @@ __all__ = [
     "Finding",
     "GradientReductionHandle",
     "GroupDescription",
-    "GroupPadding",
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
@@ -134,7 +130,6 @@ __all__ = [
     "OffloadPolicy",
     "ParamBucket",
     "ParamStream",
-    "ParameterPadding",
     "Plan",
     "PlanCheck",
     "PlanRow",
@@ -165,7 +160,6 @@ __all__ = [
     "hsdp_mesh",
     "muon",
     "no_sync",
-    "padding_report",
     "patch_torch",
     "plan",
     "register_fsdp_forward_method",

@@ -23,13 +23,14 @@ _HEADS = [
     "stored/computed/reduced",
     "resting",
     "gathered",
+    "padding",
     "reduced",
     "ranks",
     "settings",
 ]
 # The name of the described module, if it is sharded inside another one.
 _INNER = "this module"
-_RIGHT = {2, 3, 5, 6, 7, 8}
+_RIGHT = {2, 3, 5, 6, 7, 8, 9}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class GroupDescription:
         dtypes: the dtypes in which parameters are stored, computed with and reduced; several of each are possible.
         resting_nbytes: bytes of this rank's shards.
         gathered_nbytes: bytes of the unsharded parameters, padding included.
+        padding_nbytes: bytes of padding in one all-gather, to which all ranks send chunks of equal size.
         reduced_nbytes: bytes of the gradients of trainable parameters, in the dtypes in which they travel.
         num_shards: how many ranks share the parameters.
         num_replicas: how many groups of such ranks there are.
@@ -66,6 +68,7 @@ class GroupDescription:
     dtypes: tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...] | None, tuple[torch.dtype, ...] | None]
     resting_nbytes: int
     gathered_nbytes: int | None
+    padding_nbytes: int
     reduced_nbytes: int | None
     num_shards: int
     num_replicas: int
@@ -81,7 +84,7 @@ class GroupDescription:
             f"{len(self.parameters)}{frozen}",
             f"{self.numel:,}",
             dtypes_text(self.dtypes),
-            *map(size_text, (self.resting_nbytes, self.gathered_nbytes, self.reduced_nbytes)),
+            *map(size_text, (self.resting_nbytes, self.gathered_nbytes, self.padding_nbytes, self.reduced_nbytes)),
             ranks_text(self),
             "?" if self.settings is None else ", ".join(self.settings) or "-",
         )
@@ -115,7 +118,10 @@ class ModelDescription:
 
     def __str__(self) -> str:
         rows = [_HEADS, *(group._cells() for group in self.groups)]
-        found = [[getattr(g, f"{name}_nbytes") for g in self.groups] for name in ("resting", "gathered", "reduced")]
+        found = [
+            [getattr(g, f"{name}_nbytes") for g in self.groups]
+            for name in ("resting", "gathered", "padding", "reduced")
+        ]
         sums = [None if None in each else sum(each) for each in found]
         params = sum(len(group.parameters) for group in self.groups)
         rows.append(("total", self.cls, f"{params}", f"{self.numel:,}", "", *map(size_text, sums), "", ""))
@@ -134,9 +140,9 @@ def describe(model: nn.Module) -> ModelDescription:
 
     A row is a group: its module, parameters, dtypes (stored, computed with, reduced), bytes and ranks, and the settings
     that differ from the defaults. `resting` are bytes of this rank's shards, `gathered` those of the unsharded
-    parameters, `reduced` those of gradients as they travel. It does not communicate, may be called on any rank and at
-    any time, and works for models on meta. Models that torch's FSDP2 has sharded are described between steps; what it
-    does not tell is "?".
+    parameters, `padding` the bytes that an all-gather sends besides them, `reduced` those of gradients as they travel.
+    It does not communicate, may be called on any rank and at any time, and works for models on meta. Models that
+    torch's FSDP2 has sharded are described between steps; what it does not tell is "?".
 
     Args:
         model: any module. Groups of outer modules do not count.
@@ -162,6 +168,7 @@ def _local_nbytes(param: Tensor) -> int:
 
 def _describe_group(group: ShardGroup) -> GroupDescription:
     facts, ranks, is_root = group.facts(), group.ranks, group.is_root
+    nbytes, padded = group.padding().gather
     names = [_INNER if name == "root" and is_root is False else name for name in (group.name, *facts.modules)]
     return GroupDescription(
         name=names[0],
@@ -173,6 +180,7 @@ def _describe_group(group: ShardGroup) -> GroupDescription:
         dtypes=(facts.stored, facts.computed, facts.reduced),
         resting_nbytes=sum(_local_nbytes(param.local) for param in group.params),
         gathered_nbytes=facts.gathered_nbytes,
+        padding_nbytes=padded - nbytes,
         reduced_nbytes=facts.reduced_nbytes,
         num_shards=ranks.num_shards,
         num_replicas=ranks.num_replicas,

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..shards.find import shards_of
 from ..shards.protocol import ShardGroup
 from ..shards.ranks import DataMesh, DataParallelMeshDims, check_mesh, shared_data_mesh
 from ..shards.tensors import ParamSpec, align, local_of
@@ -189,16 +188,6 @@ class GroupPadding:
     def __str__(self) -> str:
         lines = [f"{self.name} over {self.num_ranks} ranks: gathers {self.gather}, reduces {self.reduce}"]
         return "\n  ".join([*lines, *map(str, self.parameters)])
-
-
-def padding_report(module: nn.Module) -> list[GroupPadding]:
-    """Returns the exact padding of each group at and below `module`, outermost first, from shapes and dtypes.
-
-    It does not communicate, and may be called on any rank, also for a model on meta. Parameters that define their own
-    gather count in reductions only. Of torch's FSDP2, which pads each parameter to equal chunks of rows, the bytes are
-    those of the dtypes in which parameters are stored: it does not tell others.
-    """
-    return [group_padding(group) for group in shards_of(module).groups if group.params]
 
 
 def group_padding(group: ShardGroup) -> GroupPadding:

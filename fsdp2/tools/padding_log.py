@@ -46,5 +46,5 @@ def _advise(report: GroupPadding) -> str:
         advice = "No dim of these divides better: shard them over fewer ranks, on a mesh that also replicates"
     return (
         f"padding makes each gather over {report.num_ranks} ranks {report.gather}, most of it by "
-        f"{'; '.join(map(str, worst))}. {advice}. fsdp2.padding_report tells more."
+        f"{'; '.join(map(str, worst))}. {advice}."
     )

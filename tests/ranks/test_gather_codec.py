@@ -279,7 +279,7 @@ def what_rests_is_exact(folder: Path) -> None:
         assert_same(loaded[name], p, 0, 0, f"saved {name}")
     fsdp2.check(model)
     assert "gather_codec=Float8(" in str(describe(model))
-    fsdp2.padding_report(model)
+    fsdp2.describe(model)
 
 
 def what_the_policy_leaves_alone() -> None:

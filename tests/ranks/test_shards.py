@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 import fsdp2.hf
-from helpers import NIGHTLY, full, one_mesh, run_checks
+from helpers import NIGHTLY, full, one_mesh, padding_report, run_checks
 
 # Which checks of torch's FSDP2 do not run on which ranks, by whether they are even or odd in the list of checks.
 NOT_DEALT = {("2", 0), ("hsdp", 1)}
@@ -469,7 +469,7 @@ def check_plan(case: Case) -> None:
 
 
 def check_padding_report(case: Case) -> None:
-    found = {each.name: each for each in fsdp2.padding_report(case.model)}
+    found = {each.name: each for each in padding_report(case.model)}
     shards = {group.name: group for group in fsdp2.shards_of(case.model).groups}
     assert found.keys() == shards.keys()
     n = case.num_shards

@@ -24,10 +24,9 @@ from fsdp2 import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
     fully_shard,
-    padding_report,
 )
 from fsdp2.engine import group as groups
-from helpers import Differences, assert_same, full, run_checks
+from helpers import Differences, assert_same, full, padding_report, run_checks
 from models import Odd
 from training import all_to_all
 

@@ -229,7 +229,6 @@ def with_whole_parameters() -> Any:
 def described() -> Any:
     model = train(build())
     str(fsdp2.describe(model))
-    fsdp2.padding_report(model)
     return model
 
 

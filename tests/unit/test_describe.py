@@ -59,6 +59,7 @@ def test_rows_are_groups() -> None:
     assert first.resting_nbytes == 2 * 72 * 4 // 8
     assert first.gathered_nbytes == 2 * 72 * 2
     assert first.reduced_nbytes == 2 * 72 * 4
+    assert first.padding_nbytes == 8 * 6 * 2, "six elements a rank, so that chunks are aligned"
     assert (frozen.num_frozen, frozen.reduced_nbytes) == (2, 72 * 4)
     assert (first.num_shards, first.num_replicas) == (8, 1)
     assert found.unmanaged == ("outside",)
@@ -78,11 +79,11 @@ def test_it_prints_as_a_table() -> None:
     assert repr(found) == str(found)
     assert re.split("  +", lines[0]) == [
         *("group", "class", "params", "elements", "stored/computed/reduced"),
-        *("resting", "gathered", "reduced", "ranks", "settings"),
+        *("resting", "gathered", "padding", "reduced", "ranks", "settings"),
     ]
     assert re.split("  +", lines[4]) == [
         *("blocks.1", "Sequential", "4 (2 frozen)", "144", "fp32/bf16/fp32"),
-        *("72 B", "288 B", "288 B", "8", "reshard_after_forward=2"),
+        *("72 B", "288 B", "96 B", "288 B", "8", "reshard_after_forward=2"),
     ]
     assert lines[-2].startswith("total     Net")
     assert lines[-1] == "not sharded, 12 B: outside"
