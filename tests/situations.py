@@ -1046,6 +1046,117 @@ def hook_on_several_gradients(side: Side) -> None:
     side.value("calls", calls)
 
 
+# ---- classes that see their subclasses, or refuse changes
+
+
+class Forked(nn.Module):
+    """Layers of users' base classes do more to a subclass than sharding may cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def residual(cls: Any) -> None:
+    own = cls.forward
+    cls.forward = lambda self, x: x + own(self, x)
+
+
+class ResidualOnce(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "forward" in vars(cls):
+            residual(cls)
+
+
+class ResidualAlways(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        residual(cls)
+
+
+class MayNotOverride(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        if "forward" in vars(cls):
+            raise TypeError(f"{cls.__name__} must not override forward")
+
+
+class Registered(Forked):
+    names: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str, **keywords: Any) -> None:
+        if name in cls.names:
+            raise ValueError(f"{name} is registered already")
+        cls.names[name] = cls
+
+
+class Final(Forked):
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__}: Final can have no subclasses")
+
+
+class Named(type):
+    def __new__(cls, name: str, bases: Any, body: Any, *, prefix: str) -> Any:
+        return super().__new__(cls, f"{prefix}{name}", bases, body)
+
+    def __init__(cls, name: str, bases: Any, body: Any, *, prefix: str) -> None:
+        residual(cls)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name != "forward":
+            raise AttributeError(f"{name}: a class that can't be changed")
+        super().__setattr__(name, value)
+
+
+class ByMetaclass(ResidualOnce, metaclass=Named, prefix="My"):
+    pass
+
+
+class Frozen(Forked):
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["is_frozen"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "is_frozen" in vars(self):
+            raise AttributeError(f"{name}: frozen after __init__")
+        super().__setattr__(name, value)
+
+
+class Adds(ResidualOnce):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class AddsOften(ResidualAlways):
+    pass
+
+
+class Overrides(MayNotOverride):
+    pass
+
+
+class HasName(Registered, name="has a name"):
+    pass
+
+
+@ends(EXACT)
+def base_classes_that_see_subclasses(side: Side) -> None:
+    """Base classes, and a metaclass, wrap the forward of each subclass, refuse subclasses or demand keywords"""
+    layers = [cls() for cls in (Adds, AddsOften, Overrides, HasName, Final, ByMetaclass, Frozen)]
+    model = nn.Sequential(*layers, nn.Linear(5, 3))
+    for layer in layers:
+        side.fully_shard(layer)
+    train(side, side.fully_shard(model))
+    later = type("Later", (Adds,), {"forward": Forked.forward})().requires_grad_(False)
+    side.value("registered", Registered.names)
+    side.value("a later subclass", later.forward(torch.ones(5)) - torch.tanh(later.linear(torch.ones(5))))
+    side.value("instances", [isinstance(ResidualOnce(), type(layers[0])), isinstance(layers[0], Adds)])
+
+
 class Generates(Net):
     def generate(self, x: Tensor) -> Tensor:
         return self.head(self.features(x))
