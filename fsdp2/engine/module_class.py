@@ -18,7 +18,6 @@ from .parameter_methods import parameter_methods
 from .state import STATE, require_state
 from .step import run_forward
 
-
 # Held while a class is made: ranks may be threads of one process.
 class_lock = RLock()
 _HOOK = "__init_subclass__"
@@ -27,8 +26,8 @@ _HOOK = "__init_subclass__"
 def make_subclass(cls: Any, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
     """Returns a new class of these `bases`, among them `cls`, and runs no code of `cls` for it.
 
-    A user's `__init_subclass__` may wrap the forward of each subclass, demand keywords, or add subclasses to a registry,
-    and so may a metaclass. The class of a sharded module is none that the user has written.
+    A user's `__init_subclass__` or metaclass may wrap the forward of each subclass, demand keywords, or register the
+    subclass. It is written for subclasses that users define.
     """
     make = ABCMeta.__new__ if issubclass(type(cls), ABCMeta) else type.__new__  # not that of the user's metaclass
     definer = next(base for base in cls.__mro__ if _HOOK in vars(base))
