@@ -37,7 +37,7 @@ def make_subclass(cls: Any, name: str, bases: tuple[type, ...], body: dict[str, 
         # Python calls the hook of the first base, `cls`. It has another one meanwhile, for this thread.
         own, original, thread = vars(cls).get(_HOOK), vars(definer)[_HOOK], get_ident()
 
-        def hook(made: Any, **keywords: Any) -> None:
+        def hook(made: Any, /, **keywords: Any) -> None:
             if get_ident() != thread:  # another thread defines a subclass of the user's
                 original.__get__(None, made)(**keywords)
 
