@@ -139,6 +139,35 @@ def inner_modules() -> None:
         same(model.get_submodule(name).weight.grad, plain.get_submodule(name).weight.grad, name)
 
 
+@follows("Set __class__ before fully_shard")
+def classes_replaced() -> None:
+    class Doubled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = shard(build())
+    model.__class__ = Doubled
+    refused(lambda: model(own(batch())))
+    model, plain = pair()
+    for each in (model, plain):
+        each.__class__ = Doubled
+    train(shard(model), plain)
+
+
+@follows("On every rank, use the parametrized weight inside `with fsdp2.full_params(module):`")
+def parametrized_weights() -> None:
+    for parametrized in (nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.orthogonal):
+        torch.manual_seed(0)
+        models = [parametrized(nn.Linear(5, 5)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        model, plain = (each.eval() for each in models)
+        fully_shard(model)
+        refused(lambda model=model: model.weight.norm())
+        with fsdp2.full_params(model):
+            norm = model.weight.norm()
+        same(norm, plain.weight.norm(), "norm")
+
+
 @follows(
     "After fully_shard, add `fsdp2.register_fsdp_forward_method({}, {})`, and call it on every rank",
     "On every rank, run {} inside `with fsdp2.full_params({}):`",
