@@ -178,7 +178,8 @@ ROWS = (
         "`FullyShardedDataParallel.summon_full_params(m)` in code that you do not edit",
         (
             "nothing, after `fsdp2.patch_torch()` or under `python -m fsdp2`: it gathers; with `writeback=True` "
-            "written out, what is written in it is kept, else refused"
+            "written out, what is written in it is kept, else refused. Without, parameters stay sharded inside, with a "
+            "warning: forwards and writes are right; arguments that say that whole ones are read are refused"
         ),
         (),
     ),

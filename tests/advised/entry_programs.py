@@ -43,6 +43,9 @@ ELSEWHERE.update(
         "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
         "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
         "On every rank, call {} instead": "tests/ranks/test_fsdp1_methods.py::state_dicts_are_refused",
+        "On every rank, call fsdp2.full_params(model) to read or save whole ones": (
+            "tests/ranks/test_fsdp1_methods.py::summoning_to_write_runs_without_the_patch"
+        ),
         "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
             "tests/ranks/test_advice.py::inputs_that_are_not_cast"
         ),
@@ -148,7 +151,7 @@ def classes_replaced() -> None:
     model = shard(build())
     model.__class__ = Doubled
     refused(lambda: model(own(batch())))
-    model, plain = pair()
+    model, plain = build(), build()
     for each in (model, plain):
         each.__class__ = Doubled
     train(shard(model), plain)
