@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
-from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -18,7 +17,7 @@ from .checks.tools_when_needed import ask_audit
 from .engine import collectives, streams
 from .engine.compat import EXPORT_PLAIN
 from .engine.events import extensions
-from .engine.module_class import class_attributes
+from .engine.module_class import class_attributes, class_lock, make_subclass
 from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
 from .engine.policy import Hold, check_bool
 from .engine.replicas import CommHook
@@ -991,8 +990,6 @@ def public_methods() -> frozenset[str]:
 
 # ---- the class of sharded modules
 
-_lock = RLock()  # ranks may be threads of one process, and a class must be made once
-
 
 def sharded_class(cls: type) -> type:
     """Returns the class that a module of `cls` gets: "FSDP" + its name, a subclass of `cls` and FSDPModule.
@@ -1000,7 +997,7 @@ def sharded_class(cls: type) -> type:
     FSDPModule comes last, because Python allows `module.__class__ = ...` for every layout only so (ABC and Generic have
     layouts of their own); what overrides nn.Module therefore stands in the new class itself.
     """
-    with _lock:
+    with class_lock:  # it must be made once
         made: type = _sharded_class(cls)
         return made
 
@@ -1012,7 +1009,7 @@ def _sharded_class(cls: Any) -> Any:
         body.update(attributes(cls))
     body.update(class_attributes(cls))
     body.update(copying_methods(cls, _new_sharded))
-    return type(cls)(f"FSDP{cls.__name__}", (cls, FSDPModule), body)
+    return make_subclass(cls, f"FSDP{cls.__name__}", (cls, FSDPModule), body)
 
 
 def _new_sharded(cls: type) -> nn.Module:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -1044,6 +1045,267 @@ def hook_on_several_gradients(side: Side) -> None:
         loss_of(model(side.batch(step))).backward()
         loss_of(model(side.batch(step), early=True)).backward()
     side.value("calls", calls)
+
+
+# ---- parts of the root, used between its forward and its backward
+
+
+class Hidden(Net):
+    """Returns hidden states: a loss calls what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x)
+
+
+def kept_for_backward(side: Side) -> Any:
+    return shard(side, Hidden(), reshard_after_forward=None)
+
+
+def chunked_loss(model: Any, x: Tensor, call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__) -> Tensor:
+    chunks = model(x).chunk(2)
+    return sum(loss_of(call(model.head, model.norm(chunk))) for chunk in chunks) / 2
+
+
+@ends(EXACT)
+def head_called_on_chunks(side: Side) -> None:
+    """The loss calls norm and head on chunks of what the model has returned, also while gradients accumulate"""
+    model = kept_for_backward(side)
+    optimizer = sgd(model)
+    for step in range(3):
+        for part in range(2):
+            side.set_sync(model, part == 1)
+            chunked_loss(model, side.batch(2 * step + part)).backward()
+        side.grads(f"gradients {step}", model)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def head_checkpointed_on_chunks(side: Side) -> None:
+    """The same, where activation checkpointing runs the head again in backward"""
+    model = kept_for_backward(side)
+    for use_reentrant in (False, True):
+        run = functools.partial(checkpoint, use_reentrant=use_reentrant)
+        chunked_loss(model, side.batch(int(use_reentrant)), run).backward()
+        side.grads(f"gradients {use_reentrant}", model)
+
+
+@ends(EXACT)
+def hidden_states_projected(side: Side) -> None:
+    """Distillation: the head and the stem also run on states that a hook has kept, with and without gradients"""
+    model, kept = shard(side, Net(), reshard_after_forward=None), []
+    model.blocks[0].register_forward_hook(lambda _, args, output: kept.append(output))
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = loss_of(model(side.batch(step)))
+        with torch.no_grad():
+            target = model.head(kept[-1] * 0.5)
+            side.rows(f"target {step}", target)
+        loss = loss + (model.head(model.stem(kept[-1])) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT)
+def block_called_after_forward(side: Side) -> None:
+    """Parts of a block are called after the forward, and after an evaluation, where `reshard_after_forward=False`"""
+    model = shard(side, Net(), reshard_after_forward=False)
+    optimizer = sgd(model)
+    for step in range(2):
+        with torch.no_grad():
+            model(side.batch(step))
+            side.rows(f"evaluated {step}", model.blocks[1].up(side.batch(step)))
+        loss = loss_of(model(side.batch(step)))
+        (loss + loss_of(model.blocks[1].up(model.stem(side.batch(9))))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "with fsdp2.full_params(model.head)")
+def head_called_after_reshard(side: Side) -> None:
+    """The head is called after `reshard`"""
+    model = kept_for_backward(side)
+    hidden = model(side.batch(0))
+    if side.is_sharded:
+        model.reshard()
+    side.rows("output", model.head(hidden))
+
+
+@ends(EXACT)
+def interrupt_in_a_head(side: Side) -> None:
+    """Ctrl-C while the loss calls the head, in a notebook that trains on"""
+    model = kept_for_backward(side)
+    optimizer = sgd(model)
+    for error in (KeyboardInterrupt, ValueError):
+        hidden = model(side.batch(0))
+
+        def interrupt(*_: Any, error: type[BaseException] = error) -> None:
+            raise error("stop")
+
+        handle = model.head.register_forward_hook(interrupt)
+        try:
+            model.head(hidden)
+        except error:
+            handle.remove()
+        for step in range(2):
+            chunked_loss(model, side.batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        side.weights(f"trained after {error.__name__}", model)
+
+
+# ---- weights that modules compute from parameters
+
+
+class LowRank(nn.Module):
+    """Adds a product of two small matrices to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 5))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+@ends(EXACT)
+def parametrized_weights_logged(side: Side) -> None:
+    """Norms of parametrized weights are logged between steps, and one is a penalty"""
+    model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)], nn.Linear(5, 3))
+    parametrizations.weight_norm(model[0])
+    parametrizations.weight_norm(model[1], dim=None)
+    parametrize.register_parametrization(model[2], "weight", nn.Tanh())
+    parametrize.register_parametrization(model[3], "weight", LowRank())
+    side.fully_shard(model[1])
+    side.fully_shard(model)
+    optimizer = sgd(model)
+    for step in range(2):
+        for i in range(4):
+            side.value(f"norm {i} at {step}", model[i].weight.norm().detach())
+            side.value(f"weight {i} at {step}", model[i].weight.detach())
+        (loss_of(model(side.batch(step))) + 0.1 * model[2].weight.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+# ---- classes that see their subclasses, or refuse changes
+
+
+class Forked(nn.Module):
+    """Layers of users' base classes do more to a subclass than sharding may cause."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def residual(cls: Any) -> None:
+    own = cls.forward
+    cls.forward = lambda self, x: x + own(self, x)
+
+
+class ResidualOnce(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "forward" in vars(cls):
+            residual(cls)
+
+
+class ResidualAlways(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        residual(cls)
+
+
+class MayNotOverride(Forked):
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        if "forward" in vars(cls):
+            raise TypeError(f"{cls.__name__} must not override forward")
+
+
+class Registered(Forked):
+    names: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str, **keywords: Any) -> None:
+        if name in cls.names:
+            raise ValueError(f"{name} is registered already")
+        cls.names[name] = cls
+
+
+class Final(Forked):
+    def __init_subclass__(cls) -> None:
+        raise TypeError(f"{cls.__name__}: Final can have no subclasses")
+
+
+class Named(type):
+    def __new__(cls, name: str, bases: Any, body: Any, *, prefix: str) -> Any:
+        return super().__new__(cls, f"{prefix}{name}", bases, body)
+
+    def __init__(cls, name: str, bases: Any, body: Any, *, prefix: str) -> None:
+        residual(cls)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name != "forward":
+            raise AttributeError(f"{name}: a class that can't be changed")
+        super().__setattr__(name, value)
+
+
+class ByMetaclass(ResidualOnce, metaclass=Named, prefix="My"):
+    pass
+
+
+class Frozen(Forked):
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self)["is_frozen"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "is_frozen" in vars(self):
+            raise AttributeError(f"{name}: frozen after __init__")
+        super().__setattr__(name, value)
+
+
+class Adds(ResidualOnce):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+class AddsOften(ResidualAlways):
+    pass
+
+
+class Overrides(MayNotOverride):
+    pass
+
+
+class HasName(Registered, name="has a name"):
+    pass
+
+
+@ends(EXACT)
+def base_classes_that_see_subclasses(side: Side) -> None:
+    """Base classes, and a metaclass, wrap the forward of each subclass, refuse subclasses or demand keywords"""
+    layers = [cls() for cls in (Adds, AddsOften, Overrides, HasName, Final, ByMetaclass, Frozen)]
+    model = nn.Sequential(*layers, nn.Linear(5, 3))
+    for layer in layers:
+        side.fully_shard(layer)
+    train(side, side.fully_shard(model))
+    later = type("Later", (Adds,), {"forward": Forked.forward})().requires_grad_(False)
+    side.value("registered", Registered.names)
+    side.value("a later subclass", later.forward(torch.ones(5)) - torch.tanh(later.linear(torch.ones(5))))
+    side.value("instances", [isinstance(ResidualOnce(), type(layers[0])), isinstance(layers[0], Adds)])
 
 
 class Generates(Net):

@@ -2,13 +2,14 @@
 
 FullyShardedDataParallel's methods take any module, look in torch's table of composable states for modules of their own
 class, and do nothing if there are none. A program that came from FSDP1 would save shards as a full state dict. So the
-entries of fsdp2 in that table raise an error when such a method looks them up. After `patch_torch`,
-`summon_full_params` gathers.
+entries of fsdp2 in that table raise an error when such a method looks them up. `summon_full_params` may be for writes
+or forwards, which are right without a gather: it warns then. After `patch_torch` it gathers.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,6 +40,8 @@ _INSTEAD = {
     "summon_full_params": "fsdp2.full_params(model)",
     "fsdp_modules": "[module for module in model.modules() if isinstance(module, fsdp2.FSDPModule)]",
 }
+# Arguments of `summon_full_params` that say that whole parameters are read, or gradients.
+_ONLY_READ = ("rank0_only", "offload_to_cpu", "with_grads")
 # How many functions of torch are at most between such a method and the look-up in the table.
 _DEPTH = 24
 
@@ -69,6 +72,14 @@ def _refuse_methods(state: Any) -> None:
     module = next((value for value in given.values() if isinstance(value, nn.Module)), None)
     if isinstance(module, getattr(sys.modules[_MODULE], _CLASS)):
         return  # some modules inside are FSDP1's, which are meant
+    if name == "summon_full_params" and given.get("writeback") and not any(map(given.get, _ONLY_READ)):
+        warnings.warn(
+            f"{_CLASS}.{name} gathers nothing of {type(module).__name__}, which fully_shard was applied to. Inside, "
+            "parameters stay sharded: forwards gather them, and writes to these DTensors are kept. On every rank, call "
+            "fsdp2.full_params(model) to read or save whole ones.",
+            stacklevel=2,
+        )
+        return
     wanted = getattr(given.get("state_dict_type"), "name", "")
     instead = "model.state_dict()" if wanted == "SHARDED_STATE_DICT" else _INSTEAD[name]
     managed = next(param.name for group in groups for param in group.params)

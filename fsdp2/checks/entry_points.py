@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..engine.events import extensions
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.nested import attribute_names, fields_of, is_dataclass, tensors_in
-from ..engine.owners import all_groups, owners_by_id
+from ..engine.owners import all_groups, owners_by_id, sharded_owner
 from ..engine.parameter import FSDPParam
 from ..engine.replacements import REPLACE_BEFORE
 from ..engine.root import Root
+from ..engine.served_calls import serve_call
 from ..engine.state import FSDPState, names_below, state_of
 from ..engine.torch_names import watch_calls
 from .before_sharding import facts_of
@@ -117,16 +119,28 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses a call of a module whose parameters, which another module gathers, are sharded. It is a forward pre-hook.
 
     Raises:
-        RuntimeError: unless the call computes on shards, with DTensors.
+        RuntimeError: unless the call computes on shards, with DTensors, or unsharded parameters that stay serve it.
     """
-    owner, _ = next(_sharded([module]), (None, None))
-    if owner is None or any(isinstance(tensor, DTensor) for tensor in tensors_in(args, kwargs)):
+    groups = _groups_of_own_parameters(module)
+    if not groups or any(isinstance(tensor, DTensor) for tensor in tensors_in(args, kwargs)):
         return
+    if all(serve_call(module, group) for group in groups):
+        return
+    if isinstance(module, ParametrizationList):  # a parametrized weight is read: most compute with DTensors
+        return
+    owner = groups[0].state
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
     if owner.modules[0] not in names_below(owner.root.state.modules):
         raise _NotGatheredError(
             f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
             f"forward of a {outer} that is no part of the model any more. {REPLACE_BEFORE}",
+            owner,
+        )
+    if not hasattr(owner.modules[0], "unshard"):  # a method of FSDPModule, which no user's class may have
+        raise _NotGatheredError(
+            f"{inner} ({type(module).__name__}) was called while its parameters are sharded: the class of {outer}, "
+            f"which fully_shard had made, was replaced by {type(owner.modules[0]).__name__}, which gathers nothing. "
+            "Set __class__ before fully_shard.",
             owner,
         )
     by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
@@ -136,6 +150,12 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
         f"{inner}, too, before {outer}.",
         owner,
     )
+
+
+def _groups_of_own_parameters(module: nn.Module) -> list[FSDPParamGroup]:
+    """Returns the groups of the sharded parameters that `module` itself has."""
+    sharded: list[Any] = [each for each in module._parameters.values() if isinstance(each, DTensor)]
+    return list(dict.fromkeys(each.group for each in map(sharded_owner, sharded) if each is not None))
 
 
 def class_attributes(cls: type) -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..engine.build import ParameterPlan, Plan
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.offload import storage_place
-from ..engine.parameter import FSDPParam, Slot, fqn, grad_choice
+from ..engine.parameter import FSDPParam, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import FSDPState, names_below
 from ..engine.subclasses import (
@@ -25,11 +25,11 @@ from ..engine.subclasses import (
     rows_of_subclass,
 )
 from ..engine.ties import has_changed, original_of
-from ..engine.torch_names import Memory, is_replicated_by_ddp, memory_of, size_at_first
+from ..engine.torch_names import is_replicated_by_ddp, memory_of, size_at_first
 from ..features.row_embedding import refuse_beside_conditional, refuse_tied
 from ..module import public_methods
 from .arguments import Placements
-from .before_sharding import begin, facts_of
+from .shared_memory import check_memory
 
 
 def check_plan(plan: Plan) -> None:
@@ -56,7 +56,7 @@ def check_plan(plan: Plan) -> None:
                 _check_options(name, slot.module)
     for planned in plan.tied.values():
         _check_tied(planned, plan)
-    _check_memory(plan, parameters)
+    check_memory(plan, parameters)
     for root in plan.roots:
         _check_names(root)
     given, shared = plan.given, plan.mesh
@@ -270,12 +270,9 @@ def _check_attributes(name: str, parameter: nn.Parameter) -> None:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Returns True if both tensors, which are contiguous, have some memory in common."""
+    """Returns True if both tensors have some memory in common."""
     mine, theirs = memory_of(one), memory_of(other)
-    if mine is None or theirs is None or mine[0] != theirs[0]:
-        return False
-    ends = mine[1] + one.numel() * one.element_size(), theirs[1] + other.numel() * other.element_size()
-    return mine[1] < ends[1] and theirs[1] < ends[0]
+    return mine is not None and theirs is not None and mine.overlaps(theirs)
 
 
 def _check_frequencies(each: ParameterPlan) -> None:
@@ -385,53 +382,6 @@ def _check_names(root: nn.Module) -> None:
         raise TypeError(
             f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."
         )
-
-
-# ---- memory
-
-
-def _check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses parameters that share memory, and notes where each is.
-
-    Two parameters over the same memory, not being one object, would be two after sharding; a buffer over a parameter's
-    would keep what it is now.
-    """
-    owners: dict[Memory, Slot] = {}
-    memory, found = begin(plan).memory, _sharded_memory(plan)
-    for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
-        slot = planned.slots[0]
-        there = memory[id(slot.module), slot.name] = memory_of(parameter)
-        found.append((there, slot))
-    for there, slot in found:
-        if there is not None and (other := owners.setdefault(there, slot)) is not slot:
-            one, another = (_fqn_below(plan.roots, each) for each in (slot, other))
-            raise ValueError(
-                f"{one} and {another} share memory. Tie them as one nn.Parameter, in one group, or copy one of them."
-            )
-    for module, prefix in plan.managed.items():
-        for name, buffer in module._buffers.items():
-            there = memory_of(buffer) if buffer is not None else None
-            if there is not None and there in owners:
-                raise ValueError(
-                    f"{fqn(prefix, name)}, a buffer, and {_fqn_below(plan.roots, owners[there])} share memory, and "
-                    "would not after sharding: the buffer would keep what the parameter is now. Copy it, or compute it "
-                    "in forward."
-                )
-
-
-def _sharded_memory(plan: Plan) -> list[tuple[Memory | None, Slot]]:
-    """Returns where parameters of inner calls were, before they were sharded."""
-    found = []
-    for group in [group for state in plan.inside for group in state.groups]:
-        memory = facts_of(group).memory
-        slots = [param.slots[0] for param in group.params]
-        found += [(memory.get((id(slot.module), slot.name)), slot) for slot in slots]
-    return found
-
-
-def _fqn_below(roots: Sequence[nn.Module], slot: Slot) -> str:
-    prefix = next(name for root in roots for name, module in root.named_modules() if module is slot.module)
-    return fqn(prefix, slot.name)
 
 
 # ---- meshes

@@ -25,6 +25,8 @@ _AROUND = {
 _INSIDE = {
     "torch.nn.utils.prune": "Prune before fully_shard, or inside `with fsdp2.full_params(module, writeback=True):`, "
     "then prune.remove.",
+    "torch.nn.utils.parametrize": "On every rank, use the parametrized weight inside `with "
+    "fsdp2.full_params(module):`.",
     "torch.nn.utils.clip_grad": "torch can't clip gradients on several meshes, or plain and sharded ones together. "
     "Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too.",
 }

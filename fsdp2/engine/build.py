@@ -159,7 +159,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
                 group.root = None  # type: ignore[assignment]
         for module, cls in zip(plan.roots, classes, strict=True):
             module.__dict__.pop(STATE, None)
-            module.__class__ = cls
+            object.__setattr__(module, "__class__", cls)
         add_note = getattr(error, "add_note", None)  # from Python 3.11 on
         if add_note is not None:
             add_note(f"fully_shard had begun to shard {type(plan.roots[0]).__name__}. Build the model again.")
@@ -177,7 +177,7 @@ def attach(
     """
     for module, cls in zip(state.modules, classes, strict=True):
         module.__dict__[STATE] = state
-        module.__class__ = cls
+        object.__setattr__(module, "__class__", cls)  # a user's __setattr__ may refuse it
     Root(state, below, names_below(state.modules) if names is None else names)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Generator
 from functools import partial, update_wrapper
+from threading import RLock, get_ident
 from types import GeneratorType, MethodType
 from typing import Any
 
@@ -15,6 +17,38 @@ from .compat import runs_transform, untraced
 from .parameter_methods import parameter_methods
 from .state import STATE, require_state
 from .step import run_forward
+
+# Held while a class is made: ranks may be threads of one process.
+class_lock = RLock()
+_HOOK = "__init_subclass__"
+
+
+def make_subclass(cls: Any, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+    """Returns a new class of these `bases`, among them `cls`, and runs no code of `cls` for it.
+
+    A user's `__init_subclass__` or metaclass may wrap the forward of each subclass, demand keywords, or register the
+    subclass. It is written for subclasses that users define.
+    """
+    make = ABCMeta.__new__ if issubclass(type(cls), ABCMeta) else type.__new__  # not that of the user's metaclass
+    definer = next(base for base in cls.__mro__ if _HOOK in vars(base))
+    with class_lock:
+        if definer is object:
+            return make(type(cls), name, bases, body)
+        # Python calls the hook of the first base, `cls`. It has another one meanwhile, for this thread.
+        own, original, thread = vars(cls).get(_HOOK), vars(definer)[_HOOK], get_ident()
+
+        def hook(made: Any, /, **keywords: Any) -> None:
+            if get_ident() != thread:  # another thread defines a subclass of the user's
+                original.__get__(None, made)(**keywords)
+
+        type.__setattr__(cls, _HOOK, classmethod(hook))
+        try:
+            return make(type(cls), name, bases, body)
+        finally:
+            if own is None:
+                type.__delattr__(cls, _HOOK)
+            else:
+                type.__setattr__(cls, _HOOK, own)
 
 
 def class_attributes(cls: Any) -> dict[str, Any]:
@@ -31,11 +65,12 @@ def class_attributes(cls: Any) -> dict[str, Any]:
 def _recompile_of(cls: Any) -> Callable[..., Any]:
     def recompile(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Recompiles a torch.fx.GraphModule, which replaces `__call__` and `forward` of its class."""
-        sharded, self.__class__ = type(self), cls
+        sharded = type(self)
+        object.__setattr__(self, "__class__", cls)
         try:
             return self.recompile(*args, **kwargs)  # type: ignore[operator]
         finally:
-            self.__class__ = sharded
+            object.__setattr__(self, "__class__", sharded)
 
     return update_wrapper(recompile, cls.recompile)
 

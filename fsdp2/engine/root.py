@@ -122,6 +122,8 @@ class Root:
         self.steps: BackwardSteps | None = None
         # What may write to shards beside the host. Each is called before shards of a group are read, and waits.
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
+        # What ends the calls that are served between passes, see served_calls.py, the innermost last.
+        self.served: list[Callable[[], None]] = []
         # Groups of parts, of which an outer module has read parameters in this pass without calling the part: they
         # stay for backward as its own do.
         self.read_outside: set[FSDPParamGroup] = set()
@@ -224,6 +226,8 @@ class Root:
             )
         if self.backward is not None:
             self.recover()  # it has failed, and autograd does not say so
+        while self.served:
+            self.served[-1]()  # an interrupt has left it
         if self.is_out_of_step:
             self._forget()
         if compat.profiler_runs() is not self.is_profiled:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -67,18 +67,50 @@ def reads_metadata(func: Any) -> bool:
 alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 
 
-Memory = tuple[StorageWeakRef, int]
+class Memory(NamedTuple):
+    """Where a tensor is: the addresses of its first byte and behind its last one, and its strides between them."""
+
+    storage: StorageWeakRef
+    start: int
+    end: int
+    itemsize: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def is_dense(self) -> bool:
+        """Returns True if the tensor has all elements between its first and its last one."""
+        return math.prod(self.size) * self.itemsize == self.end - self.start
+
+    def overlaps(self, other: Memory) -> bool:
+        """Returns True if the two tensors have an element in common."""
+        if self.storage != other.storage or self.end <= other.start or other.end <= self.start:
+            return False
+        is_simple = self.is_dense() and other.is_dense()
+        if is_simple or self.itemsize != other.itemsize or 0 in (*self.stride, *other.stride):
+            return True
+        # Columns of one matrix, for example. Of all elements from the first to the last, one tensor marks its own.
+        start = min(self.start, other.start)
+        marks = torch.zeros((max(self.end, other.end) - start) // self.itemsize, dtype=torch.bool, device="cpu")
+        own, others = (
+            marks.as_strided(each.size, each.stride, (each.start - start) // each.itemsize) for each in (self, other)
+        )
+        own.fill_(True)
+        return bool(others.any())
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
-    """Returns a value that is equal for tensors that begin at the same address of one storage.
+    """Returns where a tensor is; of a wrapper, its first plain tensor.
 
     None: the tensor has no elements, no data (meta), or no strides.
     """
     data = tensor if type(tensor) in PLAIN else inner_tensors(tensor)[0]
-    if data.numel() == 0 or data.is_meta or data.layout != torch.strided:
+    length = data.numel()
+    if length == 0 or data.is_meta or data.layout != torch.strided:
         return None
-    return StorageWeakRef(data.untyped_storage()), data.data_ptr()
+    size, stride, itemsize, start = data.size(), data.stride(), data.element_size(), data.data_ptr()
+    if not data.is_contiguous():
+        length = 1 + sum([(rows - 1) * step for rows, step in zip(size, stride, strict=True)])
+    return Memory(StorageWeakRef(data.untyped_storage()), start, start + length * itemsize, itemsize, size, stride)
 
 
 def saved_by(node: Any) -> list[Any]:

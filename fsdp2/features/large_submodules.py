@@ -17,6 +17,7 @@ from torch import nn
 from ..engine.build import Plan
 from ..engine.compat import untraced
 from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.module_class import make_subclass
 from ..engine.once import once
 from ..engine.root import Root
 from ..engine.state import FSDPState
@@ -85,7 +86,7 @@ def gather_when_called(root: Root) -> None:
             (module,) = part.modules
             if _STATE not in module.__dict__:
                 module.__dict__[_STATE] = part
-                module.__class__ = _own_class(type(module))
+                object.__setattr__(module, "__class__", _own_class(type(module)))
                 if isinstance(module, nn.Embedding):  # its backward reads no weight
                     for group in part.groups:
                         group.set(unshard_in_backward=False)
@@ -135,4 +136,4 @@ def _own_class(cls: Any) -> Any:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    return type(cls)(cls.__name__, (cls,), body)
+    return make_subclass(cls, cls.__name__, (cls,), body)

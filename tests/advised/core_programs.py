@@ -361,6 +361,25 @@ def parameters_that_share_memory() -> None:
         train(fully_shard(build(lambda way=way: Shares(way))), build(lambda way=way: Shares(way)))
 
 
+@follows("Make one nn.Parameter of all of it, and slice that in forward; or copy one of them")
+def parameters_that_share_a_part_of_their_memory() -> None:
+    class Shares(nn.Module):
+        def __init__(self, way: str = "") -> None:
+            super().__init__()
+            self.rows, self.way = nn.Parameter(torch.randn(5, 5)), way
+            if way != "sliced":
+                later = self.rows.data[2:]
+                self.later = nn.Parameter(later.clone() if way == "copied" else later)
+
+        def forward(self, x: Tensor) -> Tensor:
+            later = self.rows[2:] if self.way == "sliced" else self.later
+            return (x @ self.rows).tanh() @ later.t()
+
+    refused(lambda: fully_shard(build(Shares)))
+    for way in ("sliced", "copied"):
+        train(fully_shard(build(lambda way=way: Shares(way))), build(lambda way=way: Shares(way)))
+
+
 @follows("Copy it, or compute it in forward")
 def buffers_over_parameters() -> None:
     class Keeps(nn.Module):

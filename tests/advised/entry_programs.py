@@ -43,6 +43,9 @@ ELSEWHERE.update(
         "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
         "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
         "On every rank, call {} instead": "tests/ranks/test_fsdp1_methods.py::state_dicts_are_refused",
+        "On every rank, call fsdp2.full_params(model) to read or save whole ones": (
+            "tests/ranks/test_fsdp1_methods.py::summoning_to_write_runs_without_the_patch"
+        ),
         "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
             "tests/ranks/test_advice.py::inputs_that_are_not_cast"
         ),
@@ -137,6 +140,35 @@ def inner_modules() -> None:
         fully_shard(model)
         loss_of(model.get_submodule(name)(own(batch()))).backward()
         same(model.get_submodule(name).weight.grad, plain.get_submodule(name).weight.grad, name)
+
+
+@follows("Set __class__ before fully_shard")
+def classes_replaced() -> None:
+    class Doubled(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = shard(build())
+    model.__class__ = Doubled
+    refused(lambda: model(own(batch())))
+    model, plain = build(), build()
+    for each in (model, plain):
+        each.__class__ = Doubled
+    train(shard(model), plain)
+
+
+@follows("On every rank, use the parametrized weight inside `with fsdp2.full_params(module):`")
+def parametrized_weights() -> None:
+    for parametrized in (nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.orthogonal):
+        torch.manual_seed(0)
+        models = [parametrized(nn.Linear(5, 5)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        model, plain = (each.eval() for each in models)
+        fully_shard(model)
+        refused(lambda model=model: model.weight.norm())
+        with fsdp2.full_params(model):
+            norm = model.weight.norm()
+        same(norm, plain.weight.norm(), "norm")
 
 
 @follows(

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import full_params, fully_shard
@@ -118,17 +118,44 @@ def optimizer_states_are_refused() -> None:
             assert_same(optimizer.state[param]["exp_avg"], of_plain.state[other]["exp_avg"], 1e-5, 1e-6, name)
 
 
-def summoning_is_refused_without_the_patch() -> None:
+def summoning_to_read_is_refused_without_the_patch() -> None:
     model, _, plain, _ = trained()
-    for options in ({}, {"recurse": False}, {"writeback": False}):
+    for options in ({"writeback": False}, {"recurse": False, "rank0_only": True}, {"offload_to_cpu": True}):
 
         def summon(options: Any = options) -> None:
             with FSDP1.summon_full_params(model, **options):
                 pass
 
         with advised(summon, {"model": model}):
-            for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert_same(param.detach(), other, 1e-5, 1e-6, name)
+            for (name, param), other in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+                assert_same(param.detach(), other[1], 1e-5, 1e-6, name)
+
+
+def summoning_to_write_runs_without_the_patch() -> None:
+    """Adapters are merged, weights scaled, texts generated: parameters stay sharded, as under torch's FSDP2."""
+    model, _, plain, _ = trained()
+    x, low, up = torch.randn(6, 5), torch.randn(2, 5), torch.randn(3, 2)
+
+    def merge(options: dict[str, Any]) -> None:
+        with FSDP1.summon_full_params(model, **options), torch.no_grad():
+            change, head = up @ low, model.head.weight
+            head.data += distribute_tensor(change, head.device_mesh, head.placements)
+            plain.head.weight.data += change
+            for each in (model, plain):
+                each.block.up.weight.mul_(0.5)
+            assert_same(model(x), plain(x), 1e-5, 1e-6, "a forward inside")
+        with FSDP1.summon_full_params(model), full_params(model) as whole:
+            for name, other in plain.named_parameters():
+                assert_same(whole[name].detach(), other, 1e-5, 1e-6, name)
+
+    for options in ({}, {"writeback": True, "with_grads": False}, {"recurse": False}):
+        with pytest.warns(UserWarning, match=r"gathers nothing of FSDPNet.* call fsdp2\.full_params\(model\)"):
+            merge(options)
+    for each, rows in ((model, rows_of(x)), (plain, x)):
+        each(rows).square().mean().backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(param, other, 1e-5, 1e-6, name)
+        assert_same(param.grad, other.grad, 1e-5, 1e-6, name)
 
 
 def listing_modules_is_refused() -> None:
@@ -242,7 +269,8 @@ CHECKS = (
     state_dicts_are_refused,
     sharded_state_dicts_are_refused,
     optimizer_states_are_refused,
-    summoning_is_refused_without_the_patch,
+    summoning_to_read_is_refused_without_the_patch,
+    summoning_to_write_runs_without_the_patch,
     listing_modules_is_refused,
     patched(parameters_are_summoned),
     other_modules_are_left_alone,

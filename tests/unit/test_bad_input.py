@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
@@ -75,15 +76,6 @@ class UnshardModule(Block):
     def __init__(self) -> None:
         super().__init__()
         self.reshard = nn.Linear(4, 4)
-
-
-class InitSubclass(Block):
-    """Subclasses must say something that ours can't know."""
-
-    def __init_subclass__(cls, *, tag: str = "", **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if not tag:
-            raise TypeError(f"{cls.__name__}: tag is missing")
 
 
 class Scale(nn.Parameter):
@@ -223,6 +215,33 @@ def weight(value: Callable[[], Any], error: type[Exception], match: str) -> Case
     return Case(error, rf"^inner\.weight.*{match}", lambda: Block(value()))
 
 
+# Name of what is over some of the memory of inner.weight -> how a module gets it.
+OVER_A_WEIGHT: dict[str, Callable[[Block], Any]] = {
+    "rows, a buffer": lambda block: block.register_buffer("rows", block.inner.weight.detach()[2:]),
+    "column, a buffer": lambda block: block.register_buffer("column", block.inner.weight.detach()[:, 1]),
+    "inner.column, a buffer": lambda block: block.inner.register_buffer("column", block.inner.weight.data[1:, 3]),
+    "data, an attribute": lambda block: setattr(block, "data", block.inner.weight.data),
+    "inner.seen, an attribute": lambda block: setattr(block.inner, "seen", block.inner.weight.detach()[1]),
+    "pair[1], an attribute": lambda block: setattr(block, "pair", (1.0, block.inner.weight.t())),
+    "kept['last'][0], an attribute": lambda block: setattr(block, "kept", {"last": [block.inner.weight.data[3:]]}),
+    "array, an attribute": lambda block: setattr(block, "array", block.inner.weight.detach().numpy()[1:]),
+    "bytes, an attribute": lambda block: setattr(block, "bytes", block.inner.weight.data.view(torch.uint8)[:, 9]),
+    "head and": lambda block: setattr(block, "head", nn.Parameter(block.inner.weight.data[2:])),
+    "blend and": lambda block: setattr(block, "blend", nn.Parameter(block.inner.weight.data[1:3, 1:3])),
+}
+
+
+def over_a_weight(name: str, in_two_calls: bool = False) -> Case:
+    def build() -> Block:
+        block = Block()
+        OVER_A_WEIGHT[name](block)
+        if in_two_calls:
+            fully_shard(block.inner)
+        return block
+
+    return Case(ValueError, rf"^{re.escape(name)}.* inner\.weight share memory.*[Cc]opy", build)
+
+
 CASES = {
     # the module
     "no module": Case(TypeError, "module: expected an nn.Module.*NoneType", lambda: None),
@@ -234,7 +253,6 @@ CASES = {
     "ModuleList": Case(ValueError, "ModuleList has no forward", lambda: nn.ModuleList([Block()])),
     "a container in a list": Case(ValueError, "NoForward has no forward", lambda: [Block(), NoForward()]),
     "own unshard": Case(TypeError, "Unshard has unshard", Unshard),
-    "a class that refuses subclasses": Case(TypeError, "InitSubclass", InitSubclass),
     "submodule reshard": Case(TypeError, "UnshardModule.*reshard", UnshardModule),
     # parameters
     "complex": weight(lambda: parameter(4, 4, dtype=torch.complex64), NotImplementedError, "complex"),
@@ -247,6 +265,8 @@ CASES = {
     "an attribute over a parameter's memory": weight(
         aliased, ValueError, r"\.alias, an attribute of a Scale, .* Copy it"
     ),
+    **{f"memory: {name}": over_a_weight(name) for name in OVER_A_WEIGHT},
+    **{f"memory, two calls: {name}": over_a_weight(name, True) for name in OVER_A_WEIGHT if "inner" not in name},
     "half an extension": weight(
         lambda: nn.Parameter(HalfExtended(torch.ones(4, 4), torch.ones(4, 4))),
         NotImplementedError,
@@ -470,6 +490,24 @@ def test_refused_and_nothing_has_changed(case: Case) -> None:
         with pytest.raises(case.error, match=case.match):
             fully_shard(module, **options)
         assert snapshot(module) == before
+
+
+def test_what_shares_a_storage_and_no_element_is_accepted() -> None:
+    """Neighbours in one flat tensor, columns of one matrix, and values that are computed anew before each use."""
+    with fake_world(2):
+        flat, matrix, model = torch.randn(24), torch.randn(4, 6), Block()
+        model.first, model.second = nn.Parameter(flat[:8].view(2, 4)), nn.Parameter(flat[8:].view(4, 4))
+        model.left, model.right = nn.Parameter(matrix[:, :4]), nn.Parameter(matrix[:, 4:])
+        table = torch.randn(4, 2)
+        model.even = nn.Parameter(table[:, 0])
+        model.inner.register_buffer("odd", table[:, 1])
+        model.copied = [model.inner.weight.detach().clone()]
+        model.listed = [model.inner.weight, *model.parameters()]
+        model.normed = nn.utils.spectral_norm(nn.Linear(4, 4))
+        model.lstm = nn.LSTM(4, 4)
+        fully_shard(model.lstm)
+        fully_shard(model)
+        assert isinstance(model, FSDPModule)
 
 
 def test_replicas_have_no_wire_dtype() -> None:
