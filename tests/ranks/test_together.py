@@ -24,7 +24,6 @@ from fsdp2 import (
     fully_shard,
     two_hop_mesh,
 )
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, end_of_part, full, run_ranks
 
@@ -148,7 +147,6 @@ def test_bits_are_those_of_the_default(size: int) -> None:
     run_ranks(size, body)
 
 
-@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="no step is beside: writes are not announced")
 @pytest.mark.parametrize("size", [2, 4])
 def test_bits_and_order_on_a_device(size: int) -> None:
     """On streams, whose clocks find races, and with steps that are beside."""
