@@ -1,5 +1,5 @@
-"""Counts what a process pays for fsdp2 where it does not use it: the machine instructions of code on plain tensors, and
-on DTensors of other meshes, before and after the first `fully_shard`.
+"""Counts what a process pays for fsdp2 where it does not use it: the machine instructions of code on plain tensors, of
+torch's FSDP2 and of other DTensors on the mesh of sharded parameters, before and after the first `fully_shard`.
 
     python -m benchmarks.neighbours                needs valgrind; about 3 minutes
 """
@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -31,9 +32,8 @@ WARMUP, STEPS = 4, 3
 DIM, LAYERS = 16, 72  # 144 parameters
 
 
-def build_programs() -> dict[str, Callable[[], object]]:
+def build_programs(mesh: DeviceMesh) -> dict[str, Callable[[], object]]:
     """Returns the programs, each of which has its own tensors."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
     batch = torch.ones(4, DIM)
     model(batch).sum().backward()
@@ -44,6 +44,10 @@ def build_programs() -> dict[str, Callable[[], object]]:
     inputs = torch.ones(4, 64)
     parallel(inputs).sum().backward()
     parallel_adam = torch.optim.AdamW(parallel.parameters(), foreach=True)
+    of_torch = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
+    fully_shard_of_torch(of_torch, mesh=mesh)
+    of_torch(batch).sum().backward()
+    adam_of_torch = torch.optim.AdamW(of_torch.parameters(), foreach=True)
     matrix = distribute_tensor(torch.ones(64, 64), mesh, [Shard(0)], src_data_rank=None)
 
     def operate() -> None:
@@ -61,9 +65,11 @@ def build_programs() -> dict[str, Callable[[], object]]:
         "backward of 72 plain layers, and the forward": lambda: model(batch).sum().backward(),
         "copy.deepcopy of a plain module": lambda: copy.deepcopy(model),
         "clip_grad_norm_, 144 plain parameters": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9),
+        "clip_grad_norm_ of torch's FSDP2": lambda: nn.utils.clip_grad_norm_(of_torch.parameters(), 1e9),
+        "AdamW(foreach=True).step() of torch's FSDP2": adam_of_torch.step,
         "a step of 8 layers under tensor parallelism": lambda: parallel(inputs).sum().backward(),
-        "AdamW(foreach=True).step() of these": parallel_adam.step,
-        "copy.deepcopy of these": lambda: copy.deepcopy(parallel),
+        "AdamW(foreach=True).step() of these layers": parallel_adam.step,
+        "copy.deepcopy of these layers": lambda: copy.deepcopy(parallel),
         "180 operations on a DTensor": operate,
     }
 
@@ -73,12 +79,12 @@ def train() -> None:
     torch.set_num_threads(1)
     gc.disable()
     start_quiet_group(4)
-    programs = build_programs()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    programs = build_programs(mesh)
     for when in ("first", "before", "behind"):  # the first two tell what a difference means
         if when == "behind":
             from fsdp2 import fully_shard
 
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
             kept = fully_shard(nn.Linear(DIM, DIM), mesh=mesh)
             kept(torch.ones(2, DIM)).sum().backward()
         for label, program in programs.items():

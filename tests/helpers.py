@@ -464,10 +464,8 @@ class Differences:
 
 def sharded(whole: Tensor, mesh: Any, placements: Any = None, **options: Any) -> Any:
     """Returns `whole` distributed like a sharded parameter: of the class that has the fixes."""
-    from fsdp2.dtensor.compat import meshes_in_use
     from fsdp2.dtensor.sharded_dtensor import as_sharded
 
-    meshes_in_use.add(mesh)
     return as_sharded(distribute_tensor(whole, mesh, placements, **options))
 
 

@@ -192,8 +192,6 @@ def _train(kind: str, size: int, way: Way) -> None:
         for optimizer in optimizers[: 1 if way.in_backward else 2]:
             optimizer.step()
             optimizer.zero_grad()
-        if kind == "cuda" and way.flatten is step_beside_forward:
-            torch.cuda.synchronize()  # before torch 2.13 what reads a parameter does not wait for a late step
         _compare(plain, model, step, way, gradients=False)
 
 

@@ -866,12 +866,15 @@ def not_a_number(side: Side) -> None:
 
 @ends(EXACT)
 def flags_counted(side: Side) -> None:
-    """`p.grad.isnan().any().float()`, added up, or a factor of the gradient"""
+    """`p.grad.isnan().any().float()`, added up, or a factor of the gradient; and counts, as of zeros"""
     model = shard(side, Net())
     loss_of(model(side.batch(0))).backward()
     flags = [(param.grad.abs() > 1e-9).any() for param in model.parameters()]
     side.value("sum", sum(flag.double() for flag in flags))
     side.value("stacked", torch.stack(flags).sum())
+    counts = [(param > 0).sum() for param in model.parameters()]
+    side.value("counted", sum(counts))
+    side.value("share", sum(counts[1:], counts[0]) / 3)
     with torch.no_grad():
         for param, flag in zip(model.parameters(), flags, strict=True):
             param.grad.mul_(flag.double())

@@ -5,7 +5,6 @@ Names that the engine uses as well are in engine/compat.py.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import attrgetter
@@ -29,10 +28,11 @@ from ..engine import compat
 from ..engine import torch_names as ext_compat
 from ..engine.compat import local_of, new_dtensor
 from ..engine.events import extensions
+from ..engine.once import once
 from .wrapped_after import advice_about_caller
 
-# True if an operation on a subclass of DTensor calls its `__torch_dispatch__`.
-DISPATCHES_TO_SUBCLASSES = torch.__version__ >= "2.13"
+# True if torch calls `__torch_dispatch__` of a subclass of DTensor for an operation on it only where it has been told.
+_HAS_DISPATCH_RULES = torch.__version__ < "2.13"
 # True if argmax and similar operations return indices of the full tensor; else they return those of a rank's shard.
 FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if `new_empty_strided` of an uneven shard is replicated. Autograd copies gradients to it that others use, too.
@@ -41,26 +41,6 @@ REPLICATES_COPIED_GRADIENTS = torch.__version__ < "2.13"
 
 # True if torch takes a negative dim of `select` for another one in backward.
 IS_OLD = torch.__version__ < "2.15"
-
-
-class _Meshes:
-    """Holds meshes weakly, each by its identity: in a WeakSet one that is equal to another would go with it."""
-
-    def __init__(self) -> None:
-        self._alive: dict[int, weakref.ref[DeviceMesh]] = {}
-
-    def add(self, mesh: DeviceMesh) -> None:
-        """Adds `mesh`."""
-        key = id(mesh)
-        self._alive[key] = weakref.ref(mesh, lambda _: self._alive.pop(key, None))
-
-    def __contains__(self, mesh: object) -> bool:
-        """Returns True if `mesh`, or one that is equal to it, has been added and is alive."""
-        return id(mesh) in self._alive or any(each() == mesh for each in [*self._alive.values()])
-
-
-# Meshes that sharded parameters are on. In torch 2.11 and 2.12 the operations to fix are recognised by their mesh.
-meshes_in_use = _Meshes()
 
 # The spec of a DTensor: its mesh, placements, shape, strides and dtype.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
@@ -236,35 +216,25 @@ def finds_accumulator(frame: FrameType) -> bool:
 # ---- operations
 
 
-def explain_plans(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
-    """Calls `explain(error, op, args, kwargs)` with errors of planning an operation, whose text it may change.
+@once
+def dispatch_to(classes: Iterable[type[DTensor]]) -> None:
+    """Makes torch call `__torch_dispatch__` of `classes`, subclasses of DTensor, for operations on them. It does so by
+    itself from 2.13 on.
 
-    Plans of operations that DTensor can do are cached in C++, where no error occurs.
+    torch 2.11 and 2.12 compute with a subclass as with DTensor, unless `torch.library.register_torch_dispatch` has got
+    a rule for the operation and the exact class. They ask for that rule each time. Here one rule serves all operations:
+    to register each of the 3,700 would take 0.2 s.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    original = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if not _HAS_DISPATCH_RULES:
+        return
+    from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 
-    def plan(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any, **options: Any) -> Any:
-        try:
-            return original(op, args, kwargs, *rest, **options)
-        except (NotImplementedError, RuntimeError) as error:
-            explain(error, op, args, kwargs)
-            raise
+    rules: dict[type, Any] = {cls: attrgetter("__torch_dispatch__.__func__")(cls) for cls in classes}
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = plan
+    def find(self: Any, cls: type) -> Any:
+        return self._data.get(cls) or rules.get(cls)
 
-
-def look_up_handlers_in(holder: Any, replace: Callable[[dict[Any, Any]], None]) -> None:
-    """Makes torch look up the function that replaces an operation in the dict `holder.now`. `replace` is called with
-    torch's own dict, and later with every dict by which a program replaces it.
-    """
-    dispatcher: Any = DTensor._op_dispatcher
-    replace(vars(dispatcher).pop("_custom_op_handlers"))
-    dispatcher.fsdp2_handlers = holder
-    # Not a Python function, because torch calls it for each operation on a DTensor.
-    get, cls = attrgetter("fsdp2_handlers.now"), type(dispatcher)
-    table = property(get, lambda _, handlers: replace(handlers))
-    dispatcher.__class__ = type(cls.__name__, (cls,), {"_custom_op_handlers": table})
+    GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign, assignment]
 
 
 def overloads(names: Iterable[str]) -> list[Any]:
@@ -274,8 +244,8 @@ def overloads(names: Iterable[str]) -> list[Any]:
 
 
 def name_of(op: Any) -> str:
-    """Returns the name of an ATen operation without its namespace, or of a function of torch."""
-    name: str = op._schema.name if hasattr(op, "_schema") else op.__name__
+    """Returns the name of an ATen operation without its namespace."""
+    name: str = op._schema.name
     return name.removeprefix("aten::")
 
 
@@ -287,15 +257,6 @@ def argument_names(op: Any) -> list[str]:
 def returns_views(op: Any) -> bool:
     """Returns True if `op` returns views of its first argument."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns)
-
-
-def views_and_writes() -> list[Any]:
-    """Returns the operations that return views, and those that write to the memory of an argument."""
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
-    ops = [getattr(each, name) for each in packets if hasattr(each, "overloads") for name in each.overloads()]
-    return [
-        op for op in ops if (op._schema.is_mutable or returns_views(op)) and op is not torch.ops.aten.detach_.default
-    ]
 
 
 def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

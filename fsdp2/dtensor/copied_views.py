@@ -13,20 +13,18 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..engine.compat import local_of, new_dtensor, set_local
-from ..engine.nested import map_tensors, tensors_in
+from ..engine.nested import map_tensors
 from ..engine.write_notices import notices
 from .compat import (
-    DISPATCHES_TO_SUBCLASSES,
     cut,
     full_tensor_of,
     returned_of,
     returns_views,
     spec_of,
-    views_and_writes,
     written_by,
 )
 from .local_copies import LocalCopy, address_of, version_of
-from .sharded_dtensor import ShardedDTensor, handle_operations, handler_of
+from .sharded_dtensor import ShardedDTensor
 
 View = Callable[[Tensor], Tensor]
 
@@ -52,8 +50,6 @@ class CopiedView(ShardedDTensor):
         view = cast(CopiedView, new_dtensor(cls, local_of(copied), spec_of(copied)))
         view._base_tensor, view._take_view, view._copied_version = base, take_view, version_of(_origin(base))
         _views[id(view)] = view
-        if not _Dispatch.reaches_views:
-            _dispatch_to_views()
         return view
 
     @classmethod
@@ -109,32 +105,6 @@ class CopiedView(ShardedDTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).clone().__reduce_ex__(protocol)
-
-
-# ---- torch 2.11 and 2.12
-
-
-class _Dispatch:
-    # False if torch 2.11 does not call the class for operations on views yet. It has to once a view exists.
-    reaches_views = True
-
-
-def begin_dispatch() -> None:
-    """Notes, when the handlers of operations are attached again, if torch calls the class of views for operations."""
-    _Dispatch.reaches_views = DISPATCHES_TO_SUBCLASSES
-
-
-def _dispatch_to_views() -> None:
-    """Makes torch 2.11 call the class of views for operations on them. Only writes and views update a view."""
-    _Dispatch.reaches_views = True
-    for op in views_and_writes():
-        handle_operations([op], partial(_views_first, handler_of(op)))
-
-
-def _views_first(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if any(isinstance(each, CopiedView) for each in tensors_in(args, kwargs)):
-        return CopiedView.__torch_dispatch__(op, (), args, kwargs)
-    return handler(op, args, kwargs)
 
 
 # ---- making views

@@ -35,9 +35,8 @@ from ..engine.owners import Owned, sharded_owner
 from ..engine.rank_facts import all_reduce_over
 from ..engine.torch_names import saved_by
 from ..engine.user_code import hides_modes
-from .compat import meshes_in_use
 from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
-from .sharded_dtensor import as_sharded, replace_attribute
+from .sharded_dtensor import ShardedDTensor, as_sharded, replace_attribute
 from .summed_parts import note_part
 
 _OPERATORS = ("add", "sub", "mul", "truediv")
@@ -155,7 +154,7 @@ def owner_of(tensor: DTensor) -> Owned | None:
 
 
 def _owners_of(tensor: DTensor) -> list[Owned]:
-    if tensor.device_mesh not in meshes_in_use:
+    if not isinstance(tensor, ShardedDTensor):
         return []  # an activation, for example, whose graph may be large
     if tensor.grad_fn is None:
         found = [sharded_owner(tensor)]

@@ -5,35 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.events import Observer, extend
-from ..engine.group import FSDPParamGroup
+from ..engine.events import extend
 from ..engine.once import once
-from ..engine.parameter import FSDPParam
 from ..engine.root import Root
 from ..engine.torch_names import keep_out_of_graphs
 from ..engine.write_notices import notices
 from . import switches
-from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
+from .compat import allow_in_foreach, dispatch_to
+from .copied_views import CopiedView
 from .optimizer_steps import note_call
-from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
+from .sharded_dtensor import ShardedDTensor, UnreducedDTensor, forget_replacements, look_up_in_user_classes
 from .table import FIXES, NAMES, Fix
-
-
-class Meshes(Observer):
-    """Notes the meshes of sharded parameters, which torch before 2.13 knows our operations by."""
-
-    def attached(self, root: Root) -> None:
-        for group in root.new_groups:
-            self.rebuilt(group, {})
-
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        for mesh in {id(mesh): mesh for mesh in [param.dtensor_spec.mesh for param in group.params]}.values():
-            meshes_in_use.add(mesh)
 
 
 def join_fixes(root: Root) -> None:
@@ -47,20 +32,16 @@ def install() -> None:
     """Makes the engine use ShardedDTensor for sharded parameters, and adds what joins each new root. It is called
     once, before any module is sharded.
     """
-    extend(
-        tensor_class=ShardedDTensor,
-        features=(join_fixes, note_call),
-        observers=(lambda root: Meshes(),),
-    )
+    extend(tensor_class=ShardedDTensor, features=(join_fixes, note_call))
 
 
 def _use_class(cls: type[DTensor]) -> None:
     """Makes `cls` the class of sharded parameters from now on. Writes to them are announced before they happen if
-    torch calls the class for operations, and no local tensor has been returned to a user.
+    no local tensor has been returned to a user.
     """
     extend(tensor_class=cls)
     allow_in_foreach(cls)
-    notices.sees_operations = cls is not DTensor and DISPATCHES_TO_SUBCLASSES
+    notices.sees_operations = cls is not DTensor
     notices.are_seen = notices.sees_operations and not notices.are_awaited
 
 
@@ -68,6 +49,7 @@ def _use_class(cls: type[DTensor]) -> None:
 def correct_torch() -> None:
     """Puts the fixes in force, without those that the environment leaves out."""
     keep_out_of_graphs()
+    dispatch_to((ShardedDTensor, UnreducedDTensor, CopiedView))
     switches.read_environment(NAMES)
     _attach()
     for fix in FIXES:

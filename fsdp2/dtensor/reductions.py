@@ -25,7 +25,7 @@ from .compat import (
     may_be_empty,
 )
 from .foreach_operations import specs_of
-from .sharded_dtensor import call_unhandled, handle_operations, handler_of, refuse_reduced
+from .sharded_dtensor import call_unhandled, handle_operations, handler_of
 
 _aten = torch.ops.aten
 # Operations that return indices; norms, some of which are extremes; and all operations that fail without elements.
@@ -120,7 +120,6 @@ def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: d
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the number of a tensor of one element, which only one rank may hold."""
     (target,) = args
-    refuse_reduced(target, "item")
     return call_unhandled(op, args, kwargs) if is_sharded_nowhere(target) else op(full_tensor_of(target))
 
 

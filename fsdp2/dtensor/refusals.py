@@ -36,8 +36,6 @@ NO_DTENSORS = (
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
     "rank's shards, as examples/guides/qlora.md shows."
 )
-# Python's writes in place, as torch before 2.13 names them here.
-_WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 # Texts in torch's errors about operands of different dtypes.
@@ -138,7 +136,7 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
         return NO_DTENSORS.format(type(optimizer).__name__)
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
-    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+    if name.endswith("_"):
         return f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {constant}"
     return "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 

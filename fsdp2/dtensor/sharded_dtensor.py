@@ -8,21 +8,20 @@ An operation on a ShardedDTensor takes one way:
 1. A handler: the function that a fix has set for that operation (`handle_operations`).
 2. Else DTensor's own rule (`call_unhandled`). It refuses what it has no rule for, and plain tensors among DTensors; the
    error names the parameter and says what to write.
-3. A result that the rule leaves Partial, a norm or a sum for example, is an UnreducedDTensor. It is reduced before an
-   operation computes with it. So no operation takes what each rank has for what all have.
+3. A result that the rule leaves Partial, a norm or a sum for example, is an UnreducedDTensor. An operation that
+   computes with it gets the reduced value. So no operation takes what each rank has for what all have.
 
-From 2.13 on torch calls `__torch_dispatch__` of a subclass of DTensor for each operation. torch 2.11 and 2.12 do not:
-there the handlers are in torch's own table, the mesh of the arguments decides, and all DTensors pay for the look-up.
+The class of an operand decides. Other DTensors, those of torch's FSDP2 or of tensor parallelism for example, run
+torch's code.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +29,16 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
 from ..engine import saved_shards
-from ..engine.compat import chosen_grad_dtype, local_of, new_dtensor, no_torch_function, set_grad_dtype
-from ..engine.nested import tensors_in
+from ..engine.compat import local_of, new_dtensor, set_grad_dtype
+from ..engine.nested import map_tensors, tensors_in
 from ..engine.once import once
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.write_notices import notices
 from .compat import (
-    DISPATCHES_TO_SUBCLASSES,
     DTensorSpec,
-    explain_plans,
     follow_local,
     is_partial,
-    look_up_handlers_in,
-    meshes_in_use,
-    overloads,
     reduced,
     reduced_together,
     set_local_and_spec,
@@ -82,7 +76,6 @@ class _Sharded(DTensor):
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
-        refuse_reduced(self, "to_local")
         notices.note_returned()
         return super().to_local(**options)
 
@@ -115,7 +108,7 @@ class _Sharded(DTensor):
         is, since the file has no other.
         """
         tensor = _with_torch_class(self)
-        tensor.__dict__ = {**vars(self)}
+        tensor.__dict__ = {name: value for name, value in vars(self).items() if name != _VALUE}
         saved_shards.mark(tensor)
         return tensor.__reduce_ex__(protocol)
 
@@ -124,73 +117,114 @@ class ShardedDTensor(_Sharded):
     """Is a DTensor with the fixes that are in force. Results of operations on it have this class, too."""
 
 
+class _Value:
+    """The reduced value of an UnreducedDTensor, and of the tensors that were detached from it, which have its memory.
+    Autograd, too, detaches what it saves.
+    """
+
+    def __init__(self) -> None:
+        # None: no operation has needed it yet.
+        self.reduced: DTensor | None = None
+        self._tensors: list[weakref.ref[UnreducedDTensor]] = []
+
+    def belongs_to(self, tensor: UnreducedDTensor) -> None:
+        """Notes a tensor that has this value."""
+        self._tensors.append(weakref.ref(tensor))
+        vars(tensor)[_VALUE] = self
+
+    def put_into_tensors(self) -> None:
+        """Makes ShardedDTensors of all tensors that have this value: one of them is about to be written to."""
+        for each in [each() for each in self._tensors]:
+            if each is not None and self.reduced is not None:
+                set_local_and_spec(each, local_of(self.reduced).detach(), self.reduced)
+                each.__class__ = ShardedDTensor  # type: ignore[assignment]
+
+
+_VALUE = "_reduced_value"
+
+
 class UnreducedDTensor(ShardedDTensor):
     """Is the result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
 
-    It is reduced before an operation computes with it, and is a ShardedDTensor from then on. All ranks must call that
-    operation. Sums and multiples of sums, as in a penalty, and `stack`, as in clipping, are left to DTensor's
-    rules: one reduction serves all. `to_local()` returns this rank's part.
+    An operation that computes with it gets the reduced value; all ranks must call that operation. The tensor itself
+    stays as it is: the reduced value is kept next to it, and serves later operations. Only an operation that writes to
+    the tensor makes a ShardedDTensor of it. Sums and multiples of sums, as in a penalty, and `stack`, as in clipping,
+    are left to DTensor's rules: one reduction serves all. `to_local()` returns this rank's part.
     """
-
-    # The tensor that this one was detached from, with which it shares memory: autograd, too, detaches what it saves.
-    _detached_from: weakref.ref[DTensor] | None = None
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if _has_other_subclasses(types):
             return NotImplemented
+        kwargs = kwargs or {}
+        if op is _aten.detach.default or op is _aten.alias.default:
+            detached = super().__torch_dispatch__(op, types, args, kwargs)
+            args[0]._value().belongs_to(detached)
+            return detached
+        for each in written_by(op, args, kwargs):
+            if isinstance(each, UnreducedDTensor):
+                each._reduced()
+                each._value().put_into_tensors()
+        args, kwargs = map_tensors(args, _known_value_of), map_tensors(kwargs, _known_value_of)
         if op in _JOINS:
             args = (_reduced_where_unlike(args[0]), *args[1:])
         unreduced = [each for each in tensors_in(args, kwargs) if isinstance(each, UnreducedDTensor)]
         if op in _JOINS or (op in _LINEAR and all(map(_is_sum, unreduced))):
             return super().__torch_dispatch__(op, types, args, kwargs)
-        if op is _aten.detach.default or op is _aten.alias.default:
-            detached = super().__torch_dispatch__(op, types, args, kwargs)
-            detached._detached_from = weakref.ref(args[0])
-            return detached
-        for each in unreduced:
-            if op is _aten._local_scalar_dense.default and each.dtype != torch.bool:
-                raise _error_of_unreduced(spec_of(each), "item")
-            each._reduce()
-        return op(*args, **(kwargs or {}))
+        if op is _aten._local_scalar_dense.default and unreduced and unreduced[0].dtype != torch.bool:
+            raise _error_of_unreduced(spec_of(unreduced[0]), "item")
+        return op(*map_tensors(args, _reduced_value_of), **map_tensors(kwargs, _reduced_value_of))
 
     def full_tensor(self, **options: Any) -> Tensor:
         """Returns what DTensor.full_tensor returns."""
-        self._reduce()
-        return self.full_tensor(**options)
+        copied: Any = self.clone()
+        full: Tensor = copied.full_tensor(**options)
+        return full
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """Returns what DTensor.redistribute returns."""
-        self._reduce()
-        return self.redistribute(*args, **options)
+        copied: Any = self.clone()
+        redistributed: DTensor = copied.redistribute(*args, **options)
+        return redistributed
 
-    def _reduce(self) -> None:
-        """Becomes a ShardedDTensor."""
-        origin = None if self._detached_from is None else self._detached_from()
-        if isinstance(origin, UnreducedDTensor):
-            origin._reduce()
-        whole = reduced(self) if origin is None else origin
-        set_local_and_spec(self, local_of(whole).detach(), whole)
-        self.__class__ = ShardedDTensor  # type: ignore[assignment]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone()) if self.is_leaf else super().__deepcopy__(memo)
+
+    def _value(self) -> _Value:
+        if _VALUE not in vars(self):
+            _Value().belongs_to(self)
+        value: _Value = vars(self)[_VALUE]
+        return value
+
+    def _reduced(self) -> DTensor:
+        """Returns the reduced value. All ranks must call it."""
+        value = self._value()
+        if value.reduced is None:
+            value.reduced = reduced(self)
+        return value.reduced
+
+
+def _known_value_of(tensor: Tensor) -> Tensor:
+    """Returns the reduced value of an UnreducedDTensor that an operation has needed before; else the tensor itself."""
+    known = tensor._value().reduced if isinstance(tensor, UnreducedDTensor) else None
+    return tensor if known is None else known
+
+
+def _reduced_value_of(tensor: Tensor) -> Tensor:
+    return tensor._reduced() if isinstance(tensor, UnreducedDTensor) else tensor
 
 
 _aten = torch.ops.aten
 _JOINS = (_aten.stack.default, _aten.cat.default)
 _LINEAR = (_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.neg.default)
-# The operations that leave results Partial if no argument is. Where torch calls no class for operations, as before
-# 2.13, these reduce at once.
-_LEAVE_PARTIAL = (
-    *("sum", "nansum", "mean", "prod", "any", "all", "max", "min", "amax", "amin", "aminmax", "count_nonzero"),
-    *("linalg_vector_norm", "_foreach_norm", "_foreach_max", "mm", "bmm", "addmm", "baddbmm", "dot", "mv"),
-    *("embedding", "embedding_dense_backward", "nll_loss_forward", "convolution", "convolution_backward"),
-    *("native_layer_norm_backward", "mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
-)
 
 
 def _is_sum(tensor: DTensor) -> bool:
-    """Returns True if each rank has an addend of the value, or of a mean; not for truths, which are no numbers."""
+    """Returns True if each rank has an addend of the value, or of a mean. Whole numbers and truths are reduced first:
+    where DTensor adds a number that all ranks have to an addend, it divides that number by the ranks.
+    """
     kinds = {(type(each), each.reduce_op) for each in spec_of(tensor).placements if isinstance(each, Partial)}
-    return tensor.dtype != torch.bool and kinds <= {(Partial, "sum"), (Partial, "avg")}
+    return tensor.dtype.is_floating_point and kinds <= {(Partial, "sum"), (Partial, "avg")}
 
 
 def _error_of_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
@@ -292,9 +326,6 @@ def handle_operations(ops: Iterable[Any], handler: Handler) -> None:
     """
     for op in ops:
         _handlers[op] = handler
-        if not DISPATCHES_TO_SUBCLASSES:
-            _use_handlers_of_threads()
-            _ThreadHandlers.usual[op] = _handle_if_sharded
 
 
 def handler_of(op: Any) -> Handler:
@@ -319,11 +350,7 @@ def reduce_results() -> None:
     Torch takes some of them for reduced ones: it adds norms of parts, counts the ranks that have found something, and
     writes a number to each rank's addend.
     """
-    if DISPATCHES_TO_SUBCLASSES:
-        replace_attribute("_finished", lambda _: staticmethod(_marked))
-    else:
-        replace_attribute("_finished", lambda _: staticmethod(_reduced_at_once))
-        handle_operations(overloads(_LEAVE_PARTIAL), call_unhandled)
+    replace_attribute("_finished", lambda _: staticmethod(_marked))
 
 
 def _marked(result: Any) -> Any:
@@ -352,8 +379,6 @@ def forget_replacements() -> None:
 def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the result of `op` for torch's DTensors in place of ShardedDTensors."""
     try:
-        if not DISPATCHES_TO_SUBCLASSES:
-            return _call_without_handler(op, args, kwargs)
         if is_mutable(op):
             return _write(op, args, kwargs)
         return op(*map(_as_dtensor, args), **{name: _as_dtensor(each) for name, each in kwargs.items()})
@@ -381,145 +406,3 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         next(own) if each.alias_info is not None else as_sharded(one) for each, one in zip(returns, found, strict=False)
     ]
     return tuple(returned) if len(returns) > 1 else returned[0] if returned else None
-
-
-# ---- torch 2.11 and 2.12
-
-
-class _ThreadHandlers(threading.local):
-    """Holds the handlers that torch looks up in place of its own table.
-
-    `now`: the handlers of this thread. `usual`: those of all threads that are not inside `call_unhandled`.
-
-    Torch has one table for all threads. If a handler were removed from it for the time of a call, another thread, which
-    may be another rank, would run without the handler. With a lock ranks would deadlock, because operations
-    communicate.
-    """
-
-    usual: ClassVar[dict[Any, Handler]] = {}
-    now: dict[Any, Handler] = usual
-
-
-_thread_handlers = _ThreadHandlers()
-
-
-@once
-def _use_handlers_of_threads() -> None:
-    """Makes torch look up handlers in `_thread_handlers.now`. Code that replaces torch's dict replaces `usual`."""
-
-    def replace(handlers: dict[Any, Handler]) -> None:
-        _ThreadHandlers.usual = _ThreadHandlers.now = handlers
-
-    look_up_handlers_in(_thread_handlers, replace)
-    explain_plans(_explain_plan)
-
-
-def _explain_plan(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Explains the errors of operations without a handler, which fail while torch plans them."""
-    if _is_on_mesh_in_use(args, kwargs):
-        for explain in _explainers:
-            explain(error, op, args, kwargs)
-
-
-def _reduced_at_once(result: Any) -> Any:
-    if type(result) is list or type(result) is tuple:
-        return type(result)(map(_reduced_at_once, result))
-    if not isinstance(result, DTensor) or not is_partial(result):
-        return as_sharded(result)
-    whole = reduced(result)
-    vars(whole)[_UNREDUCED] = spec_of(result)
-    return whole
-
-
-# An attribute of what has been reduced at once: the spec of the result before.
-_UNREDUCED = "_fsdp2_unreduced"
-
-
-def refuse_reduced(tensor: DTensor, method: str) -> None:
-    """Refuses a method of a number that newer torch has not reduced yet: `item()` raises there, too, and `to_local()`
-    returns this rank's part.
-    """
-    spec = vars(tensor).get(_UNREDUCED)
-    if spec is not None and tensor.dtype != torch.bool:
-        raise _error_of_unreduced(spec, method)
-
-
-def _handle_if_sharded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _is_on_mesh_in_use(args, kwargs):
-        return _call_without_handler(op, args, kwargs)
-    result = handler_of(op)(op, args, kwargs)
-    if is_mutable(op):
-        return result
-    is_sharded = any(isinstance(each, ShardedDTensor) for each in _dtensors_in((*args, *kwargs.values())))
-    result = ShardedDTensor._finished(result)
-    return result if is_sharded else _restore_class(result)
-
-
-def _restore_class(result: Any) -> Any:
-    """Undoes `as_sharded`: below autograd all DTensors have torch's class."""
-    if type(result) is ShardedDTensor:
-        result.__class__ = DTensor  # type: ignore[assignment]
-    elif type(result) is list or type(result) is tuple:
-        for each in result:
-            _restore_class(each)
-    return result
-
-
-def _is_on_mesh_in_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True if a ShardedDTensor is among them, or a DTensor on the mesh of a sharded parameter."""
-    return any(
-        isinstance(each, ShardedDTensor) or each.device_mesh in meshes_in_use
-        for each in _dtensors_in((*args, *kwargs.values()))
-    )
-
-
-def _dtensors_in(values: Iterable[Any]) -> Iterator[DTensor]:
-    for each in values:
-        if isinstance(each, DTensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _dtensors_in(each)
-
-
-def _call_without_handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    before = _thread_handlers.now
-    others = before.copy()
-    others.pop(op, None)
-    _thread_handlers.now = others
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if before is _ThreadHandlers.usual:
-            del _thread_handlers.now  # then the usual ones are looked up, which may have been replaced meanwhile
-        else:
-            _thread_handlers.now = before
-
-
-if not DISPATCHES_TO_SUBCLASSES:
-
-    def _keep_class(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs a torch function. Operations inside it return torch's DTensors, also `clone`, which copying uses."""
-        if _has_other_subclasses(types):
-            return NotImplemented  # the class of unsynchronized gradients raises
-        if func is Tensor.__deepcopy__:
-            return _deepcopy(*args)
-        with no_torch_function():
-            try:
-                return as_sharded(func(*args, **(kwargs or {})))
-            except RuntimeError as error:  # of plain tensors, which C++ refuses before any Python runs
-                for explain in _explainers:
-                    explain(error, func, args, kwargs or {})
-                raise
-
-    def _deepcopy(tensor: DTensor, memo: dict[int, Any]) -> Any:
-        if id(tensor) not in memo:
-            original = _with_torch_class(tensor)
-            memo.setdefault(id(memo), []).append(original)  # so that no other tensor has its identity
-            copied = memo[id(tensor)] = as_sharded(original.__deepcopy__(memo))
-            if tensor.is_leaf and (choice := chosen_grad_dtype(tensor)) is not None:
-                set_grad_dtype(copied, choice.dtype)
-            if tensor.grad is not None:
-                copied.grad = tensor.grad.__deepcopy__(memo)
-        return memo[id(tensor)]
-
-    ShardedDTensor.__torch_function__ = classmethod(_keep_class)  # type: ignore[assignment, method-assign]

@@ -25,7 +25,7 @@ from .compat import (
     is_strided,
     spec_of,
 )
-from .copied_views import as_views, begin_dispatch
+from .copied_views import as_views
 from .sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations
 
 _aten = torch.ops.aten
@@ -48,7 +48,6 @@ def write_through_views() -> None:
 
     A write gathers the full tensor. Every rank must take the view, and write to it.
     """
-    begin_dispatch()
     handle_operations(_VIEWS, _take_view)
     handle_operations([_aten.view.default], _reshape)
     handle_operations([_aten.detach.default, _aten.alias.default], _share)

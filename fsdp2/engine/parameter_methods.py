@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import compat
 from .empty_memory import mark
 from .group import UNSHARDED, FSDPParamGroup
 from .parameter import USER_CLASS, FSDPParam
@@ -60,11 +58,8 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         # It is the sharded parameters that have gradients, also between unshard() and reshard(), and in a forward.
         hidden = _unregister(self.__dict__[STATE].root.groups)
-        is_usual = set_to_none and cls.zero_grad is nn.Module.zero_grad
         try:
-            # Before torch 2.13 a DTensor asks our class, in Python, about each read and write of `.grad`: 17 us.
-            with compat.no_torch_function() if is_usual else nullcontext():
-                cls.zero_grad(self, set_to_none)
+            cls.zero_grad(self, set_to_none)
         finally:
             _register_again(hidden)
 

@@ -45,7 +45,7 @@ class UnsynchronizedGrad(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuses, too: torch 2.11 handles subclasses of DTensor in C++ and does not call `__torch_dispatch__`."""
+        """Refuses, too: torch 2.11 calls `__torch_dispatch__` of a subclass of DTensor only where a rule says so."""
         if func in ZERO_FUNCTIONS:
             return _set_to_zero(args[0])
         if func is Tensor.__repr__:

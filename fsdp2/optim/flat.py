@@ -71,10 +71,10 @@ def flatten_optimizer(
             that is known by then. With `beside_forward` or `offload_states`, one of torch.optim's own classes.
         beside_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather waits for
             the step on that group only, and forward computes while the other groups are stepped on. The bits are the
-            same. It is for devices, and for one optimizer of a model; on CPUs, and with torch before 2.13, steps are in
-            the usual order. Whatever reads parameters, gradients or states between the step and the next forward makes
-            the host wait, and gets the new values; the next steps then are in the usual order, since the program may
-            read after each. So are steps with a loss scaler, and with options that are tensors.
+            same. It is for devices, and for one optimizer of a model; on CPUs, steps are in the usual order. Whatever
+            reads parameters, gradients or states between the step and the next forward makes the host wait, and gets
+            the new values; the next steps then are in the usual order, since the program may read after each. So are
+            steps with a loss scaler, and with options that are tensors.
         offload_states: the states rest on the CPU, see above.
         bucket_bytes: the bytes of a bucket of states, if it has more than one parameter's.
 

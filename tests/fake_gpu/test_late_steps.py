@@ -4,14 +4,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import fake_gpu
 from fake_gpu.training import EXACT, ROUNDED, build, judged, loss_of, same
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.features.late_steps import LateSteps
 from helpers import run_checks
 
@@ -52,7 +50,6 @@ def without_waits() -> None:
         train({}, {"rtol": 1e9, "atol": 1e9})
 
 
-@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="no step is beside: writes are not announced")
 def test_on_a_device() -> None:
     checks = [
         ("fp32", partial(ways, {}, EXACT, False)),

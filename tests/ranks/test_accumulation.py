@@ -404,7 +404,7 @@ def test_scenarios_match_the_plain_model(topology: str) -> None:
 
 
 def test_no_way_to_step_takes_an_unsynchronized_gradient() -> None:
-    """Where all gradients are unsynchronized, too, and in place: torch before 2.13 asks the parameter's class first."""
+    """Where all gradients are unsynchronized, too, and in place."""
 
     def body(rank: int, _: int) -> None:
         model = fully_shard(nn.Linear(4, 3))

@@ -36,8 +36,6 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
-from fsdp2.dtensor import sharded_dtensor
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose
@@ -583,28 +581,3 @@ def test_modules_that_threads_shard_at_the_same_time_are_all_known() -> None:
         return [sharded_owner(model.weight) is not None for model in models[rank]]
 
     assert run_threads(4, body) == [[True] * 60] * 4
-
-
-@pytest.mark.skipif(DISPATCHES_TO_SUBCLASSES, reason="torch asks the class of sharded parameters, and has no table")
-def test_a_handler_is_disabled_on_one_thread_only() -> None:
-    """While an operation runs without its handler, another thread that runs it must not lose the handler, nor wait: the
-    first may be waiting for it, in a collective.
-    """
-    inside, looked, found = threading.Event(), threading.Event(), []
-
-    def op() -> bool:
-        inside.set()
-        assert looked.wait(10), "the other thread is held up"
-        return op in DTensor._op_dispatcher._custom_op_handlers
-
-    sharded_dtensor.handle_operations([op], sharded_dtensor.call_unhandled)
-    handler = DTensor._op_dispatcher._custom_op_handlers[op]
-    first = threading.Thread(target=lambda: found.append(sharded_dtensor.call_unhandled(op, (), {})))
-    first.start()
-    assert inside.wait(10)
-    assert DTensor._op_dispatcher._custom_op_handlers[op] is handler
-    looked.set()
-    assert sharded_dtensor.call_unhandled(op, (), {}) is False
-    first.join(10)
-    assert found == [False]
-    assert DTensor._op_dispatcher._custom_op_handlers.pop(op) is handler

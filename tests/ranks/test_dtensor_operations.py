@@ -1,5 +1,6 @@
 """Tests operations on DTensors against the same operations on plain tensors."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -292,6 +293,12 @@ OF_PARTS: dict[str, Callable[[Any], Tensor]] = {
     "sums, multiplied": lambda t: t.sum() * t.sum() + t.sum() / t.mean() + 2 / t.sum(),
     "others, multiplied": lambda t: -t.norm() - t.amax() * -2 + torch.add(t.amin(), t.prod(), alpha=-3),
     "sums beside rows": lambda t: (t.sum(0) - t) * t.norm() + t.sum(0),
+    "counts, added by sum": lambda t: sum((each > 0).sum() for each in (t, t, -t)),  # type: ignore[return-value]
+    "counts of 32 bits": lambda t: (t > 0).sum(dtype=torch.int32) - (t < 0).sum(dtype=torch.int32) * 2,
+    "counts beside rows": lambda t: (t > 0).sum(0) + (t > 0).long() - (t < 0).sum(),
+    "whole numbers that floats can't hold": lambda t: sum(each.long().mul(2**53 + 1).sum() for each in (t, -2 * t)),  # type: ignore[return-value]
+    "mean of whole numbers": lambda t: (t > 0).long().mul(2**24 + 1).sum() / 3 + (t > 0).sum() * 0.1,
+    "largest of whole numbers": lambda t: 0 + t.long().max() + t.long().amin() - (t > 0).any().long(),
     "product of columns": lambda t: t.t() @ t,
     "rows looked up": lambda t: nn.functional.embedding(like(torch.tensor([2, 0, 2]), t), t),
 }
@@ -314,7 +321,7 @@ def test_unreduced_numbers(world_size: int) -> None:
     run_ranks(world_size, body)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="each sum is reduced at once")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch reduces what is added to a number that all ranks have")
 def test_a_penalty_is_one_reduction() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
@@ -324,6 +331,42 @@ def test_a_penalty_is_one_reduction() -> None:
         assert sum(event.name == "c10d::allreduce_" for event in profile.events() or ()) <= 2
         expected = [each.square().sum() for each in values(1)]
         assert_same(total.full_tensor(), (0.1 * (2 * sum(expected) - expected[0])).sqrt(), 1e-12, 1e-12, "penalty")
+
+    run_ranks(2, body)
+
+
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda t: t.sum(),
+    "norms": lambda t: t.norm(dim=0),
+    "count": lambda t: (t > 0).sum(),
+    "truth": lambda t: (t > 0).any(),
+}
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "full_tensor": lambda number, _: number.full_tensor().zero_(),
+    "redistribute": lambda number, _: number.redistribute(placements=[Replicate()]),
+    "computed with": lambda number, other: (number * 2 + other.square()).full_tensor(),
+    "stacked": lambda number, other: torch.stack([number, other]).full_tensor(),
+    "copied": lambda number, _: copy.deepcopy(number),
+}
+
+
+def test_only_writes_change_a_number_that_ranks_have_parts_of() -> None:
+    """Tensors detached from it have its memory, so they see what is written to it."""
+
+    def body(rank: int, _: int) -> None:
+        correct_torch()
+        (own,) = distributed([SIGNED], Shard(0))
+        for kind, compute in NUMBERS.items():
+            number, other, plain = compute(own), compute(2 * own), compute(SIGNED)
+            before, part = (type(number), number.placements), number.to_local().clone()
+            for name, use in USES.items():
+                use(number, other)
+                assert (type(number), number.placements) == before, f"{kind}, {name}"
+                assert_same(number.to_local(), part, 0, 0, f"{kind}, {name}: this rank's part")
+                assert_same((number + number).full_tensor(), plain + plain, 1e-12, 1e-12, f"{kind}, {name}: added")
+            detached = number.detach()
+            number.fill_(1)
+            assert_same(detached.full_tensor(), torch.ones_like(plain), 0, 0, f"{kind}, detached")
 
     run_ranks(2, body)
 
@@ -357,7 +400,6 @@ def test_operands_distributed_alike_are_not_planned() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="each norm is reduced at once")
 @pytest.mark.parametrize("order", [2.0, 3.0, float("inf")])
 def test_norms_are_joined_by_one_collective_per_axis(order: float) -> None:
     """As torch's `clip_grad_norm_` stacks them, where a mesh axis shards some parameters only."""
@@ -411,9 +453,6 @@ def test_items() -> None:
         for number in (numbers.sum(), tensor.isnan().sum(), numbers.max(), numbers.norm()):
             with pytest.raises(RuntimeError, match=r"still to be reduced\. Call full_tensor\(\)\.item\(\)"):
                 number.item()
-            if torch.__version__ < "2.13":  # which has reduced it already
-                with pytest.raises(RuntimeError, match=r"to_local\(\) of a DTensor .* still to be reduced"):
-                    number.to_local()
 
     run_ranks(2, body)
 

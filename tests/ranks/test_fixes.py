@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp2 import dtensor_fixes, fully_shard
 from fsdp2.dtensor.fixes import describe_fixes
 from fsdp2.dtensor.table import FIXES, NAMES
-from helpers import fake_world, run_checks, run_ranks, sharded
+from helpers import fake_world, run_checks, sharded
 
 WHOLE = torch.arange(20.0).reshape(5, 4) / 10 - 1
 
@@ -237,8 +236,7 @@ def counted_collective() -> bool:
     p = weight()
     with CommDebugMode() as counted:
         torch.stack([p.norm(), (2 * p).norm()]).norm()
-    at_once = torch.__version__ < "2.13"  # each norm is reduced
-    return counted.get_total_counts() == (2 if at_once else 1)
+    return counted.get_total_counts() == 1
 
 
 # Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
@@ -305,60 +303,6 @@ def test_each_is_needed_where_a_rank_holds_nothing(name: str, index: int) -> Non
                 program(p)
         finally:
             dtensor_fixes(True, name)
-
-
-def results_of_others() -> list[Any]:
-    """What torch's own DTensors and plain tensors do, in what the fixes are about; on a mesh of sharded parameters."""
-    mesh = init_device_mesh("cpu", (2,))
-    results: list[Any] = []
-    for name in ("norm", "any", "sum", "max"):
-        p = distribute_tensor(WHOLE, mesh, [Shard(0)])
-        found = getattr(p > 0 if name == "any" else p, name)()
-        results.append((type(found), str(found.placements), found.to_local()))
-    programs: dict[str, Callable[[Any], Any]] = {
-        "row": lambda p: p[1].zero_(),
-        "data": lambda p: setattr(p, "data", WHOLE),
-        "mask": lambda p: p.__setitem__(p > 0, 0.0),
-        "item": lambda p: p.sum().item(),
-        "mixed": lambda p: p.mul(torch.ones(5, 4)),
-        "lists": lambda p: torch._foreach_add_([p], 1.0),
-        "address": lambda p: p.data_ptr(),
-        "drawn": lambda p: p.normal_(),
-        "mean": lambda p: nn.functional.mse_loss(p, p + 1).full_tensor(),
-        "full": lambda p: p.full_tensor(),
-        "number": lambda p: torch.tensor(2.0) * p,
-    }
-    for name, program in programs.items():
-        torch.manual_seed(dist.get_rank())
-        p = distribute_tensor(WHOLE.clone(), mesh, [Shard(0)])
-        outcome: Any = "no error"
-        try:
-            outcome = program(p)
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-        results.append((name, outcome, type(p), p._version, p.to_local()))
-    with suppress(RuntimeError):
-        plain = nn.Linear(4, 5)
-        plain(torch.ones(2, 4)).sum().backward(inputs=[plain.weight])
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        results.append((plain.weight.grad, plain.bias.grad, copy.deepcopy(plain.weight.grad)))
-    return results
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_other_tensors_behave_as_without_fsdp2() -> None:
-    """Also beside sharded parameters on an equal mesh. From torch 2.13 on."""
-    if torch.__version__ < "2.13":
-        pytest.skip("old torch knows sharded parameters by their mesh only")
-
-    def body(rank: int, size: int) -> None:
-        before = results_of_others()
-        model = linear()
-        model(torch.ones(2, 4)).sum().backward()
-        after = results_of_others()
-        assert str(before) == str(after)
-
-    run_ranks(2, body)
 
 
 def test_switches() -> None:

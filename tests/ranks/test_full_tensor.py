@@ -312,8 +312,6 @@ def of_sums_of_sums(model: Net) -> Tensor:
 
 
 PENALTIES = (of_own_rows, of_all_rows, of_all_rows_by_nn, of_one_part_twice, of_sums_of_sums)
-if torch.__version__ < "2.13":  # whose sums have no parts: to_local() raises
-    PENALTIES = (of_own_rows, of_all_rows, of_one_part_twice, of_sums_of_sums)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")

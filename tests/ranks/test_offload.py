@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, full_params
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import buckets
 from fsdp2.engine.write_notices import notices
 from helpers import assert_same, full, run_ranks
@@ -103,7 +102,6 @@ def step_by(model: nn.Module, foreach: bool) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach).step()
 
 
-@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="nothing tells of writes: the host waits behind each forward")
 @pytest.mark.parametrize("way", WRITES)
 def test_writes_to_shards_wait_for_their_copies(way: str) -> None:
     """Not before, at the end of a forward; unless somebody has got a local tensor. The stand-in tells who does not."""

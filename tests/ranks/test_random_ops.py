@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.fixes import correct_torch
 from helpers import assert_same, run_ranks, sharded, world_sizes
 
@@ -134,8 +133,6 @@ def test_rrelu_in_training_takes_plain_tensors_only() -> None:
         own = distributed(PLAIN.clone() - 0.5, Shard(0))
         with pytest.raises(NotImplementedError, match=r"rrelu of a DTensor.*full_tensor"):
             nn.functional.rrelu(own, training=True)
-        if not DISPATCHES_TO_SUBCLASSES:
-            return  # torch 2.11 has no rrelu of DTensors at all
         got = nn.functional.rrelu(own, training=False).full_tensor()
         assert_same(got, nn.functional.rrelu(PLAIN - 0.5, training=False), 0, 0, "rrelu")
 

@@ -22,7 +22,6 @@ from fsdp2 import (
     flatten_optimizer,
     fully_shard,
 )
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from helpers import NIGHTLY, end_of_part, full, run_ranks
 
 VOCAB, WIDTH, TOKENS, STEPS = 23, 6, 9, 6
@@ -139,7 +138,6 @@ def test_bits_are_those_of_the_default(size: int) -> None:
     run_ranks(size, body)
 
 
-@pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="no step is beside: writes are not announced")
 @pytest.mark.parametrize("size", [2, 4])
 def test_bits_and_order_on_a_device(size: int) -> None:
     """On streams, whose clocks find races, and with steps that are beside."""

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import fully_shard
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.dtensor.copied_views import CopiedView
 from fsdp2.dtensor.fixes import correct_torch
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
@@ -77,9 +76,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "item that is another": lambda own: item_set(own, 1, own[2]),
     "in place by an operator": lambda own: own[1:3].__imul__(3),
     "lists": of_lists,
+    "one after the other": twice,
 }
-if DISPATCHES_TO_SUBCLASSES:
-    WRITES["one after the other"] = twice
 # Of copies only: torch refuses to mix tensors where it has views.
 WRITES_OF_PLAIN_TENSORS: dict[str, Callable[[Any], object]] = {
     "copy_": lambda own: own[1].copy_(torch.arange(4.0)),
@@ -222,8 +220,6 @@ def test_views_are_read_like_any_dtensor() -> None:
             assert type(result) is kind, name
             assert_same(of_plain(result), read(PLAIN[1:3]), 0, 0, name)
             own.mul_(3)
-            if not DISPATCHES_TO_SUBCLASSES:
-                continue
             assert_same(view.full_tensor(), PLAIN[1:3] * 3, 0, 0, f"{name}: full_tensor after a write to the whole")
             assert_same(of_plain(read(view)), read(PLAIN[1:3] * 3), 0, 0, f"{name}: after a write to the whole")
 

@@ -20,15 +20,13 @@ from benchmarks.wrapping import LAYERS, Chain
 from helpers import fake_world
 
 # (parameters of a block, precision) -> most per group. Counted in November 2026 with torch 2.13 and 2.15, plus a
-# twentieth. In 2.11 DTensor asks our class, in Python, about each attribute.
+# twentieth.
 CALLS_PER_GROUP = {
     ("9 parameters", "fp32"): 221,
     ("9 parameters", "bf16/fp32"): 222,
     ("1 parameter", "fp32"): 149,
     ("1 parameter", "bf16/fp32"): 150,
 }
-if torch.__version__ < "2.13":
-    CALLS_PER_GROUP = dict(zip(CALLS_PER_GROUP, (329, 330, 161, 162), strict=True))
 OPS_PER_GROUP = {
     ("9 parameters", "fp32"): 93,
     ("9 parameters", "bf16/fp32"): 95,

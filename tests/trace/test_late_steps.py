@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from vector_clocks import Simulation
 
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, flatten_optimizer, full_params, fully_shard
-from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
 from fsdp2.engine import comm
 from fsdp2.features.late_steps import LateStep, LateSteps
 from fsdp2.optim import steps
 from helpers import NIGHTLY
 
-pytestmark = pytest.mark.skipif(not DISPATCHES_TO_SUBCLASSES, reason="no step is beside: writes are not announced")
 RANKS, DIM = 4, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

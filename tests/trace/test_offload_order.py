@@ -48,8 +48,6 @@ class TestOrder(expecttest.TestCase):
                 lines.clear()
                 model(torch.ones(2, 4)).sum().backward()
                 model.zero_grad()
-        if torch.__version__ < "2.13":
-            lines.remove("host waits")  # at the end of forward: writes to shards are not noticed before they happen
         self.assertExpectedInline(
             in_text(lines),
             """\

@@ -25,7 +25,7 @@ MODULES, ENGINE = str(Path(nn.Module.__call__.__code__.co_filename).parent), tor
 
 MAX_CALLS = 7
 MAX_FUNCTIONS = 104
-MAX_FILES = 18 if torch.__version__ >= "2.13" else 19  # there DTensor asks our class, in Python
+MAX_FILES = 18
 
 STEPS_BEFORE = 9
 """After so many steps everything that is prepared once is there. The next is none of those at which checks are due."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -118,6 +119,9 @@ ALWAYS = {
     "torch.autograd._engine_run_backward",
     "torch.autograd.graph.disable_saved_tensors_hooks",
 }
+# A class of torch's registry of rules for operations on subclasses of Tensor. There torch looks for ours up to 2.12.
+if torch.__version__ < "2.13":
+    ALWAYS.add("torch._library.simple_registry.GenericTorchDispatchRuleHolder.find")
 # An entry for each sharded module, which goes with it.
 OF_MODULES = {"torch.distributed._composable_state._module_state_mapping"}
 # Only where a program imports these modules.

@@ -48,10 +48,8 @@ ALLOWED = {
     "dtensor._handlers": OF_CLASS,
     "dtensor._inspected": CACHE,
     "dtensor._replaced": OF_CLASS,
-    "dtensor._thread_handlers": THREADS,
     "dtensor._views": "the copied views that are alive, which no other object knows",
     "dtensor.before_step": OF_STEPS,
-    "dtensor.meshes_in_use": "tells torch before 2.13, whose operations know a mesh only, which operations are ours",
     "dtensor.off": "fixes that the user has switched off for the process",
     "dtensor.parts": "the parts of graphs that are alive, which no other object knows",
     "dtensor.stepped_beside": OF_STEPS,
@@ -82,9 +80,6 @@ ALLOWED = {
 ON_CLASSES = {
     "checks._Changes.number": COUNTS,
     "dtensor._Calls.number": COUNTS,
-    "dtensor._Dispatch.reaches_views": OF_CLASS,
-    "dtensor._ThreadHandlers.now": THREADS,
-    "dtensor._ThreadHandlers.usual": OF_CLASS,
     "engine._Current.extensions": "what joins the roots of all models that are sharded later",
 }
 # Functions whose results functools remembers.
