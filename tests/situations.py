@@ -1978,6 +1978,93 @@ def a_buffer_of_each_ranks_rows(side: Side) -> None:
         side.rows("evaluated", model.eval()(side.batch(9)))
 
 
+class Observed(nn.Module):
+    """Keeps the range of its inputs, as an observer of quantization; computes with it if `reads`."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(5, 3), reads
+        self.register_buffer("least", torch.tensor(0.0))
+        self.register_buffer("most", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.least = torch.minimum(self.least, x.detach().min())
+            self.most = torch.maximum(self.most, x.detach().max())
+        return self.linear(x / (self.most - self.least) if self.reads else x)
+
+
+def train_observed(side: Side, model: nn.Module, steps: int = 5) -> None:
+    train(side, model, steps=steps)
+    with torch.no_grad():
+        side.rows("evaluated", model.eval()(side.batch(9)))
+
+
+@ends(EXACT)
+def ranges_that_are_only_observed(side: Side) -> None:
+    """Observers of quantization, of each rank's own rows, which nothing reads yet"""
+    train_observed(side, side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed())))
+
+
+@ends(LOUD, "1.least, 1.most holds other values on rank 1 than on rank 0: a buffer that was the same on all ranks")
+def ranges_that_quantise(side: Side) -> None:
+    """The same ranges, by which inputs are scaled"""
+    train_observed(side, side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed(reads=True))))
+
+
+@ends(LOUD, "1.least, 1.most holds other values on rank 1 than on rank 0: a buffer that was the same on all ranks")
+def ranges_that_quantise_later(side: Side) -> None:
+    """The same ranges, only observed at first, by which inputs are scaled from step 5 on"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed()))
+    train(side, model, steps=4, name="observed")
+    model[1].reads = True
+    train_observed(side, model, steps=12)
+
+
+class Monitored(Net):
+    """Its root keeps a running mean of features for a log, and counts inputs above zero, block by block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean_feature", torch.zeros(5))
+        for block in self.blocks:
+            block.register_buffer("num_above", torch.zeros(5, dtype=torch.int64))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            block.num_above += (x > 0).sum(0)
+            x = block(x)
+        self.mean_feature.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+@ends(EXACT)
+def buffers_of_a_log(side: Side) -> None:
+    """A running mean and counts of each rank's own rows, which nothing reads but a log"""
+    model = shard(side, Monitored())
+    train(side, model, steps=5)
+    assert model.mean_feature.abs().sum() > 0
+
+
+@ends(LOUD, "mean_feature holds other values on rank 1")
+def buffer_of_own_rows_that_a_loss_reads(side: Side) -> None:
+    """A running mean of each rank's own rows, of an inner module, which the root's forward subtracts"""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Monitored(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.inner(x)
+            return (output - self.inner.mean_feature.sum()) * self.scale
+
+    model = Centred()
+    shard(side, model.inner)
+    train(side, side.fully_shard(model), steps=5)
+
+
 # ---- scale of gradients
 
 
@@ -2494,7 +2581,7 @@ class Normed(Net):
         return self.norm(super().features(x))
 
 
-@ends(LOUD, "running statistics of norm")
+@ends(LOUD, "Is norm in training mode on some ranks only")
 def norm_frozen_on_one_rank(side: Side) -> None:
     """BatchNorm frozen on one rank"""
     model = shard(side, Normed())

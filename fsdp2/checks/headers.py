@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.comm import Purpose
 from ..engine.gloo import REDUCING, SUMMING
+from ..features.running_stats import AVERAGED
 
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
@@ -152,6 +153,13 @@ def _cause(texts: Mapping[int, str]) -> str:
             f"requires_grad differs between ranks: {one} parameters are trainable on rank {first}, and {two} on rank "
             f"{other}{', other ones' * (one == two)}. Set requires_grad alike on all ranks, before the forward; "
             "fsdp2.check(model) lists where it differs."
+        )
+    averaging = [text for text in texts.values() if AVERAGED in text]
+    if 0 < len(averaging) < len(texts):
+        names = without_sizes(averaging[0]).partition(AVERAGED)[2]
+        return (
+            f"Is {names} in training mode on some ranks only, or set_running_stats_averaging not alike? Call its "
+            f"train() or eval() alike on all ranks. {_GUESS}"
         )
     return _GUESS + _hint([*texts.values()])
 

@@ -99,7 +99,8 @@ TABLE = (
         "buffers",
         "buffers that ranks have built or loaded differently, or that each computes from its own rows",
         "when it is due, and before evaluation after training: in the same all-reduce",
-        "when it is due, a walk over all modules and a checksum of buffers, of all of them at first",
+        "when it is due, a walk over all modules and a checksum of buffers, of all of them at first; a forward that is "
+        "followed, if some have come to differ",
         Buffers,
     ),
     Row(

@@ -25,6 +25,8 @@ from ..engine.root import Root
 from ..engine.state import names_below
 from ..engine.torch_names import set_versions
 
+AVERAGED = "running statistics of "
+"""The beginning of the name of the all-reduce that averages."""
 _NAMES = ("running_mean", "running_var")
 
 
@@ -161,7 +163,7 @@ class RunningStats(RankObserver):
         # Sums of half precision would lose more than they average.
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         flat = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
-        purpose = Purpose(f"running statistics of {some_of([self._found[module] for module in modules])}")
+        purpose = Purpose(f"{AVERAGED}{some_of([self._found[module] for module in modules])}")
         consensus, num_ranks = self._root.consensus, mesh.num_ranks
         if consensus is not None and consensus.num_joined:  # by fsdp2.join: those of ranks with batches count
             num_ranks -= consensus.num_joined

@@ -220,6 +220,22 @@ def buffers_of_own_rows() -> None:
     train(fully_shard(model), plain, steps=9)
 
 
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+@follows("Call its train() or eval() alike on all ranks")
+def norm_in_training_mode_on_one_rank() -> None:
+    model, _ = pair(Normed)
+    model[1].train(dist.get_rank() == 0)
+    refused(lambda: training(model, 2))
+    model, plain = pair(Normed)
+    model[1].eval()
+    plain[1].eval()
+    train(model, plain)
+
+
 @follows("Expected the same in other buffers: call sync_module_states(model)")
 def buffers_found() -> None:
     model = fully_shard(Shifted(drawn()))
