@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -1802,6 +1803,64 @@ def ignored_and_foreach(side: Side) -> None:
 
 
 # ---- inputs and buffers
+
+
+@ends(EXACT)
+def the_same_batch_on_all_ranks(side: Side) -> None:
+    """All ranks train on the same rows, which is a warning"""
+    whole = Side()
+    model = shard(side, Net())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(whole, model)
+    said = [str(each.message) for each in caught]
+    side.value("warned", any("got the same inputs" in each for each in said) or not side.is_sharded)
+    side.weights("of the whole batch", model)
+
+
+@ends(EXACT)
+def rows_that_are_alike_once(side: Side) -> None:
+    """A first batch that is the same on all ranks, and later ones that are not: no warning"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Net())
+        train(Side(), model, steps=1)
+        train(side, model, steps=5)
+
+
+@ends(EXACT)
+def the_same_ids_and_other_masks(side: Side) -> None:
+    """Inputs of which one tensor only differs between ranks, and inputs of one value each: no warning"""
+
+    class Masked(Net):
+        def forward(self, x: Tensor, *, mask: dict[str, Tensor]) -> Tensor:
+            return super().forward(x) * mask["rows"]
+
+    def run(model: Any, x: Tensor, rows: Tensor) -> None:
+        for _ in range(4):
+            loss_of(model(x, mask={"rows": rows})).backward()
+
+    rows = torch.arange(8.0)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Masked())
+        run(model, torch.ones(8 // side.num_ranks, 5), rows.chunk(side.num_ranks)[side.rank])
+        side.grads("of masks", model)
+        model = shard(side, Masked())
+        run(model, torch.zeros(4, 5), torch.ones(4, 1))
+        side.grads("of zeros", model)
+
+
+@ends(EXACT)
+def the_same_rows_in_evaluation(side: Side) -> None:
+    """The whole validation set on each rank: no warning"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Net())
+        for step in range(4):
+            with torch.no_grad():
+                side.value(f"evaluated {step}", model.eval()(Side().batch(9)))
+            train(side, model.train(), steps=1, name=f"step {step}")
 
 
 class Waves(nn.Module):
