@@ -2554,7 +2554,7 @@ def codecs_that_differ(side: Side) -> None:
     train(side, shard(side, Net(), **options))
 
 
-@ends(LOUD, "towers")
+@ends(LOUD, "set_conditional()")
 def a_module_skipped_on_one_rank(side: Side) -> None:
     """A sharded module is skipped on one rank"""
     train_by_rank(side, Towers(side, (7, 9)), (0, None))
@@ -2566,6 +2566,67 @@ def conditional_modules(side: Side) -> None:
     for choices in ((0, 1), (0, None)):
         model = Towers(side, (7, 9), **({"conditional": True} if side.is_sharded else {}))
         train_by_rank(side, model, choices)
+
+
+@ends(EXACT, only_ours=True)
+def conditional_by_a_setting(side: Side) -> None:
+    """Both, with `set_conditional` after `fully_shard`"""
+    for choices in ((0, 1), (0, None), (None, None)):
+        model = Towers(side, (7, 9))
+        for tower in model.towers if side.is_sharded else ():
+            tower.set_conditional()
+        train_by_rank(side, model, choices)
+
+
+@ends(LOUD, "set_conditional()", only_ours=True)
+def conditional_no_more(side: Side) -> None:
+    """The same, taken back"""
+    model = Towers(side, (7, 9))
+    if side.is_sharded:
+        for tower in model.towers:
+            tower.set_conditional()
+        for tower in model.towers:
+            tower.set_conditional(False)
+    train_by_rank(side, model, (0, None))
+
+
+@ends(LOUD, "set_conditional comes too late", only_ours=True)
+def conditional_too_late(side: Side) -> None:
+    """`set_conditional` after a step"""
+    model = Towers(side, (7, 9))
+    train_by_rank(side, model, (0, 0))
+    if side.is_sharded:
+        model.towers[0].set_conditional()
+
+
+class WithImages(nn.Module):
+    """A tower of layers that are sharded one by one, as accelerate does, and its projection in the root's group."""
+
+    def __init__(self, side: Side, is_frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.projection, self.text = nn.Linear(5, 5), Net()
+        self.layers.requires_grad_(not is_frozen)
+        if side.is_sharded:
+            for each in (*self.layers, *self.text.blocks):
+                side.fully_shard(each)
+            side.fully_shard(self)
+            for layer in self.layers:
+                layer.set_conditional()
+            self.set_reduce_scatter_unused_params(True)
+
+    def forward(self, x: Tensor, has_image: bool) -> Tensor:
+        image = x
+        for layer in self.layers if has_image else ():
+            image = layer(image)
+        return self.text(x + self.projection(image) if has_image else x)
+
+
+@ends(EXACT, only_ours=True)
+def a_rank_without_images(side: Side) -> None:
+    """A tower, trained and frozen, that one rank leaves out; accelerate has sharded its layers only"""
+    for is_frozen in (False, True):
+        train_by_rank(side, WithImages(side, is_frozen), (True, False))
 
 
 class Branches(nn.Module):
