@@ -2599,6 +2599,15 @@ def conditional_too_late(side: Side) -> None:
         model.towers[0].set_conditional()
 
 
+@ends(LOUD, "set_conditional(True) of towers.0", only_ours=True)
+def conditional_on_one_rank(side: Side) -> None:
+    """`set_conditional` on one rank only"""
+    model = Towers(side, (7, 9))
+    if side.is_sharded and side.rank == 1:
+        model.towers[0].set_conditional()
+    train_by_rank(side, model, (0, 0))
+
+
 class WithImages(nn.Module):
     """A tower of layers that are sharded one by one, as accelerate does, and its projection in the root's group."""
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..engine.comm import Purpose
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.hops import begin_second_hops
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
+from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
@@ -301,6 +302,10 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
                 f"{group} is conditional, or inside a conditional module: expected it on the mesh of the module around "
                 f"it, {root.group.mesh.mesh}, got {group.mesh.mesh}"
             )
+    mesh = root.group.mesh
+    if moves_data(mesh.axis_groups, mesh.device):  # a rank that does not call it would wait in another collective
+        purpose = Purpose(f"set_conditional({conditional}) of {state}")
+        all_reduce_over(torch.zeros(1, device=mesh.device), mesh.axis_groups, largest=True, purpose=purpose)
     for group in state.groups:
         group.set(conditional=conditional)
     for group in root.groups:
