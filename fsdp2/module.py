@@ -24,6 +24,7 @@ from .engine.replicas import CommHook
 from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
 from .features.accumulate import no_sync
+from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
 
@@ -246,6 +247,25 @@ class FSDPModule:
         check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in set_groups(self, recurse, reduce_unused=reduce_scatter_unused_params):
             group.needs_no_input_hooks = False
+
+    @hides_modes
+    def set_conditional(self, conditional: bool = True) -> None:
+        """Allows each rank to leave this module out of any forward, as `fully_shard(module, conditional=True)` does.
+
+        It is for code in which a library calls `fully_shard`. Sharded modules inside this one are conditional with it.
+        Parameters that no sharded module inside has belong to a module around it, which all ranks run: call
+        `set_reduce_scatter_unused_params(True)` on the root if some of them are of the module that ranks leave out.
+        Every rank must call it, before the first forward.
+
+        Args:
+            conditional: False takes it back.
+
+        Raises:
+            RuntimeError: a forward has run already.
+            NotImplementedError: as for `fully_shard` with `conditional=True`.
+        """
+        check_bool("conditional", conditional)
+        set_conditional(require_state(self), conditional)
 
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.

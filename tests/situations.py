@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -2069,6 +2070,64 @@ def ignored_and_foreach(side: Side) -> None:
 # ---- inputs and buffers
 
 
+@ends(EXACT)
+def the_same_batch_on_all_ranks(side: Side) -> None:
+    """All ranks train on the same rows, which is a warning"""
+    whole = Side()
+    model = shard(side, Net())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(whole, model)
+    said = [str(each.message) for each in caught]
+    side.value("warned", any("got the same inputs" in each for each in said) or not side.is_sharded)
+    side.weights("of the whole batch", model)
+
+
+@ends(EXACT)
+def rows_that_are_alike_once(side: Side) -> None:
+    """A first batch that is the same on all ranks, and later ones that are not: no warning"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Net())
+        train(Side(), model, steps=1)
+        train(side, model, steps=5)
+
+
+@ends(EXACT)
+def the_same_ids_and_other_masks(side: Side) -> None:
+    """Inputs of which one tensor only differs between ranks, and inputs of one value each: no warning"""
+
+    class Masked(Net):
+        def forward(self, x: Tensor, *, mask: dict[str, Tensor]) -> Tensor:
+            return super().forward(x) * mask["rows"]
+
+    def run(model: Any, x: Tensor, rows: Tensor) -> None:
+        for _ in range(4):
+            loss_of(model(x, mask={"rows": rows})).backward()
+
+    rows = torch.arange(8.0)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Masked())
+        run(model, torch.ones(8 // side.num_ranks, 5), rows.chunk(side.num_ranks)[side.rank])
+        side.grads("of masks", model)
+        model = shard(side, Masked())
+        run(model, torch.zeros(4, 5), torch.ones(4, 1))
+        side.grads("of zeros", model)
+
+
+@ends(EXACT)
+def the_same_rows_in_evaluation(side: Side) -> None:
+    """The whole validation set on each rank: no warning"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = shard(side, Net())
+        for step in range(4):
+            with torch.no_grad():
+                side.value(f"evaluated {step}", model.eval()(Side().batch(9)))
+            train(side, model.train(), steps=1, name=f"step {step}")
+
+
 class Waves(nn.Module):
     """Features of positions, or time steps, which must be exact; then weights, in the policy's dtype."""
 
@@ -2241,6 +2300,93 @@ def a_buffer_of_each_ranks_rows(side: Side) -> None:
     train(side, model)
     with torch.no_grad():
         side.rows("evaluated", model.eval()(side.batch(9)))
+
+
+class Observed(nn.Module):
+    """Keeps the range of its inputs, as an observer of quantization; computes with it if `reads`."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.linear, self.reads = nn.Linear(5, 3), reads
+        self.register_buffer("least", torch.tensor(0.0))
+        self.register_buffer("most", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.least = torch.minimum(self.least, x.detach().min())
+            self.most = torch.maximum(self.most, x.detach().max())
+        return self.linear(x / (self.most - self.least) if self.reads else x)
+
+
+def train_observed(side: Side, model: nn.Module, steps: int = 5) -> None:
+    train(side, model, steps=steps)
+    with torch.no_grad():
+        side.rows("evaluated", model.eval()(side.batch(9)))
+
+
+@ends(EXACT)
+def ranges_that_are_only_observed(side: Side) -> None:
+    """Observers of quantization, of each rank's own rows, which nothing reads yet"""
+    train_observed(side, side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed())))
+
+
+@ends(LOUD, "1.least, 1.most holds other values on rank 1 than on rank 0: a buffer that was the same on all ranks")
+def ranges_that_quantise(side: Side) -> None:
+    """The same ranges, by which inputs are scaled"""
+    train_observed(side, side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed(reads=True))))
+
+
+@ends(LOUD, "1.least, 1.most holds other values on rank 1 than on rank 0: a buffer that was the same on all ranks")
+def ranges_that_quantise_later(side: Side) -> None:
+    """The same ranges, only observed at first, by which inputs are scaled from step 5 on"""
+    model = side.fully_shard(nn.Sequential(nn.Linear(5, 5), Observed()))
+    train(side, model, steps=4, name="observed")
+    model[1].reads = True
+    train_observed(side, model, steps=12)
+
+
+class Monitored(Net):
+    """Its root keeps a running mean of features for a log, and counts inputs above zero, block by block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean_feature", torch.zeros(5))
+        for block in self.blocks:
+            block.register_buffer("num_above", torch.zeros(5, dtype=torch.int64))
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            block.num_above += (x > 0).sum(0)
+            x = block(x)
+        self.mean_feature.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+@ends(EXACT)
+def buffers_of_a_log(side: Side) -> None:
+    """A running mean and counts of each rank's own rows, which nothing reads but a log"""
+    model = shard(side, Monitored())
+    train(side, model, steps=5)
+    assert model.mean_feature.abs().sum() > 0
+
+
+@ends(LOUD, "mean_feature holds other values on rank 1")
+def buffer_of_own_rows_that_a_loss_reads(side: Side) -> None:
+    """A running mean of each rank's own rows, of an inner module, which the root's forward subtracts"""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Monitored(), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            output = self.inner(x)
+            return (output - self.inner.mean_feature.sum()) * self.scale
+
+    model = Centred()
+    shard(side, model.inner)
+    train(side, side.fully_shard(model), steps=5)
 
 
 # ---- scale of gradients
@@ -2673,7 +2819,7 @@ def codecs_that_differ(side: Side) -> None:
     train(side, shard(side, Net(), **options))
 
 
-@ends(LOUD, "towers")
+@ends(LOUD, "set_conditional()")
 def a_module_skipped_on_one_rank(side: Side) -> None:
     """A sharded module is skipped on one rank"""
     train_by_rank(side, Towers(side, (7, 9)), (0, None))
@@ -2685,6 +2831,76 @@ def conditional_modules(side: Side) -> None:
     for choices in ((0, 1), (0, None)):
         model = Towers(side, (7, 9), **({"conditional": True} if side.is_sharded else {}))
         train_by_rank(side, model, choices)
+
+
+@ends(EXACT, only_ours=True)
+def conditional_by_a_setting(side: Side) -> None:
+    """Both, with `set_conditional` after `fully_shard`"""
+    for choices in ((0, 1), (0, None), (None, None)):
+        model = Towers(side, (7, 9))
+        for tower in model.towers if side.is_sharded else ():
+            tower.set_conditional()
+        train_by_rank(side, model, choices)
+
+
+@ends(LOUD, "set_conditional()", only_ours=True)
+def conditional_no_more(side: Side) -> None:
+    """The same, taken back"""
+    model = Towers(side, (7, 9))
+    if side.is_sharded:
+        for tower in model.towers:
+            tower.set_conditional()
+        for tower in model.towers:
+            tower.set_conditional(False)
+    train_by_rank(side, model, (0, None))
+
+
+@ends(LOUD, "set_conditional comes too late", only_ours=True)
+def conditional_too_late(side: Side) -> None:
+    """`set_conditional` after a step"""
+    model = Towers(side, (7, 9))
+    train_by_rank(side, model, (0, 0))
+    if side.is_sharded:
+        model.towers[0].set_conditional()
+
+
+@ends(LOUD, "set_conditional(True) of towers.0", only_ours=True)
+def conditional_on_one_rank(side: Side) -> None:
+    """`set_conditional` on one rank only"""
+    model = Towers(side, (7, 9))
+    if side.is_sharded and side.rank == 1:
+        model.towers[0].set_conditional()
+    train_by_rank(side, model, (0, 0))
+
+
+class WithImages(nn.Module):
+    """A tower of layers that are sharded one by one, as accelerate does, and its projection in the root's group."""
+
+    def __init__(self, side: Side, is_frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.projection, self.text = nn.Linear(5, 5), Net()
+        self.layers.requires_grad_(not is_frozen)
+        if side.is_sharded:
+            for each in (*self.layers, *self.text.blocks):
+                side.fully_shard(each)
+            side.fully_shard(self)
+            for layer in self.layers:
+                layer.set_conditional()
+            self.set_reduce_scatter_unused_params(True)
+
+    def forward(self, x: Tensor, has_image: bool) -> Tensor:
+        image = x
+        for layer in self.layers if has_image else ():
+            image = layer(image)
+        return self.text(x + self.projection(image) if has_image else x)
+
+
+@ends(EXACT, only_ours=True)
+def a_rank_without_images(side: Side) -> None:
+    """A tower, trained and frozen, that one rank leaves out; accelerate has sharded its layers only"""
+    for is_frozen in (False, True):
+        train_by_rank(side, WithImages(side, is_frozen), (True, False))
 
 
 class Branches(nn.Module):
@@ -2759,7 +2975,7 @@ class Normed(Net):
         return self.norm(super().features(x))
 
 
-@ends(LOUD, "running statistics of norm")
+@ends(LOUD, "Is norm in training mode on some ranks only")
 def norm_frozen_on_one_rank(side: Side) -> None:
     """BatchNorm frozen on one rank"""
     model = shard(side, Normed())

@@ -6,9 +6,10 @@ a checkpoint has the values of one rank.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.checksum import checksum, joint_checksum, read
-from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh, widest_mesh
+from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh, widest_mesh
 from ..engine.compat import local_if_any
+from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
@@ -29,6 +31,7 @@ from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import names_below
 from ..features.running_stats import find_running_stats
+from .buffer_influence import Influence
 from .due import RankCheck
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
@@ -63,30 +66,43 @@ class Buffers(RankCheck):
 
     Buffers that are not persistent may be scratch memory, which each forward fills. If one differs at first, it is
     compared once more: it is an error if a forward has read it since, and no rank has written to it.
+
+    Buffers that have come to differ, since each rank computes them from its own rows, are an error if the output of a
+    forward depends on them; otherwise (observers of quantization, for example) a warning.
     """
 
     def __init__(self) -> None:
         self._root: Any = None
         self._suspects: dict[str, _Suspect] = {}
+        # Buffers that have come to differ, and how; and the last forward that was followed from them.
+        self._apart: dict[DataMesh, dict[str, str]] = {}
+        self._influences: dict[DataMesh, Influence] = {}
+        self._has_warned = self._has_waited = False
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         self._root, self.at_evaluation = comparison.root, False
+        self._has_waited, self.compares_next = self.compares_next, False
         root, meshes = self._root, groups_by_mesh(self._root.groups)
         of_meshes = find_buffers(root) if meshes else {}
         for mesh in meshes:
-            found = of_meshes.get(mesh, {})
+            found, apart = of_meshes.get(mesh, {}), self._apart.get(mesh, {})
             names = drifting(found, root)
             self.at_evaluation = self.at_evaluation or bool(names)
             if comparison.is_anew:
-                exempt = _averaged(root)
+                exempt = _averaged(root).union(apart)
                 yield mesh, _numbers_of(root, found, partial(self._judge_first, mesh, exempt))
             else:
-                names = names.union(self._suspects)
+                names = names.union(self._suspects).difference(apart)
                 chosen = {name: each for name, each in found.items() if name in names}
-                yield mesh, _numbers_of(root, chosen, partial(self._judge_later, mesh))
+                yield mesh, _numbers_of(root, chosen, partial(self._judge_later, mesh), self._wait)
+                if apart:
+                    yield mesh, self._influence(mesh)
+                yield mesh, self._follow_next(mesh, found)
 
     def detached(self, root: Root) -> None:
         self._drop(self._suspects)
+        for each in self._influences.values():
+            each.end()
 
     def _judge_first(self, mesh: DataMesh, exempt: set[str], chosen: Mapping[str, _Buffer], differ: bool) -> None:
         self._drop(chosen)
@@ -112,7 +128,61 @@ class Buffers(RankCheck):
             raise RuntimeError(_differ_at_first(constant, self._to_synchronise(mesh, chosen, constant)))
         self._drop(chosen)
         if changed:
-            raise RuntimeError(_differ_since(changed))
+            self._apart.setdefault(mesh, {}).update(changed)
+
+    # ---- buffers that each rank computes from its own rows
+
+    def _follow_next(self, mesh: DataMesh, found: Mapping[str, _Buffer]) -> ComparedNumbers:
+        """Returns a number by which ranks know if all are in a forward; has them follow it, if some buffers differ.
+
+        They judge it when it ends if all are in it, and otherwise the next time that they compare.
+        """
+        root = self._root
+        is_in_forward = root.depth > 0 and root.backward is None
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            names = [name for name in self._apart.get(mesh, ()) if name in found]
+            if not names:
+                return
+            if mesh in self._influences:
+                self._influences[mesh].end()
+            buffers = {name: (found[name].module, found[name].name) for name in names}
+            self._influences[mesh] = Influence(_around(root, [module for module, _ in buffers.values()]), buffers)
+            if bounds[0][0] and mesh == widest_mesh(root.groups):
+                root.add(_AtPassEnd(partial(self._judge_now, mesh)))
+            else:
+                self._wait()
+
+        return ComparedNumbers("ranks in a forward", [int(is_in_forward)], judge)
+
+    def _wait(self) -> None:
+        """Has ranks compare the next time, too, unless they do so for that reason now."""
+        self.compares_next = not self._has_waited
+
+    def _judge_now(self, mesh: DataMesh) -> None:
+        if self._influences[mesh].has_run:
+            self._influences[mesh].end()
+        compare(mesh, [self._influence(mesh)], self._root)
+
+    def _influence(self, mesh: DataMesh) -> ComparedNumbers:
+        """Returns whether an output of this rank depends on a buffer that differs between ranks."""
+        influence = self._influences.get(mesh)
+        found = set() if influence is None else influence.found
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            (_, most), (_, has_run) = bounds
+            texts = self._apart[mesh]
+            if most:
+                names = set().union(*gather_by_rank(found, mesh.axis_groups, mesh.device).values())
+                raise RuntimeError(_differ_since({name: text for name, text in texts.items() if name in names}))
+            if has_run and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(_differ_without_harm(texts), stacklevel=2)
+
+        has_run = influence is not None and influence.has_run
+        return ComparedNumbers("influence of buffers", [int(bool(found)), int(has_run)], judge)
+
+    # ---- what ranks tell each other
 
     def _to_synchronise(self, mesh: DataMesh, chosen: Mapping[str, _Buffer], apart: Iterable[str]) -> str:
         """Returns, as code, what `sync_module_states` must get: ranks of other meshes have buffers of their own."""
@@ -142,6 +212,25 @@ class Buffers(RankCheck):
             of_kind = shape, str(tensor.dtype), each.is_persistent
             reports[name] = _Report(*of_kind, value, is_written, is_read, name in exempt)
         return gather_by_rank(reports, mesh.axis_groups, mesh.device)
+
+
+class _AtPassEnd(Observer):
+    """Calls a function at the end of the forward pass that runs, unless it fails."""
+
+    def __init__(self, judge: Callable[[], None]) -> None:
+        self._judge = judge
+
+    def pass_ended(self, root: Root) -> None:
+        root.remove(self)
+        self._judge()
+
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
+        root.remove(self)
+
+
+def _around(root: Root, modules: Collection[nn.Module]) -> list[nn.Module]:
+    """Returns `modules` and the modules around them below the root, the outermost first."""
+    return [each for each in names_below(root.state.modules) if not {*each.modules()}.isdisjoint(modules)]
 
 
 class _WatchedBuffers(dict[str, Any]):
@@ -294,11 +383,15 @@ def _statistics(root: Root, only_training: bool) -> set[str]:
 
 
 def _numbers_of(
-    root: Root, chosen: Mapping[str, _Buffer], judge: Callable[[Mapping[str, _Buffer], bool], None]
+    root: Root,
+    chosen: Mapping[str, _Buffer],
+    judge: Callable[[Mapping[str, _Buffer], bool], None],
+    wait: Callable[[], None] = lambda: None,
 ) -> ComparedNumbers:
     """Returns a checksum of `chosen`, and whether gradients are accumulated: a user may average buffers with them.
 
-    `judge`: called with `chosen`, and True if ranks differ, unless they accumulate.
+    `judge`: called with `chosen`, and True if ranks differ, unless they accumulate. `wait`: called if they differ, and
+    accumulate.
     """
     is_pending = any(group.gradients.is_pending() for group in root.groups)
     names = sorted(chosen)
@@ -306,8 +399,11 @@ def _numbers_of(
 
     def judge_bounds(bounds: Sequence[tuple[int, int]]) -> None:
         *sums, (_, pending) = bounds
+        differ = any(least != most for least, most in sums)
         if not pending:
-            judge(chosen, any(least != most for least, most in sums))
+            judge(chosen, differ)
+        elif differ:
+            wait()
 
     total = joint_checksum([chosen[name].tensor for name in names])
     return ComparedNumbers("buffers", [zlib.crc32(repr(layout).encode()), total, int(is_pending)], judge_bounds)
@@ -367,8 +463,16 @@ def _differ_at_first(apart: Mapping[str, str], synchronised: str) -> str:
 def _differ_since(apart: Mapping[str, str]) -> str:
     return (
         f"{_shown(apart)}: a buffer that was the same on all ranks, and is not any more: each rank has written what it "
-        "computed from its own rows, or loaded. All-reduce that in the module, before it writes "
-        f"(torch.distributed.all_reduce). {_OWN}"
+        "computed from its own rows, or loaded, and the output of a forward depends on it. All-reduce that in the "
+        f"module, before it writes (torch.distributed.all_reduce). {_OWN}"
+    )
+
+
+def _differ_without_harm(apart: Mapping[str, str]) -> str:
+    return (
+        f"{_shown(apart)}: each rank computes this buffer from its own rows. Training is right, as the output of no "
+        "forward was found to depend on it. But a checkpoint has the values of one rank. All-reduce that in the "
+        f"module, before it writes (torch.distributed.all_reduce). {_OWN} This is said once."
     )
 
 

@@ -184,7 +184,7 @@ class RankComparisons(Observer):
         if self._begins_anew or number < self._next:
             due = [] if is_capturing() else checks
         else:
-            due = [each for each in checks if is_check_time(number, each.always)]
+            due = [each for each in checks if is_check_time(number, each.always or each.compares_next)]
         for check in due:
             check.refuse(root)
         comparison = Comparison(root, number, is_anew, self._mesh)
@@ -202,7 +202,8 @@ class RankComparisons(Observer):
         self._begins_anew = False
         self._at_evaluation = any(each.at_evaluation for each in checks)
         self._was_training = root.state.modules[0].training
-        self._next = number + 1 if any(each.always for each in checks) else next_check_time(number)
+        is_next = any(each.always or each.compares_next for each in checks)
+        self._next = number + 1 if is_next else next_check_time(number)
         if self._group is not None and due and root.events.of(BackwardEnd) is None:
             root.add(BackwardEnd(self._group))
 

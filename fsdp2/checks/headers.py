@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..engine.comm import Purpose
-from ..engine.gloo import REDUCING, SUMMING
+from ..engine.gloo import GATHERING, REDUCING, SUMMING
+from ..features.running_stats import AVERAGED
 
 HEADER_NBYTES = 192
 _DIGEST_NBYTES = 8
@@ -46,7 +47,10 @@ class Header(NamedTuple):
         digest = hashlib.blake2b(repr((doing, compared, sizes, part)).encode(), digest_size=_DIGEST_NBYTES).digest()
         shown = ", ".join(f"{numel} {str(dtype)[6:]}" for dtype, numel in sizes)
         text = "\t".join([doing + where, *filter(None, [remark]), shown + part])
-        data = (digest + text.encode()[: HEADER_NBYTES - _DIGEST_NBYTES]).ljust(HEADER_NBYTES, b"\0")
+        room = HEADER_NBYTES - _DIGEST_NBYTES
+        if len(text.encode()) > room:
+            text = text.encode()[: room - 3].decode(errors="ignore") + "..."
+        data = (digest + text.encode()).ljust(HEADER_NBYTES, b"\0")
         return cls.holding(text, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     @classmethod
@@ -136,6 +140,12 @@ _GUESS = (
 )
 
 
+_CONDITIONAL = (
+    " If some ranks leave a module out (their batch has no images, for example), pass conditional=True to its "
+    "fully_shard call, or call its set_conditional() before the first forward, on all ranks."
+)
+
+
 def trainable_remark(flags: Sequence[bool]) -> str:
     """Returns a remark for headers: how many parameters of a model are trainable, and a checksum of which."""
     return f"{sum(flags)} of {len(flags)} #{zlib.crc32(bytes(flags)):x}"
@@ -153,13 +163,20 @@ def _cause(texts: Mapping[int, str]) -> str:
             f"{other}{', other ones' * (one == two)}. Set requires_grad alike on all ranks, before the forward; "
             "fsdp2.check(model) lists where it differs."
         )
+    averaging = [text for text in texts.values() if AVERAGED in text]
+    if 0 < len(averaging) < len(texts):
+        names = without_sizes(averaging[0]).partition(AVERAGED)[2]
+        return (
+            f"Is {names} in training mode on some ranks only, or set_running_stats_averaging not alike? Call its "
+            f"train() or eval() alike on all ranks. {_GUESS}"
+        )
     return _GUESS + _hint([*texts.values()])
 
 
 def _hint(texts: Sequence[str]) -> str:
-    """Returns what may be the reason if all ranks reduce."""
+    """Returns what may be the reason if all ranks reduce, or if some use a group."""
     if not all(text.startswith((REDUCING, SUMMING)) for text in texts):
-        return ""
+        return _CONDITIONAL if any(text.startswith((GATHERING, REDUCING, SUMMING)) for text in texts) else ""
     if len({WEIGHTED in text for text in texts}) == 2:
         return " They must be inside of fsdp2.accumulate on all ranks, or on none."
     if len({DIVIDED in text for text in texts}) == 2:

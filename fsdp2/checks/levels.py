@@ -14,6 +14,7 @@ NAMES = (
     "empty memory",
     "starting weights",
     "buffers",
+    "equal inputs",
     "step history",
     "frozen parameters",
     "unmanaged parameters",

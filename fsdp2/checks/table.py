@@ -36,6 +36,7 @@ from .due import (
 )
 from .empty_memory import BuffersOnMeta, EmptyMemory
 from .entry_points import EntryPoints
+from .equal_inputs import EqualInputs
 from .frozen_parameters import FrozenParameters
 from .initial_weights import InitialWeights, keep_sample
 from .kept_memory import KeptMemory
@@ -99,8 +100,16 @@ TABLE = (
         "buffers",
         "buffers that ranks have built or loaded differently, or that each computes from its own rows",
         "when it is due, and before evaluation after training: in the same all-reduce",
-        "when it is due, a walk over all modules and a checksum of buffers, of all of them at first",
+        "when it is due, a walk over all modules and a checksum of buffers, of all of them at first; a forward that is "
+        "followed, if some have come to differ",
         Buffers,
+    ),
+    Row(
+        "equal inputs",
+        "data-parallel ranks that all train on the same rows",
+        "in two training steps: in the same all-reduce",
+        "in two training steps, a checksum of the inputs",
+        EqualInputs,
     ),
     Row(
         "step history",

@@ -96,6 +96,8 @@ class Root:
         # A profiler of torch ran when the last pass began; the observers that follow meanwhile.
         self.is_profiled = False
         self._shown: list[Observer] = []
+        # A check that needs the inputs of the next pass; None in steady steps.
+        self.take_inputs: Callable[[Root, Any, Any], None] | None = None
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
         # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.

@@ -72,6 +72,8 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     root, in_backward = state.root, graph_task() != -1
     if not in_backward and (not root.running or state is root.state):
         root.begin_pass()
+        if root.take_inputs is not None:
+            root.take_inputs(root, args, kwargs)
     handed: list[HandedInputs] = []
     root.enter(state)
     root.depth += 1

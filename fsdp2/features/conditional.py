@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.comm import Purpose
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
+from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
+from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
-from ..engine.state import FSDPState
+from ..engine.state import FSDPState, groups_below, names_below
 from ..engine.torch_names import alias, has_backend
+from .row_embedding import refuse_beside_conditional
 from .user_collectives import watch_collectives
 
 # Marks a node of the graph that is the output of a module.
@@ -258,6 +261,40 @@ def join_consensus(root: Root) -> None:
     for group in root.groups:
         group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
     watch_collectives(consensus, root)
+
+
+def set_conditional(state: FSDPState, conditional: bool) -> None:
+    """Does what `FSDPModule.set_conditional` does."""
+    root = state.root
+    if root.prefetcher.has_begun or root.num_backwards:
+        raise RuntimeError(
+            f"{state}: set_conditional comes too late: a forward has run without it. Call it before the first forward, "
+            "on all ranks."
+        )
+    if conditional:
+        refuse_beside_conditional(root.groups)
+    for group in dict.fromkeys(group for module in state.modules for group in groups_below(module) if conditional):
+        if group.comms.post_forward is not None or group.mesh.shards_at_rest:
+            raise NotImplementedError(
+                f"{group} has an int for reshard_after_forward, or shard_at_rest, and can't be conditional: ranks that "
+                "leave it out have no part to keep. Pass a bool, or None."
+            )
+        if group.mesh.mesh != root.group.mesh.mesh:
+            raise NotImplementedError(
+                f"{group} is conditional, or inside a conditional module: expected it on the mesh of the module around "
+                f"it, {root.group.mesh.mesh}, got {group.mesh.mesh}"
+            )
+    mesh = root.group.mesh
+    if moves_data(mesh.axis_groups, mesh.device):  # a rank that does not call it would wait in another collective
+        purpose = Purpose(f"set_conditional({conditional}) of {state}")
+        all_reduce_over(torch.zeros(1, device=mesh.device), mesh.axis_groups, largest=True, purpose=purpose)
+    for group in state.groups:
+        group.set(conditional=conditional)
+    for group in root.groups:
+        group.set(reduce_when=ReduceWhen.BUCKET)  # the new root chooses
+    replacement = Root(root.state, root.states, names_below(root.state.modules))
+    replacement.set(**vars(root.settings))
+    share_reductions(replacement, root)
 
 
 # ---- prefetching

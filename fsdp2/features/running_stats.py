@@ -25,6 +25,8 @@ from ..engine.root import Root
 from ..engine.state import names_below
 from ..engine.torch_names import set_versions
 
+AVERAGED = "running statistics of "
+"""The beginning of the name of the all-reduce that averages."""
 _NAMES = ("running_mean", "running_var")
 
 
@@ -161,7 +163,7 @@ class RunningStats(RankObserver):
         # Sums of half precision would lose more than they average.
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         flat = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
-        purpose = Purpose(f"running statistics of {some_of([self._found[module] for module in modules])}")
+        purpose = Purpose(f"{AVERAGED}{some_of([self._found[module] for module in modules])}")
         all_reduce_over(flat, mesh.axis_groups, largest=False, purpose=purpose)
         flat.div_(mesh.num_ranks)
         # The normalisations' own kernels leave no trace in versions either: in training mode no backward reads them.

@@ -1,6 +1,7 @@
 """Follows the advice of checks that compare ranks: structure, buffers, frozen parameters, and what `check` finds."""
 
 import copy
+import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp2
 from advised.registry import (
@@ -22,9 +24,11 @@ from advised.registry import (
     own,
     pair,
     refused,
+    same_parameters,
     sgd,
     shard,
     train,
+    warned,
 )
 from fsdp2 import MixedPrecisionPolicy, fully_shard, sync_module_states
 from fsdp2.codecs import Cast
@@ -218,6 +222,42 @@ def buffers_of_own_rows() -> None:
     refused(lambda: training(fully_shard(Shifted(torch.zeros(5), write="own")), 9))
     model, plain = Shifted(torch.zeros(5), write="all-reduced"), Shifted(torch.zeros(5), write="whole")
     train(fully_shard(model), plain, steps=9)
+
+
+@follows("Give torch.utils.data.DistributedSampler to the DataLoader as its sampler")
+def same_rows_on_all_ranks() -> None:
+    rows = batch(rows=24)
+
+    def run(model: Any, size: int, sampler: Any = None) -> None:
+        optimizer = sgd(model)
+        for x in DataLoader(rows, batch_size=size, sampler=sampler):  # type: ignore[arg-type, var-annotated]
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    warned(lambda: run(shard(build()), 4))
+    model, plain = pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, 4, DistributedSampler(rows, shuffle=False))  # type: ignore[arg-type]
+    run(plain, 8)
+    same_parameters(model, plain)
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+@follows("Call its train() or eval() alike on all ranks")
+def norm_in_training_mode_on_one_rank() -> None:
+    model, _ = pair(Normed)
+    model[1].train(dist.get_rank() == 0)
+    refused(lambda: training(model, 2))
+    model, plain = pair(Normed)
+    model[1].eval()
+    plain[1].eval()
+    train(model, plain)
 
 
 @follows("Expected the same in other buffers: call sync_module_states(model)")

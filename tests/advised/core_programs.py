@@ -552,6 +552,39 @@ def conditional_modules() -> None:
     same_gradients(model, plain)
 
 
+@follows(
+    "pass conditional=True to its fully_shard call, or call its set_conditional() before the first forward",
+    "Call it before the first forward, on all ranks",
+    "and can't be conditional: ranks that leave it out have no part to keep. Pass a bool, or None",
+    ranks=4,
+)
+def conditional_after_wrapping() -> None:
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.block, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, rank: int | None = None) -> Tensor:
+            x = x + self.tower(x) if (dist.get_rank() if rank is None else rank) else x
+            return self.head(self.block(x))
+
+    def sharded(**options: Any) -> Any:
+        model = build(Tower)
+        fully_shard(model.tower, **options)
+        fully_shard(model.block)
+        return fully_shard(model)
+
+    model = sharded()
+    refused(lambda: backward(model))
+    refused(model.tower.set_conditional)
+    refused(sharded(reshard_after_forward=2).tower.set_conditional)
+    model, plain = sharded(reshard_after_forward=True), build(Tower)
+    model.tower.set_conditional()
+    backward(model)
+    (sum(loss_of(plain(row, i)) for i, row in enumerate(batch().chunk(4))) / 4).backward()
+    same_gradients(model, plain)
+
+
 @follows("conditional=True needs a module around it that all ranks run, at which they agree. Apply fully_shard to that")
 def conditional_root() -> None:
     model = build()

@@ -97,6 +97,13 @@ def draws_a_buffer() -> None:
     train(model)
 
 
+def trains_on_the_same_rows() -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(build(), steps=5, x=x)
+
+
 def writes_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block().requires_grad_(False), Block())
@@ -178,6 +185,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "starting weights": (seeds_differ, "ranks had different values of it when fully_shard was called"),
     "structure": (registers_in_another_order, "ranks register their modules in another order"),
     "buffers": (draws_a_buffer, "0.scale holds other values on rank 1 than on rank 0"),
+    "equal inputs": (trains_on_the_same_rows, "all 2 data-parallel ranks got the same inputs in two training steps"),
     "frozen parameters": (writes_alone, "0.linear.weight: only rank 1 has written to this frozen parameter"),
     "step history": (steps_once_more, "this optimizer has stepped . times? on rank 0 and . times? on rank 1"),
     "unmanaged parameters": (trains_one_by_itself, "1.extra: no fully_shard call manages it"),

@@ -67,6 +67,13 @@ def test_long_names_keep_their_end() -> None:
     assert differ(message(header("other." * 60 + "layers.3")), long), "the whole name counts"
 
 
+def test_a_long_text_is_cut_on_the_rank_itself_too() -> None:
+    header = Header.of("reducing root", "", [(torch.float32, 8)], ", of " + ", ".join(f"layer.{i}" for i in range(99)))
+    assert header.text == text_of(header.data)
+    assert header.text.endswith("...")
+    assert len(header.data) == HEADER_NBYTES
+
+
 def test_the_phase_is_compared_and_the_step_is_not() -> None:
     passes = [Pass("forward", 3), Pass("forward", 4), Pass("backward", 3)]
     headers = []
