@@ -287,8 +287,38 @@ ROWS = (
     Row(
         "DDP",
         "`DistributedDataParallel(model)`",
-        "`replicate(model)`: each rank keeps all parameters; or `fully_shard` on each block, and on the model",
+        (
+            "to shard the parameters, `fully_shard` on each block, and on the model; `replicate(model)` only replaces "
+            "DDP: each rank keeps all parameters"
+        ),
         ("DistributedDataParallel",),
+    ),
+    Row(
+        "DDP",
+        "`if rank == 0: torch.save(model.state_dict(), file)`",
+        (
+            "on every rank, `state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True))`, see exporting; then `if rank == 0: torch.save(state, file)`. To resume, checkpoints"
+        ),
+        (),
+    ),
+    Row(
+        "DDP",
+        "`model.load_state_dict(torch.load(file))`",
+        (
+            "the same before `fully_shard`; after it, on every rank, `set_model_state_dict(model, torch.load(file), "
+            "options=StateDictOptions(full_state_dict=True))`"
+        ),
+        (),
+    ),
+    Row(
+        "DDP",
+        "`if rank == 0:` around an evaluation, or `generate`",
+        (
+            "on every rank, with as many forwards, since each forward gathers: evaluation and generation. The first "
+            "rank alone waits for the others until the timeout"
+        ),
+        (),
     ),
     Row(
         "DDP",
