@@ -32,6 +32,12 @@ class StopSignal:
     def _note(self, *_: Any) -> None:
         self.came = True  # wherever the step is: nothing else is safe there
 
+    def end_at_once(self) -> None:
+        """Lets SIGTERM end the process again: all is saved, and no further step asks `agreed`."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def agreed(self, device: torch.device) -> bool:
         """Returns True if any rank has got the signal. Every rank must call it, between steps."""
         came = torch.tensor(int(self.came), device=device)

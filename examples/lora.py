@@ -83,6 +83,9 @@ def main() -> None:
         report(TUNING_STEPS + 1, model(*text.batch(TUNING_STEPS + 1, rank, world_size)))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)  # every rank must call it, the first gets all
+    # Of frozen parameters that are tied, such as embedding and head, torch leaves one in the state dict.
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state = {name: value for name, value in state.items() if name in trained}
     if rank == 0:
         saved, whole = (sum(map(Tensor.numel, tensors)) for tensors in (state.values(), plain_model.parameters()))
         say(f"saved are {saved:,} numbers of {whole:,}")

@@ -9,7 +9,8 @@
 
 Batches depend on the seed and the step alone, and each rank takes its slice of the global batch. So the losses are the
 same for every --impl and every number of ranks, also if a run continues from a checkpoint of another number of ranks.
-At SIGTERM, to any of its processes, a run saves a checkpoint and ends.
+At SIGTERM, to any of its processes, a run finishes its step, saves a checkpoint and ends; after the last step, it ends
+at once.
 """
 
 import argparse
@@ -416,6 +417,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             how = how_to_go_on(args, name_of(Path(args.save), step), args.steps) if args.save else "nothing was saved"
             report.say(f"Stopped by SIGTERM after step {step}. To continue: {how}")
             return
+        if step == args.steps:
+            stop_signal.end_at_once()  # while it validates and samples, too
         if step % args.eval_every == 0 or step == args.steps:
             report.validation(step, validate(model, text, args.eval_batches))
     report.bar.close()

@@ -34,12 +34,12 @@ def run_forked(
     ranks: int,
     *options: str,
     before: Prepare | None = None,
-    is_killed: bool = False,
+    killed_by: int | None = None,
     timeout: float = 120,
 ) -> str:
     """Returns the output of a program in forked processes that have imported torch: torchrun would take seconds each.
 
-    `before(rank)` runs first in each. `is_killed`: one is expected to end by SIGKILL; then the others may fail.
+    `before(rank)` runs first in each. `killed_by`: the signal that is expected to end one; then the others may fail.
     `timeout`: seconds until the others are ended.
     """
     context, folder = multiprocessing.get_context("fork"), Path(tempfile.mkdtemp())
@@ -57,7 +57,7 @@ def run_forked(
         process.kill()
     output = "".join((folder / str(rank)).read_text() for rank in range(ranks))
     codes = [process.exitcode for process in processes]
-    assert -signal.SIGKILL in codes if is_killed else codes == [0] * ranks, output
+    assert -killed_by in codes if killed_by else codes == [0] * ranks, output
     return output
 
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .folders import require_regular
+
 # What safetensors calls the dtypes of torch, in the order in which it lays tensors out, the last ones first: no tensor
 # then needs padding.
 _NAMES = (
@@ -34,6 +36,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 # safetensors refuses longer headers.
 _MOST_HEADER_NBYTES = 100_000_000
+_MOST_DIMS = 64  # as torch can compute with
 _METADATA = "__metadata__"
 
 
@@ -106,6 +109,10 @@ def _files_of(folder: Path) -> tuple[Path | None, list[Path]]:
     return None, files
 
 
+class _TwiceError(ValueError):
+    """Says which name comes twice in a JSON text."""
+
+
 def _read_json(path: Path, text: bytes) -> dict[str, Any]:
     """Returns the object that a JSON text describes. A name that comes twice in it is an error."""
 
@@ -113,12 +120,14 @@ def _read_json(path: Path, text: bytes) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len({*names}) < len(names):
             twice = max(names, key=names.count)
-            raise ValueError(f"{path}: {twice}: expected each name once, got it twice")
+            raise _TwiceError(f"{path}: {twice}: expected each name once, got it twice")
         return dict(pairs)
 
     try:
         found = json.loads(text.decode(), object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _TwiceError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON, got something else ({error}). The file is damaged.") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected an object in JSON, got {type(found).__name__}")
@@ -141,6 +150,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _read_header(path: Path) -> tuple[list[FileTensor], int]:
     """Returns the tensors of a file, and its size."""
+    require_regular(path)
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -165,13 +175,14 @@ def _read_header(path: Path) -> tuple[list[FileTensor], int]:
 def _parse(path: Path, name: str, entry: Any, data_start: int) -> FileTensor:
     try:
         code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        are_numbers = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+        are_numbers = all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, start, end))
     except (KeyError, TypeError, ValueError):
         are_numbers = False
-    if not are_numbers:
-        raise ValueError(f"{path}: {name}: expected dtype, shape and data_offsets in the header, got {entry!r}")
-    if code not in DTYPES:
-        raise ValueError(f"{path}: {name}: expected a dtype among {', '.join(DTYPES)}, got {code!r}")
+    if not are_numbers or len(shape) > _MOST_DIMS:
+        got = f"{entry!r:.200}"
+        raise ValueError(f"{path}: {name}: expected dtype, shape and data_offsets in the header, got {got}")
+    if not isinstance(code, str) or code not in DTYPES:
+        raise ValueError(f"{path}: {name}: expected a dtype among {', '.join(DTYPES)}, got {code!r:.200}")
     found = FileTensor(name, DTYPES[code], shape, str(path), data_start + start)
     if end - start != found.nbytes:
         what = f"{found.nbytes} bytes for shape {list(shape)} and dtype {code}"

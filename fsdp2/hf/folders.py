@@ -1,19 +1,30 @@
-"""Replaces a folder by another one in one step, so that either the old or the new one is there, and whole."""
+"""Replaces a folder by another one in one step, so that either the old or the new one is there, and whole.
+
+One process at a time replaces a folder. It holds the lock of a file beside the folder, which the system releases when
+the process ends, however it ends.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import glob
+import fcntl
 import os
+import platform
 import re
 import secrets
 import shutil
-from collections.abc import Callable
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_HOST = re.sub(r"[^\w.]+", "-", platform.node())[:40] or "unknown"
+# Another machine may write to a folder that is younger, where the filesystem has locks of one machine only.
+_DAY_S = 24 * 60 * 60
 # What a save replaces. All else in the folder stays: tokenizers, other adapters.
 _OWN = r"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors|{stem}\.safetensors\.index\.json"
 
@@ -24,12 +35,40 @@ def check_path(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a path, got {value!r}")
 
 
+def path_text(value: Any) -> str:
+    """Returns a text that is equal on all ranks that have the same path; of what is no path, too."""
+    return str(Path(value)) if isinstance(value, str | os.PathLike) else repr(value)
+
+
+def require_regular(path: Path) -> None:
+    """Raises ValueError if something else than a file has this path, such as a FIFO, which has no end."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        raise ValueError(f"{path}: expected a regular file, got {kinds.get(stat.S_IFMT(mode), 'a device')}")
+
+
+@contextmanager
+def naming(folder: Path, nbytes: int) -> Iterator[None]:
+    """Context: adds a folder and the bytes for it to what the system raises without a path, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        text = f"{error.strerror}; the files of this save need {nbytes:,} bytes in"
+        raise OSError(error.errno, text, str(folder)) from error
+
+
 class NewFolder:
     """A folder beside `final`, in which files are written, and which takes its place then.
+
+    What a killed save of this machine has left is removed; what one of another machine has left, after a day.
 
     Raises:
         ValueError: `final` can't be replaced: it is a mount, or the program works in it.
         FileExistsError: it is a file.
+        RuntimeError: another process, or thread, replaces it now.
     """
 
     def __init__(self, final: Path) -> None:
@@ -42,14 +81,20 @@ class NewFolder:
                 "works in, does not allow. Pass a folder inside it."
             )
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.final.parent.glob(f".{glob.escape(self.final.name)}.saving-*"):
-            shutil.rmtree(left, ignore_errors=True)  # of a save that was killed
-        self.path = self.final.parent / f".{self.final.name}.saving-{secrets.token_hex(4)}"
-        self.path.mkdir()
+        self._lock = _Lock(self.final.with_name(f".{self.final.name}.fsdp2-lock"), final)
+        try:
+            _remove_left(self.final, self._lock.is_held)
+            name = f".{self.final.name}.saving-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+            self.path = self.final.with_name(name)
+            self.path.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def remove(self) -> None:
-        """Removes the new folder: the save has failed."""
+        """Removes the new folder, if it has not taken the place of the final one: the save has failed."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
 
     def publish(self, stem: str) -> None:
         """Puts the new folder in the place of the final one.
@@ -76,6 +121,71 @@ class NewFolder:
             self.path.rename(self.final)
             shutil.rmtree(previous, ignore_errors=True)
         _sync(self.final.parent)
+        self._lock.release()
+
+
+class _Lock:
+    """The right to replace a folder. `is_held`: False on a filesystem without locks, where nobody is kept out.
+
+    Raises:
+        RuntimeError: another process, or thread, has it.
+    """
+
+    def __init__(self, path: Path, final: Path) -> None:
+        self._path, self.is_held = path, False
+        while not self.is_held:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_held = _is_at(path, self._descriptor)  # else the last owner has removed it meanwhile
+            except BlockingIOError as error:
+                owner = os.pread(self._descriptor, 200, 0).decode(errors="replace") or "it has just begun"
+                raise RuntimeError(
+                    f"{final}: another save into this folder runs ({owner}). Save again when it has ended, or pass a "
+                    "folder of this program's own."
+                ) from error
+            except OSError:  # no locks on this filesystem
+                path.unlink(missing_ok=True)
+                break
+            finally:
+                if not self.is_held:
+                    os.close(self._descriptor)
+        if self.is_held:
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"host {_HOST}, process {os.getpid()}".encode())
+
+    def release(self) -> None:
+        """Lets others replace the folder."""
+        if self.is_held:
+            self.is_held = False
+            self._path.unlink(missing_ok=True)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a child process has it, too
+            os.close(self._descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Returns True if an open file is the one that has this path now."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_left(final: Path, has_lock: bool) -> None:
+    """Removes what saves into a folder have left that were killed. No save of this machine runs, if `has_lock`."""
+    kind = re.compile(rf"\.{re.escape(final.name)}\.saving-(.+)-\d+-[0-9a-f]{{8}}")
+    for left in [*final.parent.iterdir()]:
+        found = kind.fullmatch(left.name)
+        if found is not None and ((has_lock and found[1] == _HOST) or _age_s(left) > _DAY_S):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _age_s(folder: Path) -> float:
+    """Returns the seconds since something was last written in a folder; 0 if it is gone meanwhile."""
+    try:
+        return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return 0.0
 
 
 def _carry_over(source: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
-from .folders import check_path
+from .folders import check_path, path_text
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
@@ -135,21 +135,23 @@ def load_model(
         TypeError: an argument, or a dtype that can't be converted without loss of meaning (integers, float to bool).
         FileNotFoundError: the folder, or a file of the index, is not there.
         ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
-            parameters that differ in the files; a row of `names` that matches nothing.
+            parameters that differ in the files; a row of `names` that matches nothing; another folder on some rank.
         NotImplementedError: quantised parameters or files, and other tensor subclasses; a parameter that Transformers
             computes from tensors in the files.
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
     require_module("model", model, "load_model")
-    check_path("folder", folder)
     check_bool("strict", strict)
     check_bool("convert", convert)
     if init is not None and not callable(init):
         raise TypeError(f"init: expected a function of a module, or None, got {init!r}")
-    path, table, may_be = Path(folder), NameTable(names), _patterns(unexpected)
+    table, may_be = NameTable(names), _patterns(unexpected)
     groups = groups_managing(model)
     ranks = Ranks(meshes_of(model, groups))
+    ranks.require_same("load_model", {"folder": path_text(folder), "strict": strict, "convert": convert})
+    check_path("folder", folder)
+    path = Path(folder)
     doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
@@ -553,7 +555,7 @@ class _Reader:
 
     def _open(self, path: str) -> int:
         if path not in self._opened:
-            self._opened[path] = os.open(path, os.O_RDONLY)
+            self._opened[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO has a size of 0, without waiting
             size = os.fstat(self._opened[path]).st_size
             if size != self._sizes[path]:
                 what = f"expected {self._sizes[path]} bytes, as the first rank has found, got {size}"

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..shards.runs import in_runs
 from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
-from .folders import NewFolder, check_path
+from .folders import NewFolder, check_path, naming
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .tensors import some
@@ -81,7 +82,9 @@ def merge_checkpoint(
     Raises:
         FileNotFoundError: `checkpoint` is no folder that torch.distributed.checkpoint has saved.
         ValueError: there is no model under `key`, or several may be it; two tensors get one name; a name in `names`
-            that no tensor has; a size.
+            that no tensor has; a size. `checkpoint` is damaged, or its `.metadata`, which is a pickle, names something
+            that could run code: that is not called.
+        RuntimeError: another save into `folder` runs.
         NotImplementedError: a dtype that safetensors lacks.
         TypeError: an argument. All errors leave `folder` as it was.
     """
@@ -106,15 +109,17 @@ def merge_checkpoint(
         most,
     )
     more = _files_beside(config)
+    reader.check(name for name, _ in stored.values())
     new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
     try:
-        with torch.no_grad(), bar.begin(nbytes):
-            _write(files, stored, reader, new.path, bar)
-        if files.index_text is not None:
-            (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
-        for path in more:
-            shutil.copy2(path, new.path / path.name)
-        new.publish("model")
+        with naming(Path(folder), nbytes):
+            with torch.no_grad(), bar.begin(nbytes):
+                _write(files, stored, reader, new.path, bar)
+            if files.index_text is not None:
+                (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
+            for path in more:
+                shutil.copy2(path, new.path / path.name)
+            new.publish("model")
     except BaseException:
         new.remove()
         raise
@@ -136,19 +141,34 @@ class _Reader:
                 f"{folder}: expected a folder that torch.distributed.checkpoint has saved, with a file .metadata; got "
                 f"{found}. It is written last: a save that was interrupted has none."
             )
-        self.storage = FileSystemReader(folder)
-        self.metadata: Metadata = self.storage.read_metadata()
+        from .metadata import check_tensors, read_metadata
+
+        self.folder, self.storage = folder, FileSystemReader(folder)
+        self.metadata: Metadata = read_metadata(folder / ".metadata")
+        self.check = partial(check_tensors, folder, self.metadata)
         self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def read(self, tensors: dict[str, Tensor]) -> None:
-        """Fills tensors, by their names in the checkpoint, with what all ranks have saved of them."""
+        """Fills tensors, by their names in the checkpoint, with what all ranks have saved of them.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
         from torch.distributed.checkpoint import DefaultLoadPlanner
 
-        planner: Any = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
-        plan = self.storage.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self.storage.prepare_global_plan([plan])
-        self.storage.read_data(planner.finish_plan(plan), planner).wait()
+        try:
+            planner: Any = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
+            plan = self.storage.prepare_local_plan(planner.create_local_plan())
+            (plan,) = self.storage.prepare_global_plan([plan])
+            self.storage.read_data(planner.finish_plan(plan), planner).wait()
+        except Exception as error:
+            for name in tensors if len(tensors) > 1 else ():
+                self.read({name: tensors[name]})  # finds the one that is damaged
+            files = {info.relative_path for index, info in self.metadata.storage_data.items() if index.fqn in tensors}
+            where = f"{self.folder}: {some(tensors)} in {some(sorted(files))}"
+            what = f"got something else ({type(error).__name__}: {error})"
+            raise ValueError(f"{where}: expected what torch.distributed.checkpoint writes, {what}.") from error
 
 
 def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str, Any]], list[str]]:
@@ -157,10 +177,12 @@ def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str,
     Raises:
         ValueError: see `merge_checkpoint`.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     # Name in the checkpoint -> the keys of the dicts on the way to it. Without it, dicts were not flattened.
     given = getattr(metadata, "planner_data", None)
     paths = {name: (given or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
-    tensors = {name for name, each in metadata.state_dict_metadata.items() if hasattr(each, "chunks")}
+    tensors = {name for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
     parents = dict.fromkeys(".".join(map(str, paths[name][:-1])) for name in paths if name in tensors)
     if key is None:
         models = [each for each in parents if each.rpartition(".")[2] == "model"]
@@ -307,7 +329,7 @@ def main(arguments: Sequence[str]) -> int:
             names=dict(each.split("=", 1) for each in given.rename) or None,
             config=given.config,
         )
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError is also NotImplementedError
         parser.error(f"{error}")
     print(f"{report.num_tensors} tensors, {report.nbytes:,} bytes, in {given.out}: {', '.join(report.files)}")
     if report.left_out:

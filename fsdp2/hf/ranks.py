@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +66,18 @@ class Ranks(Replicas):
         """Returns `value` of each rank, in their order."""
         found = gather_objects((self.index, value), self.groups, self.device)
         return [value for _, value in sorted(found, key=lambda each: each[0])]
+
+    def require_same(self, function: str, arguments: Mapping[str, Any]) -> None:
+        """Compares arguments of a function between the ranks. All must call it.
+
+        Raises:
+            ValueError: one of them differs, on all ranks.
+        """
+        first, *others = self.gather(dict(arguments))
+        for index, other in enumerate(others, 1):
+            for name in (name for name in first if first[name] != other[name]):
+                got = f"{first[name]!r} on rank 0 and {other[name]!r} on rank {index}"
+                raise ValueError(f"{function}: {name}: expected the same on all ranks, got {got}")
 
     def run(self, function: Callable[[], T], doing: str) -> T:
         """Returns `function()`; what it raises on any rank is raised on all of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import math
 import os
@@ -20,12 +21,15 @@ from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function, r
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
-from .folders import NewFolder, check_path
+from .folders import NewFolder, check_path, naming, path_text
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, settle, some
 from .views import Leaf, View, as_view
+
+# The name, in errors, of all that decides where in the files a rank writes.
+_PLANNED = "the planned files (by max_shard_size, names, convert and the model)"
 
 
 def save_model(
@@ -79,14 +83,15 @@ def save_model(
     Raises:
         TypeError: an argument.
         ValueError: a size, or a folder that can't be replaced; adapters of peft, which `save_adapter` saves; names that
-            save some elements of a parameter twice or never; parameters that differ between ranks that hold the same.
+            save some elements of a parameter twice or never; parameters that differ between ranks that hold the same;
+            another folder, or other files, on some rank.
         NotImplementedError: quantised parameters and other tensor subclasses; a dtype that safetensors lacks.
         OSError: a file can't be written.
-        RuntimeError: a parameter is on meta; a forward or backward runs; a rank has died.
+        RuntimeError: a parameter is on meta; a forward or backward runs; a rank has died; another save into the folder
+            runs, of this program or another one.
             All errors are raised on all ranks, and leave the previous folder as it was.
     """
     require_module("model", model, "save_model")
-    check_path("folder", folder)
     check_bool("convert", convert)
     if names is not None and not isinstance(names, Mapping):
         raise TypeError(f"names: expected a dict of names, got {names!r}")
@@ -142,7 +147,6 @@ def save_adapter(
         NotImplementedError: peft computes a tensor from values that are not found.
             Besides, what `save_model` raises.
     """
-    check_path("folder", folder)
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
     if configs and adapter_name not in configs:
         raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
@@ -288,9 +292,14 @@ def _save(
     doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
     ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
     plan = make_plan(ranks)
+    ranks.require_same("save_model", {"folder": path_text(folder), "dtype": str(dtype), _PLANNED: _digest_of(plan)})
+    check_path("folder", folder)
     turns = _find_turns(plan, ranks)
+    nbytes = sum(plan.files.checkpoint.sizes.values())
+    named = naming(Path(folder), nbytes)
     made: list[NewFolder] = []
 
+    @named
     def begin() -> str:
         made.append(NewFolder(Path(folder)))
         for name, header in plan.files.headers.items():
@@ -300,6 +309,7 @@ def _save(
         (made[0].path / "probe").write_bytes(bytes(ranks.size))
         return str(made[0].path)
 
+    @named
     def finish() -> None:
         if ranks.is_first:
             if plan.files.index_text is not None:
@@ -310,18 +320,22 @@ def _save(
     try:
         path = Path(ranks.from_first(begin))
         writer, pieces = _Writer(bar), _pieces(plan, turns, path)
-        nbytes = sum(plan.files.checkpoint.sizes.values()) // ranks.size
-        with torch.no_grad(), no_torch_function(), bar.begin(nbytes):
+        with torch.no_grad(), no_torch_function(), bar.begin(nbytes // ranks.size):
             if _can_share_writes(path / "probe", ranks):
-                ranks.run(lambda: writer.write_all(pieces), doing)
+                ranks.run(named(lambda: writer.write_all(pieces)), doing)
             else:
-                _send_to_first(pieces, writer, ranks, doing)
+                ranks.run(named(_send_to_first(pieces, writer, ranks)), doing)
         ranks.run(finish, doing)
     except BaseException:
         for each in made:
             each.remove()
         raise
     return writer.bytes_written
+
+
+def _digest_of(plan: _Plan) -> str:
+    """Returns a text that is equal on all ranks that plan the same files of the same parameters."""
+    return hashlib.sha256(repr((plan.files.headers, plan.files.index_text, plan.leaves)).encode()).hexdigest()[:8]
 
 
 def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
@@ -459,8 +473,11 @@ class _Writer:
                 os.close(descriptor)
 
 
-def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks, doing: str) -> None:
-    """Has the first rank write what all ranks have: they send it piece by piece, one rank after the other."""
+def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks) -> Callable[[], None]:
+    """Has the first rank write what all ranks have: they send it piece by piece, one rank after the other.
+
+    Returns a function that closes the files, and raises what failed on this rank.
+    """
     if ranks.is_first:
         what = "ranks can't all write to one file there: the first receives all rows, and writes them"
         logging.getLogger("fsdp2").warning(f"saving: {what}. A folder that all ranks share is faster.")
@@ -487,4 +504,4 @@ def _send_to_first(pieces: Iterator[_Piece], writer: _Writer, ranks: Ranks, doin
         if failed is not None:
             raise failed
 
-    ranks.run(finish, doing)
+    return finish

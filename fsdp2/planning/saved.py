@@ -80,28 +80,34 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
     require_module("model", model, "apply_plan")
     if not isinstance(plan, str | os.PathLike | Mapping):
         raise TypeError(f"plan: expected a file, or what Plan.to_dict has returned, got {type(plan).__name__}")
+    what = "plan" if isinstance(plan, Mapping) else str(plan)
     saved = dict(plan) if isinstance(plan, Mapping) else _read(Path(plan))
     if saved.get("format") != _FORMAT:
-        raise ValueError(f"plan: expected a plan of format {_FORMAT}, got {saved.get('format')!r}. Plan again.")
+        raise ValueError(f"{what}: expected a plan of format {_FORMAT}, got {saved.get('format')!r}. Plan again.")
     try:
         setting = Setting(**{name: _value(each) for name, each in saved["setting"].items()})
-        policy, calls = _value(saved["mp_policy"]), [*map(dict, saved["calls"])]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"plan: expected what Plan.to_dict returns, got another dict ({error})") from error
+        policy = _value(saved["mp_policy"])
+        calls, total = [*map(_call, saved["calls"])], saved.get("predicted", {}).get("total")
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{what}: expected what Plan.to_dict returns, got another dict ({error})") from error
     apply.check_mesh(mesh, setting)
     modules, groups = dict(model.named_modules()), []
-    for call in calls:
-        names = call.pop("modules")
+    for names, options, by_rows in calls:
         if unknown := [name for name in names if name not in modules]:
-            raise ValueError(f"plan: {unknown[0]}: the plan shards it, and {type(model).__name__} has no such module")
-        options = {name: _value(each) for name, each in call.items() if name in OPTIONS}
-        by_rows = call.get("by_rows", False)
+            raise ValueError(f"{what}: {unknown[0]}: the plan shards it, and {type(model).__name__} has no such module")
         groups.append(WrapGroup(names[0], tuple(modules[name] for name in names), options, by_rows))
     sharded = apply.shard(model, groups, policy, setting, mesh)
-    watcher, total = require_state(sharded).root.events.of(OutOfMemory), saved.get("predicted", {}).get("total")
+    watcher = require_state(sharded).root.events.of(OutOfMemory)
     if watcher is not None and total is not None:
         watcher.predicted = f"The plan that was applied predicted {size_text(total)}."
     return sharded
+
+
+def _call(saved: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], bool]:
+    """Returns the names of modules of a fully_shard call, its options, and whether it shards an embedding by rows."""
+    first, *others = saved["modules"]
+    options = {name: _value(each) for name, each in saved.items() if name in OPTIONS}
+    return [str(first), *map(str, others)], options, bool(saved.get("by_rows", False))
 
 
 def save(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -112,14 +118,15 @@ def save(saved: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    text, kind, wrong = path.read_text(), "JSON", ValueError
-    parse: Any = json.loads
+    kind, parse, wrong = "JSON", json.loads, ValueError
+    if path.exists() and not path.is_file():  # a FIFO is never read to its end
+        raise ValueError(f"{path}: expected a file, got a folder or a device")
     if _is_yaml(path):
         yaml = _yaml(path)
         kind, parse, wrong = "YAML", yaml.safe_load, yaml.YAMLError
     try:
-        found = parse(text)
-    except wrong as error:
+        found = parse(path.read_text())
+    except (wrong, ValueError, RecursionError) as error:  # ValueError: no text
         raise ValueError(f"{path}: expected a plan in {kind}, got something else ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a plan, got a {type(found).__name__}")

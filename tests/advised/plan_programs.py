@@ -541,7 +541,7 @@ def parameters_that_gather_themselves() -> None:
     compared.append("gathered")
 
 
-@follows("plan: expected a plan of format {}, got {}. Plan again")
+@follows("expected a plan of format {}, got {}. Plan again")
 def plans_of_another_format() -> None:
     def planned() -> Any:
         return fsdp2.plan(stack(), ranks=2, batch=lambda: torch.ones(4, 5), device="cpu")

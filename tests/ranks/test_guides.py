@@ -106,6 +106,27 @@ def planned(names: Names) -> None:
     assert [(each.name, each.settings) for each in groups[1:]] == [("blocks.0", settings), ("blocks.1", settings)]
 
 
+@guide("Adapters without peft")
+def adapters(names: Names) -> None:
+    """The file has the adapters, and nothing of the tied embedding; with the base they make the trained model."""
+    assert ("head.weight" in names["state"]) == (dist.get_rank() == 0), "the sentence about torch is true"
+    plain: Any = plain_model(names)
+    plain.head.weight = plain.embed.weight
+    plain.requires_grad_(False)
+    for block in plain.blocks:
+        block.adapter = nn.Parameter(torch.zeros(16))
+        block.register_forward_hook(lambda block, args, output: output * (1 + block.adapter))
+    optimizer = torch.optim.AdamW([block.adapter for block in plain.blocks], lr=1e-2)
+    for step in range(3):
+        names["loss_of"](plain, whole(step, dist.get_world_size())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = torch.load("adapters.pt")
+    assert {*saved} == {"blocks.0.adapter", "blocks.1.adapter"}
+    for name, value in saved.items():
+        assert_same(value, plain.get_parameter(name), 1e-5, 1e-6, name)
+
+
 @guide("Weights that ranks start from")
 def starts(names: Names) -> None:
     """From the first rank's weights, which it drew from the seed 0."""

@@ -6,6 +6,7 @@ The oracle is a plain model: its values, and the bytes of the file that safetens
 import json
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -749,13 +750,44 @@ def errors_while_saving(folder: Path) -> None:
         with (
             mock.patch.object(os, "pwrite", fails),
             mock.patch.object(save, "_can_share_writes", return_value=shared),
-            pytest.raises(OSError, match="No space left on device"),
+            pytest.raises(OSError, match=r"No space left on device; the files .* need [\d,]+ bytes in: '.*kept'"),
         ):
             hf.save_model(model, target)
         dist.barrier()
         assert bytes_in(target) == before
         assert [path.name for path in folder.iterdir() if path.name.startswith(".kept")] == []
         dist.barrier()
+
+
+def other_arguments_on_a_rank(folder: Path) -> None:
+    """Ranks that would write, or read, other files than the first one: an error on all, before anything is written."""
+    torch.manual_seed(0)
+    model, rank = TinyGPT(), dist.get_rank()
+    whole(model)
+    source = write(folder / "same", state_of(TinyGPT()))
+    for name, values in {
+        "folder": (folder / "w0", folder / "w1"),
+        "folder: ": (folder / "w0", None),
+        "dtype": (None, torch.bfloat16),
+        "max_shard_size": ("5GB", "1KB"),
+        "names": (None, {"other": "embedding.weight"}),
+    }.items():
+        given = {"folder": folder / "w0", name.rstrip(": "): values[rank]}
+        with pytest.raises(
+            ValueError, match=rf"save_model: .*{name}.*: expected the same on all ranks, got .* on rank 1"
+        ):
+            hf.save_model(model, **given)
+    for name, arguments in {
+        "folder": ((source,), (folder / "missing",)),
+        "folder: ": ((source,), (None,)),
+        "strict": ((source,), (source, False)),
+    }.items():
+        with pytest.raises(ValueError, match=f"load_model: {name}.*expected the same on all ranks, got .* on rank 1"):
+            hf.load_model(model, arguments[rank][0], strict=len(arguments[rank]) == 1)
+    assert sorted(path.name for path in folder.iterdir() if path.name.endswith(("w0", "w1"))) == []
+    os.chdir(folder)
+    hf.save_model(model, "w0" if rank else Path("./w0"))  # one path in two ways
+    hf.load_model(model, "w0/" if rank else "w0")
 
 
 CHECKS: dict[Callable[[Path], None], tuple[int, ...]] = {
@@ -775,6 +807,7 @@ CHECKS: dict[Callable[[Path], None], tuple[int, ...]] = {
     own_adapters: (2,),
     no_shared_writes: (2, 3),
     errors_while_saving: (2,),
+    other_arguments_on_a_rank: (2,),
 }
 
 
@@ -877,6 +910,38 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     assert "fsdp2.hf.save_model" in (tmp_path / "error 0").read_text()
     assert (tmp_path / "error 2").exists(), str(caught.value)
     assert (target / "model.safetensors").read_bytes() == (tmp_path / "before").read_bytes()
+
+
+# ---- several programs
+
+
+def test_two_programs_that_save_into_one_folder(tmp_path: Path) -> None:
+    """Each save ends well, or says that the other one runs; the folder is whole all the time."""
+    target = tmp_path / "out"
+
+    models = [TinyGPT() for _ in range(2)]
+    states = [state_of(model) for model in models]
+    hf.save_model(models[0], target)
+
+    def body(rank: int, _: int) -> int:
+        dist.barrier()
+        dist.destroy_process_group()
+        refused: list[str] = []
+        for _ in range(25):
+            try:
+                hf.save_model(models[rank], target)
+            except RuntimeError as error:
+                refused.append(str(error))
+            again = TinyGPT()
+            hf.load_model(again, target)
+            found = state_of(again)
+            assert any(all(torch.equal(found[name], state[name]) for name in state) for state in states)
+        text = r".*out: another save into this folder runs \((host \S+, process \d+|it has just begun)\)"
+        assert [each for each in refused if not re.match(text, each)] == []
+        return len(refused)
+
+    assert max(run_ranks(2, body)) < 25
+    assert os.listdir(tmp_path) == ["out"]
 
 
 # ---- without a process group

@@ -4,9 +4,16 @@ Ranks train and save a checkpoint; one process without ranks merges it. The orac
 model, and the bytes that safetensors writes for these.
 """
 
+import errno
+import io
 import json
+import os
+import pickle
+import re
+import shutil
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -148,10 +157,12 @@ def test_names_and_files_beside(tmp_path: Path) -> None:
     assert f"model.{first}" in report.left_out
 
 
-def test_load_model_reads_the_files(tmp_path: Path) -> None:
-    """What merge writes, load_model reads."""
+def test_load_model_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What merge writes, load_model reads. The folder has a path with dots here."""
     expected = saved(tmp_path / "checkpoint", TinyGPT)
-    hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path / "runs")
+    hf.merge_checkpoint("../checkpoint", "../out")
     again = TinyGPT()
     hf.load_model(again, tmp_path / "out")
     assert_equal(dict(again.state_dict()), expected)
@@ -190,6 +201,202 @@ def test_folders_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="distcp"):
         hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# ---- folders from elsewhere
+
+
+@pytest.fixture(scope="module")
+def of_odd_mlp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint for tests that change copies of it, and the tensors of the model."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    return folder, saved(folder, OddMLP)
+
+
+class _Calls:
+    """Is pickled as the call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def change_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    path.write_bytes(pickle.dumps(change(metadata) or metadata))
+
+
+def _attribute_of_a_function(_: Any) -> Any:
+    """`Metadata.__init__.__globals__`, by the names with dots that a pickle may have."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    return _Calls(getattr, Metadata, "__init__")
+
+
+def _as_a_tensor(metadata: Any) -> None:
+    """An object that says that it is a tensor: torch would read it by torch.load(weights_only=False)."""
+    stored = metadata.state_dict_metadata
+    stored["step"].__dict__.update(stored["model.wide.weight"].__dict__)
+    stored["model.wide.weight"] = stored["step"]
+
+
+def _in_another_folder(metadata: Any) -> None:
+    for each in metadata.storage_data.values():
+        each.relative_path = "../evil.pt"
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "instead of the metadata": (lambda _: _Calls(os.mkdir, "ran"), r"names posix\.mkdir, which .* nothing was called"),
+    "builtins": (lambda _: _Calls(eval, "__import__('os').mkdir('ran')"), r"names builtins\.eval"),
+    "deep inside": (lambda found: found.planner_data.update(x=_Calls(os.mkdir, "ran")), r"names posix\.mkdir"),
+    "a function of torch": (lambda _: _Calls(torch.load, "evil.pt", None, None), r"names torch\.serialization\.load"),
+    "attributes": (_attribute_of_a_function, "which is no value of an Enum"),
+    "an object as a tensor": (_as_a_tensor, "expected"),
+    "files elsewhere": (
+        _in_another_folder,
+        r"a file outside of the folder for model\.\S+, .*evil\.pt",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_metadata_runs_nothing(kind: str, of_odd_mlp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(of_odd_mlp[0], tmp_path / "checkpoint")
+    monkeypatch.chdir(tmp_path)
+    torch.save(_Calls(os.mkdir, "ran"), "evil.pt")
+    change, text = HOSTILE[kind]
+    change_metadata(tmp_path / "checkpoint", change)
+    if kind == "an object as a tensor":  # is left out, as all that is no tensor
+        assert "model.wide.weight" in hf.merge_checkpoint("checkpoint", "out").left_out
+    else:
+        with pytest.raises(ValueError, match=f"checkpoint.*{text}"):
+            hf.merge_checkpoint("checkpoint", "out")
+        assert not Path("out").exists()
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["step", "model.wide.weight"])
+def test_entries_run_nothing(name: str, of_odd_mlp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no tensor is not read, and the bytes of a tensor are read as a tensor only."""
+    source, expected = of_odd_mlp
+    shutil.copytree(source, tmp_path / "checkpoint")
+    monkeypatch.chdir(tmp_path)
+    evil = io.BytesIO()
+    torch.save(_Calls(os.mkdir, "ran"), evil)
+    Path("checkpoint/evil.distcp").write_bytes(evil.getvalue().ljust(1 << 16, b"\0"))
+
+    def change(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == name:
+                info.relative_path, info.offset = "evil.distcp", 0
+                info.length = max(info.length, len(evil.getvalue()))
+
+    change_metadata(Path("checkpoint"), change)
+    if name == "step":
+        hf.merge_checkpoint("checkpoint", "out")
+        assert_equal(in_files(Path("out")), expected)
+    else:
+        with pytest.raises(ValueError, match=r"checkpoint: model\.wide\.weight in evil\.distcp: expected what torch"):
+            hf.merge_checkpoint("checkpoint", "out")
+    assert not Path("ran").exists()
+
+
+def truncated(folder: Path) -> None:
+    for file in folder.glob("__1*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+
+
+def overwritten(folder: Path) -> None:
+    for file in folder.glob("__1*.distcp"):
+        file.write_bytes(b"x" * file.stat().st_size)
+
+
+def fifo(folder: Path) -> None:
+    for file in folder.glob("__1*.distcp"):
+        file.unlink()
+        os.mkfifo(file)
+
+
+def without_a_part(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.wide.weight"].chunks.pop()
+
+
+def huge(metadata: Any) -> None:
+    stored = metadata.state_dict_metadata["model.wide.weight"]
+    stored.size = torch.Size([1 << 40])
+    stored.chunks = [ChunkStorageMetadata(torch.Size([0]), stored.size)]
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncated, r"__1_0\.distcp: model\.\S+: expected it at bytes \d+ to \d+, but the file has 100"),
+    "overwritten": (overwritten, r"checkpoint: model\.\S+ in .*__1_0\.distcp: expected what torch.* got something"),
+    "fifo": (fifo, r"__1_0\.distcp: expected a regular file, got a FIFO"),
+    "empty metadata": (lambda folder: (folder / ".metadata").write_bytes(b""), r"\.metadata: expected .*\(EOFError"),
+    "garbage": (lambda folder: (folder / ".metadata").write_bytes(b"h\x65garbage"), r"\.metadata: expected .*damaged"),
+    "a list": (lambda folder: change_metadata(folder, lambda _: [1]), r"\.metadata: expected .* got list"),
+    "no tensors": (
+        lambda folder: change_metadata(folder, lambda found: found.state_dict_metadata.update(x=3)),
+        r"\.metadata: .* got no dict of tensors",
+    ),
+    "no places": (
+        lambda folder: change_metadata(folder, lambda found: found.storage_data.clear()),
+        r"\.metadata: .*model\.\S+: expected \d+ elements for shape .* in 0 bytes of files",
+    ),
+    "a part is missing": (
+        lambda folder: change_metadata(folder, without_a_part),
+        r"\.metadata: .*model\.wide\.weight: expected \d+ elements for shape",
+    ),
+    "a huge shape": (lambda folder: change_metadata(folder, huge), r"model\.wide\.weight: expected 1099511627776 el"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_checkpoints(
+    kind: str, of_odd_mlp: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each ends with the file and the tensor, on the command line in one line; and nothing is written."""
+    shutil.copytree(of_odd_mlp[0], tmp_path / "checkpoint")
+    damage, text = DAMAGED[kind]
+    damage(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=text):
+        hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+    monkeypatch.setattr(sys, "argv", ["fsdp2", "merge", str(tmp_path / "checkpoint"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert re.search(f"error: .*{text}", capsys.readouterr().err)
+
+
+def test_what_the_error_advises(of_odd_mlp: Any, tmp_path: Path) -> None:
+    """Torch reads a folder of one's own whose metadata names a class of one's own."""
+    source, expected = of_odd_mlp
+    shutil.copytree(source, tmp_path / "checkpoint")
+    change_metadata(tmp_path / "checkpoint", lambda found: setattr(found, "version", Fraction(1)))
+    with pytest.raises(ValueError, match=r"names fractions\.Fraction.*dcp_to_torch_save\(folder, file\)"):
+        hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "model.pt")
+    assert_equal(torch.load(tmp_path / "model.pt")["model"], expected)
+
+
+def test_a_full_disk(of_odd_mlp: Any, tmp_path: Path) -> None:
+    shutil.copytree(of_odd_mlp[0], tmp_path / "checkpoint")
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        mock.patch.object(
+            Path, "open", lambda path, mode, real=Path.open: Full() if mode == "xb" else real(path, mode)
+        ),
+        pytest.raises(OSError, match=r"No space left on device; .* need [\d,]+ bytes in: '.*out'"),
+    ):
+        hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import inspect
 import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from documents import ROOT, table_rows, tables_of_guides
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
@@ -136,6 +138,38 @@ def ignored() -> None:
 
 
 # ---- DDP -----------------------------------------------------------------------------------------------------------
+
+
+@row("DDP", "`if rank == 0: torch.save(model.state_dict(), file)`")
+@row("DDP", "`model.load_state_dict(torch.load(file))`")
+def saved_by_the_first_rank() -> None:
+    full_state = StateDictOptions(full_state_dict=True)
+    name = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(name)
+    file = Path(name[0]) / "model.pt"
+    for apply in (shard, replicate):
+        state = get_model_state_dict(apply(build()), options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:
+            torch.save(state, file)
+        dist.barrier()
+        plain = build(seed=1)
+        plain.load_state_dict(torch.load(file))
+        before = apply(plain)  # loaded before sharding
+        after = apply(build(seed=2))
+        set_model_state_dict(after, torch.load(file), options=full_state)
+        for model in (before, after):
+            assert_like(model, build(), 0)
+            trains(model)
+        dist.barrier()
+
+
+@row("DDP", "`if rank == 0:` around an evaluation, or `generate`")
+def evaluated_on_every_rank() -> None:
+    for apply in (shard, replicate):
+        model = apply(build())
+        with torch.no_grad():
+            assert_same(model(own(0, whole=True)), build()(own(0, whole=True)), 1e-5, 1e-6, "outputs")
+        trains(model)
 
 
 @row("DDP", "`broadcast_buffers=True`, bit for bit")

@@ -194,6 +194,33 @@ def test_a_run_that_gets_sigterm_saves_and_continues_as_if_uninterrupted(
         assert stopped | resumed == pytest.approx(losses, abs=1e-4)
 
 
+@pytest.mark.parametrize("moment", ["last step", "sampling"])
+def test_sigterm_when_no_step_follows(moment: str, tmp_path: Path) -> None:
+    """All is saved: a rank ends at once, in place of waiting for a next step."""
+
+    def before(rank: int) -> None:
+        softmax = torch.nn.functional.softmax
+
+        def ends(*args: Any, **kwargs: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return softmax(*args, **kwargs)
+
+        if moment == "sampling":
+            torch.nn.functional.softmax = ends
+        else:
+            terminates_in({1: 2})(rank)
+
+    options, start = ("--tiny", "--steps", "2", "--save", str(tmp_path)), time.monotonic()
+    output = run_forked(
+        SCRIPT.name, 2, *options, before=before, killed_by=signal.SIGTERM if moment == "sampling" else None
+    )
+    assert time.monotonic() - start < 50
+    assert ("Stopped by SIGTERM after step 2" in output) == (moment == "last step")
+    assert [path.name for path in tmp_path.glob("step*")] == ["step-000002"]
+
+
 def test_killed_while_a_checkpoint_replaces_another(tmp_path: Path) -> None:
     """One of an earlier run, of the same step: there is a whole one at any moment."""
     losses, _ = train(tmp_path, IMPL, 2, "--steps", "3", "--save-every", "2")
@@ -203,7 +230,15 @@ def test_killed_while_a_checkpoint_replaces_another(tmp_path: Path) -> None:
         if rank == 0:
             kill_at(3, Path, "rename")  # after DCP's of its metadata, and that of the old one
 
-    train(tmp_path, IMPL, 2, "--steps", "2", run=partial(run_forked, before=before, is_killed=True), says="parameters")
+    train(
+        tmp_path,
+        IMPL,
+        2,
+        "--steps",
+        "2",
+        run=partial(run_forked, before=before, killed_by=signal.SIGKILL),
+        says="parameters",
+    )
     resumed, _ = train(tmp_path, IMPL, 2, "--steps", "3", "--resume", str(tmp_path))
     assert resumed == pytest.approx({3: losses[3]}, abs=1e-4)
 

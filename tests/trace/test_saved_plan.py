@@ -1,6 +1,7 @@
 """Tests plans in files: what `apply_plan` shards is what `Plan.apply` does, and wrong files are refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -89,10 +90,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
         saved, mesh = plan.to_dict(), init_device_mesh("cpu", (4,))
         (tmp_path / "list.json").write_text("[]")
         (tmp_path / "text.json").write_text("plan")
+        (tmp_path / "deep.json").write_text("[" * 100_000)
+        (tmp_path / "digits.json").write_text('{"format": %s}' % ("1" * 5000))
+        (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+        os.mkfifo(tmp_path / "fifo.json")
+        (tmp_path / "calls.json").write_text(json.dumps({**saved, "calls": ["text"]}))
         wrong: list[tuple[Any, Any, type[Exception], str]] = [
             (tmp_path / "none.json", mesh, FileNotFoundError, "none.json"),
             (tmp_path / "list.json", mesh, ValueError, "expected a plan, got a list"),
             (tmp_path / "text.json", mesh, ValueError, "expected a plan in JSON"),
+            *(
+                (
+                    tmp_path / f"{name}.json",
+                    mesh,
+                    ValueError,
+                    f"{name}.json: expected a plan in JSON, got something else",
+                )
+                for name in ("deep", "digits", "bytes")
+            ),
+            (tmp_path / "fifo.json", mesh, ValueError, "fifo.json: expected a file, got a folder or a device"),
+            (tmp_path, mesh, ValueError, "expected a file, got a folder or a device"),
+            (tmp_path / "calls.json", mesh, ValueError, "calls.json: expected what Plan.to_dict returns"),
+            ({**saved, "calls": [{"modules": []}]}, mesh, ValueError, "expected what Plan.to_dict returns"),
             ({**saved, "format": 9}, mesh, ValueError, "expected a plan of format 1, got 9"),
             ({"format": 1}, mesh, ValueError, "expected what Plan.to_dict returns"),
             ({**saved, "calls": [{"modules": ["blocks.9"]}]}, mesh, ValueError, "blocks.9: the plan shards it"),
@@ -120,7 +139,11 @@ def test_a_plan_in_yaml(tmp_path: Path) -> None:
         again, _ = planned(settings=[{}])
         fsdp2.apply_plan(again, tmp_path / "plan.yaml", mesh)
         assert fsdp2.describe(again) == fsdp2.describe(model)
-        for text, message in (("a: [1", "expected a plan in YAML"), ("- 1", "expected a plan, got a list")):
+        for text, message in (
+            ("a: [1", "expected a plan in YAML"),
+            ("[" * 9999, "expected a plan in YAML"),
+            ("- 1", "expected a plan, got a list"),
+        ):
             (tmp_path / "wrong.yml").write_text(text)
             with pytest.raises(ValueError, match=message):
                 fsdp2.apply_plan(planned(settings=[{}])[0], tmp_path / "wrong.yml", mesh)

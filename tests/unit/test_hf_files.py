@@ -1,9 +1,13 @@
 """Tests the parts of fsdp2.hf that need no ranks: headers, indices, boxes, views of tensors, tables of names."""
 
+import errno
+import fcntl
 import itertools
 import json
 import math
+import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from torch import Tensor
 
 from fsdp2 import hf
 from fsdp2.hf.files import DTYPES, Box, FileTensor, parse_size, plan_files, read_checkpoint, whole_box
-from fsdp2.hf.folders import NewFolder
+from fsdp2.hf.folders import _HOST, NewFolder
 from fsdp2.hf.progress import Progress
 from fsdp2.hf.views import Names, NameTable, as_view
 from safetensors_files import file_bytes
@@ -104,6 +108,14 @@ DAMAGED: list[tuple[bytes, str]] = [
     (header({"x": ENTRY, "y": ENTRY | {"data_offsets": [12, 20]}}, b"\0" * 20), "y: expected it at byte .* gap"),
     (header(b'{"x": %s, "x": %s}' % ((json.dumps(ENTRY).encode(),) * 2), b"\0" * 8), "x: expected each name once"),
     ((1 << 62).to_bytes(8, "little") + b"{}", "header of"),
+    (header({"x": ENTRY | {"dtype": ["F32"]}}), r"x: expected a dtype among .*\['F32'\]"),
+    (header({"x": ENTRY | {"dtype": None}}), "x: expected a dtype among .*None"),
+    (header(b'{"x": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 8]}}' % (b"9" * 5000)), "expected JSON"),
+    (header({"x": ENTRY | {"shape": [10**300] * 20}}), "x: expected dtype, shape"),
+    (header({"x": ENTRY | {"shape": [10**18] * 300}}), "x: expected dtype, shape"),
+    (header({"x": ENTRY | {"shape": [1] * 5000}}), "x: expected dtype, shape"),
+    (header({"x": ENTRY | {"shape": {}}}), "x: expected 4 bytes"),
+    (header(b'{"x":' * 100_000), "expected JSON"),
 ]
 
 
@@ -112,6 +124,20 @@ def test_damaged_files(data: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match=rf"model\.safetensors.*{expected}"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_files_that_are_no_files(make: Callable[[Path], object], tmp_path: Path) -> None:
+    """A FIFO is not opened: that waits for a writer for ever."""
+    for name in ("model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        make(folder / name)
+        with pytest.raises(ValueError, match=rf"{name}: expected a regular file, got a (FIFO|folder|device)"):
+            read_checkpoint(folder)
+    make(tmp_path / "single.safetensors")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"single\.safetensors.*found none"):
+        read_checkpoint(tmp_path / "single.safetensors")
 
 
 def two_files(folder: Path, **changes: Any) -> Path:
@@ -345,7 +371,9 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest
             (final / name).write_text("old")
         (final / "runs" / "log").write_text("old")
         (final / "latest").symlink_to("runs")
-        (tmp_path / f".{final.name}.saving-1").mkdir()
+        left = [f".{final.name}.saving-{_HOST}-1234-{n:08x}" for n in range(2)]
+        for name in left:
+            (tmp_path / name / "below").mkdir(parents=True)
         new = NewFolder(final)
         (new.path / "model.safetensors").write_text("new")
         (new.path / "config.json").write_text("new")
@@ -355,6 +383,66 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest
         assert (final / "runs" / "log").read_text() == "old"
         assert (final / "latest").is_symlink()
         assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_is_left_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine it goes; of another one after a day; what others have made stays, and what lies elsewhere."""
+    final = tmp_path / "out"
+    gone = [f".out.saving-{_HOST}-1-0123abcd", ".out.saving-other-1-0123abcd"]
+    others = [
+        *(".out.saving-users-own", f".out.saving-{_HOST}-1-0123abcd.bak", f".out2.saving-{_HOST}-1-0123abcd"),
+        *(".out.saving-young-host-1-0123abcd", ".out.previous-x-1-0123abcd"),
+    ]
+    for name in (*gone, *others):
+        (tmp_path / name).mkdir()
+        if "young" not in name:
+            os.utime(tmp_path / name, (0, 0))
+    NewFolder(final).publish("model")
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", *others])
+
+    def lacks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", lacks)  # then nobody knows that a folder is left
+    for name in gone:
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / gone[1], (0, 0))
+    new = NewFolder(final)
+    NewFolder(final).remove()
+    new.publish("model")
+    assert sorted(os.listdir(tmp_path)) == sorted(["out", gone[0], *others])
+
+
+def test_one_save_at_a_time(tmp_path: Path) -> None:
+    """Of one process, of another one; also by another path. A process that is killed keeps nobody out."""
+    final = tmp_path / "out"
+    for end in (NewFolder.remove, lambda new: new.publish("model")):
+        new = NewFolder(final)
+        for path in (final, tmp_path / "x" / ".." / "out"):
+            with pytest.raises(RuntimeError, match=rf"another save into .* \(host {_HOST}, process {os.getpid()}\)"):
+                NewFolder(path)
+        NewFolder(tmp_path / "other").remove()
+        end(new)
+    child = os.fork()
+    if child == 0:
+        NewFolder(final)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(os.listdir(tmp_path)) == 3
+    NewFolder(final).publish("model")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_child_process_keeps_no_lock(tmp_path: Path) -> None:
+    """One that was forked during a save, as workers of a DataLoader are, and that lives on."""
+    new = NewFolder(tmp_path / "out")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    new.publish("model")
+    NewFolder(tmp_path / "out").publish("model")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_folders_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
