@@ -2897,3 +2897,86 @@ def a_loss_on_torchs_unsharded_weights(side: Side) -> None:
     with weights as found:
         (loss_of(model(side.batch(0))) + found["head.weight"].square().mean()).backward()
     side.weights("untrained", model)
+
+
+# ---- steps that ranks do not take together
+
+
+class RaisingSGD(torch.optim.SGD):
+    """Runs out of memory in its step number `at`: before it writes anything, or midway, behind the first parameter."""
+
+    def __init__(self, params: Any, at: int, midway: bool = False) -> None:
+        super().__init__(params, lr=0.5)
+        self.at, self.midway, self.number = at, midway, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        if self.number == self.at:
+            if self.midway:
+                with torch.no_grad():
+                    first = self.param_groups[0]["params"][0]
+                    first.sub_(0.5 * first.grad)
+            raise torch.OutOfMemoryError("in the step")
+        super().step(closure)
+
+
+def train_on(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: bool = False) -> None:
+    """Trains for twelve steps, and goes on where memory runs out in a step, or repeats the step."""
+    for number in range(12):
+        loss_of(model(side.batch(number))).backward()
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            if repeats:
+                optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "a step of this optimizer has raised an error 0 times on rank 0 and 1 time on rank 1")
+def a_step_that_raises_on_one_rank(side: Side) -> None:
+    """Memory runs out in one rank's optimizer, and the program goes on"""
+    model = shard(side, Net())
+    train_on(side, model, RaisingSGD(model.parameters(), at=3 if side.rank == 1 else 0))
+
+
+@ends(LOUD, "a step of this optimizer has raised an error 0 times on rank 0 and 1 time on rank 1")
+def a_step_repeated_on_one_rank(side: Side) -> None:
+    """The same, midway, and the rank repeats the step"""
+    model = shard(side, Net())
+    optimizer = RaisingSGD(model.parameters(), at=3 if side.rank == 1 else 0, midway=True)
+    train_on(side, model, optimizer, repeats=True)
+
+
+@ends(LOUD, "a step of this optimizer has raised an error")
+def a_step_hook_that_raises_on_one_rank(side: Side) -> None:
+    """The same, by a hook of the user's before the step"""
+    model = shard(side, Net())
+    optimizer, numbers = sgd(model), iter(range(12))
+
+    def raise_once(*_: Any) -> None:
+        if next(numbers) == 2 and side.rank == 1:
+            raise torch.OutOfMemoryError("in a hook")
+
+    optimizer.register_step_pre_hook(raise_once)
+    train_on(side, model, optimizer)
+
+
+@ends(EXACT)
+def a_step_repeated_on_all_ranks(side: Side) -> None:
+    """Memory runs out in the optimizer of each rank, before it writes anything, and all repeat the step"""
+    model = shard(side, Net())
+    train_on(side, model, RaisingSGD(model.parameters(), at=3), repeats=True)
+
+
+@ends(LOUD, "zero_grad()")
+def zero_grad_left_out_on_one_rank(side: Side) -> None:
+    """One rank's gradients are not cleared behind a step"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(12):
+        loss_of(model(side.batch(step))).backward()
+        optimizer.step()
+        if step != 3 or side.rank == 0:
+            optimizer.zero_grad()
+    side.weights("trained", model)

@@ -43,7 +43,7 @@ from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
-from .step_history import OptimizersOnAccumulation, StepHistory, note_step
+from .step_history import OptimizersOnAccumulation, StepHistory, note_end_of_step, note_step
 from .structure import Structure
 from .unmanaged_parameters import UnmanagedParameters, note_plain
 from .unsharded_content import UnseenWrites
@@ -104,7 +104,8 @@ TABLE = (
     ),
     Row(
         "step history",
-        "ranks whose optimizers step more often than on others, or with other settings, or divide gradients by others",
+        "ranks whose optimizers step more often than on others, or with other settings, or raise in a step, or divide "
+        "gradients by others, or leave out `zero_grad`",
         _WHEN_DUE,
         "a checksum of an optimizer's settings in each step",
         StepHistory,
@@ -304,4 +305,5 @@ def install() -> None:
     """
     extend(plan=(_remember,), observers=CHECKS)
     optimizer_steps.before_step += [check_settings, note_step]
+    optimizer_steps.after_step.append(note_end_of_step)
     optimizer_steps.stepped_beside.append(note_plain)

@@ -37,6 +37,9 @@ before_step: list[Callable[[Optimizer, Groups, bool], None]] = []
 if it is a step in backward, on some of the parameters). They may raise, on all ranks alike.
 """
 
+after_step: list[Callable[[Optimizer, Groups], None]] = []
+"""Functions, of checks, that are called after each step on sharded parameters that has not raised."""
+
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
 """Functions, of checks, that are called once when an optimizer is about to step on plain parameters with gradients:
 (optimizer, the groups of sharded ones that it steps on, too, number of a parameter -> plain parameter).
@@ -228,6 +231,8 @@ def _follow(optimizer: Optimizer) -> None:
         params = _params_of(optimizer)
         increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
     groups = facts.alive()
+    for note in after_step if groups else ():
+        note(optimizer, groups)
     for group in groups:
         if group.phase is UNSHARDED and not group.num_running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values

@@ -103,6 +103,8 @@ class FSDPParam:
             self.gathered_shape = (mesh.size,)
         self.bounds = bounds_of(self.gathered_shape[self.dim], mesh.size, mesh.rank)
         self.unsharded = NOT_BUILT
+        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks, and resets it.
+        self.num_added = 0
         self.sharded = self.cut(original)
         # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
         self._attributes = vars(self.sharded)
@@ -334,6 +336,7 @@ class FSDPParam:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
+        self.num_added += 1
 
 
 def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:
