@@ -2980,3 +2980,66 @@ def zero_grad_left_out_on_one_rank(side: Side) -> None:
         if step != 3 or side.rank == 0:
             optimizer.zero_grad()
     side.weights("trained", model)
+
+
+# ---- gradients that ranks do not clip alike
+
+
+def clip_and_train(
+    side: Side, model: nn.Module, params: Any = None, max_norm: float = 0.1, norm_type: float = 2
+) -> None:
+    """Trains for six steps with gradients clipped by fsdp2's own function, or by torch's on the plain side."""
+    clip = fsdp2.clip_grad_norm_ if side.is_sharded else torch.nn.utils.clip_grad_norm_
+    optimizer = sgd(model)
+    for step in range(6):
+        loss_of(model(side.batch(step))).backward()
+        clip(list(model.parameters()) if params is None else params(), max_norm, norm_type)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "not on all ranks", only_ours=True)
+def some_parameters_clipped_on_a_rank(side: Side) -> None:
+    """One rank clips half of the parameters, another all"""
+    model = shard(side, Net())
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 + side.rank])
+
+
+@ends(LOUD, "max_norm=0.1, norm_type=2 on rank 0 and", only_ours=True)
+def clipped_to_another_norm_on_a_rank(side: Side) -> None:
+    """Ranks clip to different norms"""
+    clip_and_train(side, shard(side, Net()), max_norm=0.1 * (1 + side.rank))
+
+
+@ends(LOUD, "norm_type=1 on rank 1", only_ours=True)
+def clipped_by_a_norm_of_another_order_on_a_rank(side: Side) -> None:
+    """Ranks clip by norms of different orders"""
+    clip_and_train(side, shard(side, Net()), norm_type=2 - side.rank)
+
+
+@ends(LOUD, "head.weight", only_ours=True)
+def only_parameters_with_gradients_clipped(side: Side) -> None:
+    """Ranks list the parameters that have gradients, and one rank has dropped a gradient"""
+    model = shard(side, Net())
+
+    def listed() -> list[Tensor]:
+        if side.rank == 1:
+            model.head.weight.grad = None
+        return [p for p in model.parameters() if p.grad is not None]
+
+    clip_and_train(side, model, listed)
+
+
+@ends(LOUD, "on ranks 0, 1 and", only_ours=True, ranks=4)
+def other_parameters_clipped_in_a_replica(side: Side) -> None:
+    """HSDP, and the ranks of one replica clip half of the parameters"""
+    model = shard(side, Net(), **hsdp(side, 2))
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 + side.rank // 2])
+
+
+@ends(EXACT)
+def parameters_clipped_in_another_order_on_each_rank(side: Side) -> None:
+    """Ranks clip the same parameters, each in an order of its own (a set's, for example)"""
+    model = shard(side, Net())
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 - 2 * side.rank])

@@ -15,6 +15,7 @@ NAMES = (
     "starting weights",
     "buffers",
     "step history",
+    "clipping",
     "frozen parameters",
     "unmanaged parameters",
     "cast whole numbers",

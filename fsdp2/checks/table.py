@@ -22,6 +22,7 @@ from ..engine.events import Observer, extend
 from ..engine.owners import all_groups
 from ..engine.root import Root
 from .before_sharding import facts_of_call
+from .clipping import Clipping
 from .compared_buffers import Buffers
 from .due import (
     AtTimes,
@@ -109,6 +110,13 @@ TABLE = (
         _WHEN_DUE,
         "a checksum of an optimizer's settings in each step",
         StepHistory,
+    ),
+    Row(
+        "clipping",
+        "ranks that give `fsdp2.clip_grad_norm_` other parameters, another `max_norm` or `norm_type`",
+        _WHEN_DUE,
+        "an entry in a list in each call",
+        Clipping,
     ),
     Row(
         "frozen parameters",
