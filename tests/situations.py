@@ -3043,3 +3043,94 @@ def parameters_clipped_in_another_order_on_each_rank(side: Side) -> None:
     """Ranks clip the same parameters, each in an order of its own (a set's, for example)"""
     model = shard(side, Net())
     clip_and_train(side, model, lambda: list(model.parameters())[:: 1 - 2 * side.rank])
+
+
+# ---- gradients that are plain tensors
+
+
+class ScaledNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def hook_and_train(side: Side, model: ScaledNet) -> None:
+    """Hooks return whole gradients, and one of them its part; gradients are accumulated and clipped."""
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]).unsqueeze(1)
+    model.stem.weight.register_hook(lambda g: whole(g) * mask)
+    model.head.bias.register_hook(lambda g: whole(g).cumsum(0))
+    model.blocks[0].up.weight.register_hook(lambda g: local(g) * 2)
+    model.scale.register_hook(lambda g: whole(g) / 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        for number in range(2):
+            loss_of(model(side.batch(2 * step + number))).backward()
+        side.grads(f"step {step}", model)
+        (fsdp2 if side.is_sharded else nn.utils).clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT, only_ours=True)
+def hooks_that_return_plain_gradients(side: Side) -> None:
+    """Hooks of parameters return plain gradients (only new rows are trained, for example)"""
+    hook_and_train(side, shard(side, ScaledNet()))
+
+
+@ends(EXACT, only_ours=True, ranks=4)
+def hooks_that_return_plain_gradients_in_replicas(side: Side) -> None:
+    """The same, with HSDP and more ranks than rows"""
+    hook_and_train(side, shard(side, ScaledNet(), **hsdp(side, 2)))
+
+
+@ends(LOUD, "stem.weight: expected a hook of this parameter to return", only_ours=True)
+def a_hook_that_returns_some_rows(side: Side) -> None:
+    """A hook returns the gradient of some rows only"""
+    model = shard(side, Net())
+    if side.is_sharded:
+        model.stem.weight.register_hook(lambda g: whole(g)[:1])
+    train(side, model)
+
+
+@ends(LOUD, "The gradient of stem.weight is a plain tensor")
+def a_plain_gradient_assigned(side: Side) -> None:
+    """A plain gradient is assigned to `.grad` before the step"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    loss_of(model(side.batch(0))).backward()
+    model.stem.weight.grad = whole(model.stem.weight.grad).clone()
+    optimizer.step()
+    side.weights("trained", model)
+
+
+class FactoredSGD(torch.optim.Optimizer):
+    """Divides by a running mean of each row, which is a plain tensor (Adafactor of transformers)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            rows = self.state[param].setdefault("rows", torch.zeros(len(param)))
+            rows.mul_(0.9).add_(param.grad.square().flatten(1).mean(1) if param.dim() > 1 else param.grad.square())
+            param.sub_((param.grad.T / (1 + rows)).T * 0.1)
+
+
+@ends(LOUD, "This operation of FactoredSGD takes no DTensors", only_ours=True)
+def an_optimizer_with_plain_factors(side: Side) -> None:
+    """An optimizer of a library keeps plain factors of its states"""
+    model = shard(side, Net())
+    train(side, model, FactoredSGD(model.parameters()))

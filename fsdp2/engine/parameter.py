@@ -325,6 +325,28 @@ class FSDPParam:
         gradient = self.distribution.gathered_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
 
+    def adopt_gradient(self, returned: Any, device: torch.device) -> Any:
+        """Returns, distributed like the sharded parameter, the gradient that a hook has returned: of a plain tensor
+        with the parameter's shape this rank's rows; one with the shape of the shard is taken for the shard.
+
+        Raises:
+            TypeError: it is no gradient of the parameter.
+        """
+        if isinstance(returned, DTensor):
+            return returned
+        if isinstance(returned, Tensor) and returned.shape == self.shape:
+            local = self.copy_rows(self.gathered(returned), device)
+        elif isinstance(returned, Tensor) and returned.shape == self.local_shape:
+            local = returned.to(device)
+        else:
+            what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"{returned!r}"
+            raise TypeError(
+                f"{self.name}: expected a hook of this parameter to return None, a DTensor or the whole gradient, of "
+                f"shape {self.shape}, got {what}. Have it return the whole gradient, or distribute_tensor(whole, "
+                "p.device_mesh, p.placements)."
+            )
+        return compat.new_dtensor(self.tensor_class, local, self.gradient_spec)
+
     def add_to_gradient(self, accumulated: Any, gradient: Any) -> None:
         """Adds `gradient`, distributed like the sharded parameter, to its `.grad`, which is `accumulated`."""
         if not isinstance(accumulated, DTensor):

@@ -154,6 +154,11 @@ def _check(i: int, parameter: Any) -> None:
     grad = parameter.grad
     if grad is None:
         return
+    if isinstance(parameter, DTensor) and not isinstance(grad, DTensor):
+        raise TypeError(
+            f"parameters: expected DTensors as gradients of DTensors, got a plain tensor at index {i}, of shape "
+            f"{tuple(grad.shape)}. Assign distribute_tensor(gradient, p.device_mesh, p.placements) to its .grad."
+        )
     if not grad.is_floating_point():
         raise TypeError(f"parameters: expected gradients of floating dtypes, got {grad.dtype} at index {i}")
     local = grad.to_local() if isinstance(grad, DTensor) else grad  # an unsynchronized one raises
@@ -174,7 +179,7 @@ def _member(parameter: Tensor, known: dict[Any, tuple[Axis, ...]]) -> _Member:
     axes = _axes_of(parameter, known)
     if grad is None:
         return _Member(parameter, None, None, axes)
-    assert isinstance(grad, DTensor), "a DTensor's gradient is one, too"
+    assert isinstance(grad, DTensor), "_check has refused others"
     own = grad.to_local()
     # Partial sums can be scaled, but their norm is not that of the sum.
     counted = own if grad.placements == placements else grad.redistribute(mesh, placements).to_local()
