@@ -19,7 +19,12 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
@@ -3134,3 +3139,138 @@ def an_optimizer_with_plain_factors(side: Side) -> None:
     """An optimizer of a library keeps plain factors of its states"""
     model = shard(side, Net())
     train(side, model, FactoredSGD(model.parameters()))
+
+
+# ---- states of optimizers that are plain tensors, or belong to others
+
+
+class PlainStates(torch.optim.Optimizer):
+    """Keeps momenta of this rank's rows in plain tensors, or four numbers of whole gradients by which it divides."""
+
+    def __init__(self, params: Any, of_rows: bool) -> None:
+        super().__init__(params, {"lr": 0.3})
+        self.of_rows = of_rows
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            gradient, state = local(param.grad), self.state[param]
+            state["number"] = state.get("number", torch.zeros(1)) + 1
+            if self.of_rows:
+                kept = gradient = state.setdefault("kept", torch.zeros_like(gradient)).mul_(0.5).add_(gradient)
+            else:
+                full = whole(param.grad)
+                kept = state.setdefault("kept", torch.ones(4))
+                kept.add_(torch.stack([full.norm(), full.amax(), full.amin(), full.abs().mean()]))
+            local(param).sub_(gradient / (1 if self.of_rows else kept.norm()), alpha=0.3)
+        torch.autograd.graph.increment_version(self.param_groups[0]["params"])
+
+
+def save_and_train_on(side: Side, of_rows: bool, in_files: bool = False) -> None:
+    """Trains, saves states, spoils them, loads them, and trains on."""
+    model = shard(side, Net())
+    optimizer = PlainStates(model.parameters(), of_rows)
+    train(side, model, optimizer, name="before")
+    if in_files or not side.is_sharded:
+        states = copy.deepcopy(optimizer.state_dict())
+    else:
+        folder = [tempfile.mkdtemp() if side.rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(states, checkpoint_id=folder[0])
+    for state in optimizer.state.values():
+        state["kept"].fill_(7)
+    if in_files or not side.is_sharded:
+        optimizer.load_state_dict(states)
+    else:
+        states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(states, checkpoint_id=folder[0])
+        set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    train(side, model, optimizer)
+
+
+@ends(LOUD, "kept of stem.weight", only_ours=True)
+def states_of_own_rows_in_a_distributed_checkpoint(side: Side) -> None:
+    """An optimizer keeps states of each rank's rows in plain tensors, and a distributed checkpoint saves them"""
+    save_and_train_on(side, of_rows=True)
+
+
+@ends(EXACT, only_ours=True)
+def states_of_own_rows_in_a_file_of_each_rank(side: Side) -> None:
+    """The same, and each rank saves its own state dict"""
+    save_and_train_on(side, of_rows=True, in_files=True)
+
+
+@ends(EXACT, only_ours=True)
+def plain_states_that_ranks_have_in_common(side: Side) -> None:
+    """An optimizer keeps states of whole gradients in plain tensors, and a distributed checkpoint saves them"""
+    save_and_train_on(side, of_rows=False)
+
+
+def give_sharded_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Puts the model's parameters into the groups of an optimizer built before, as accelerate's prepare does."""
+    params = iter(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [next(params) for _ in group["params"]]
+
+
+def step_plainly(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Takes two steps on the whole batch, before fully_shard."""
+    for step in range(2):
+        loss_of(model(Side().batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ends(EXACT)
+def an_optimizer_that_has_stepped_before_sharding(side: Side) -> None:
+    """An optimizer has stepped, then the model is sharded, and the groups get the sharded parameters"""
+    model = Net()
+    params = [*model.parameters()]
+    optimizer = torch.optim.AdamW([{"params": params[:5]}, {"params": params[5:], "lr": 0.05}], lr=0.1)
+    step_plainly(side, model, optimizer)
+    del params
+    shard(side, model)
+    give_sharded_parameters(optimizer, model)
+    train(side, model, optimizer)
+
+
+@ends(EXACT)
+def an_optimizer_loaded_before_sharding(side: Side) -> None:
+    """The same, of an optimizer that has loaded a state dict"""
+    model = Net()
+    optimizer = sgd(model)
+    step_plainly(side, model, optimizer)
+    states, optimizer = optimizer.state_dict(), sgd(model)
+    optimizer.load_state_dict(states)
+    shard(side, model)
+    give_sharded_parameters(optimizer, model)
+    train(side, model, optimizer)
+
+
+@ends(LOUD, "would begin anew")
+def an_optimizer_of_another_copy_that_has_stepped(side: Side) -> None:
+    """The same, where the model that is sharded is another one, made on meta and loaded"""
+    model = Net()
+    optimizer = sgd(model)
+    step_plainly(side, model, optimizer)
+    weights, other = model.state_dict(), model
+    if side.is_sharded:
+        with torch.device("meta"):
+            other = shard(side, Net())
+        other.to_empty(device="cpu")
+        set_model_state_dict(other, weights, options=StateDictOptions(full_state_dict=True))
+        give_sharded_parameters(optimizer, other)
+    train(side, other, optimizer)
+
+
+@ends(EXACT)
+def states_of_a_group_that_was_removed(side: Side) -> None:
+    """An optimizer keeps the states of a plain parameter that it steps no more, of the shape of a sharded one"""
+    model, loss_scale = shard(side, Net()), nn.Parameter(torch.ones(5))
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [loss_scale]})
+    loss_scale.grad = torch.ones(5)
+    optimizer.step()
+    del optimizer.param_groups[1]
+    train(side, model, optimizer)

@@ -26,7 +26,7 @@ from ..engine.root import Root
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
-from .optimizer_states import cut_loaded_states
+from .optimizer_states import adopt_states, cut_loaded_states, follow_state_dicts
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
 
@@ -158,7 +158,8 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 def _inspect(optimizer: Optimizer) -> _Inspected:
     """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
-    that have gradients, for each rank steps on these by itself; if it has loaded states, it cuts full ones.
+    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded, or are of before
+    fully_shard.
     """
     counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
     if facts is None:
@@ -175,7 +176,9 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
             for report in stepped_beside:
                 report(optimizer, groups, plain)
         if groups and is_on("optimizer-steps"):
+            adopt_states(optimizer)
             cut_loaded_states(optimizer)
+            follow_state_dicts(optimizer)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
     return facts
 
