@@ -20,7 +20,12 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
@@ -3378,3 +3383,375 @@ def a_loss_on_torchs_unsharded_weights(side: Side) -> None:
     with weights as found:
         (loss_of(model(side.batch(0))) + found["head.weight"].square().mean()).backward()
     side.weights("untrained", model)
+
+
+# ---- steps that ranks do not take together
+
+
+class RaisingSGD(torch.optim.SGD):
+    """Runs out of memory in its step number `at`: before it writes anything, or midway, behind the first parameter."""
+
+    def __init__(self, params: Any, at: int, midway: bool = False) -> None:
+        super().__init__(params, lr=0.5)
+        self.at, self.midway, self.number = at, midway, 0
+
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        if self.number == self.at:
+            if self.midway:
+                with torch.no_grad():
+                    first = self.param_groups[0]["params"][0]
+                    first.sub_(0.5 * first.grad)
+            raise torch.OutOfMemoryError("in the step")
+        super().step(closure)
+
+
+def train_on(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: bool = False) -> None:
+    """Trains for twelve steps, and goes on where memory runs out in a step, or repeats the step."""
+    for number in range(12):
+        loss_of(model(side.batch(number))).backward()
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            if repeats:
+                optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "a step of this optimizer has raised an error 0 times on rank 0 and 1 time on rank 1")
+def a_step_that_raises_on_one_rank(side: Side) -> None:
+    """Memory runs out in one rank's optimizer, and the program goes on"""
+    model = shard(side, Net())
+    train_on(side, model, RaisingSGD(model.parameters(), at=3 if side.rank == 1 else 0))
+
+
+@ends(LOUD, "a step of this optimizer has raised an error 0 times on rank 0 and 1 time on rank 1")
+def a_step_repeated_on_one_rank(side: Side) -> None:
+    """The same, midway, and the rank repeats the step"""
+    model = shard(side, Net())
+    optimizer = RaisingSGD(model.parameters(), at=3 if side.rank == 1 else 0, midway=True)
+    train_on(side, model, optimizer, repeats=True)
+
+
+@ends(LOUD, "a step of this optimizer has raised an error")
+def a_step_hook_that_raises_on_one_rank(side: Side) -> None:
+    """The same, by a hook of the user's before the step"""
+    model = shard(side, Net())
+    optimizer, numbers = sgd(model), iter(range(12))
+
+    def raise_once(*_: Any) -> None:
+        if next(numbers) == 2 and side.rank == 1:
+            raise torch.OutOfMemoryError("in a hook")
+
+    optimizer.register_step_pre_hook(raise_once)
+    train_on(side, model, optimizer)
+
+
+@ends(EXACT)
+def a_step_repeated_on_all_ranks(side: Side) -> None:
+    """Memory runs out in the optimizer of each rank, before it writes anything, and all repeat the step"""
+    model = shard(side, Net())
+    train_on(side, model, RaisingSGD(model.parameters(), at=3), repeats=True)
+
+
+@ends(LOUD, "zero_grad()")
+def zero_grad_left_out_on_one_rank(side: Side) -> None:
+    """One rank's gradients are not cleared behind a step"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    for step in range(12):
+        loss_of(model(side.batch(step))).backward()
+        optimizer.step()
+        if step != 3 or side.rank == 0:
+            optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+# ---- gradients that ranks do not clip alike
+
+
+def clip_and_train(
+    side: Side, model: nn.Module, params: Any = None, max_norm: float = 0.1, norm_type: float = 2
+) -> None:
+    """Trains for six steps with gradients clipped by fsdp2's own function, or by torch's on the plain side."""
+    clip = fsdp2.clip_grad_norm_ if side.is_sharded else torch.nn.utils.clip_grad_norm_
+    optimizer = sgd(model)
+    for step in range(6):
+        loss_of(model(side.batch(step))).backward()
+        clip(list(model.parameters()) if params is None else params(), max_norm, norm_type)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(LOUD, "not on all ranks", only_ours=True)
+def some_parameters_clipped_on_a_rank(side: Side) -> None:
+    """One rank clips half of the parameters, another all"""
+    model = shard(side, Net())
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 + side.rank])
+
+
+@ends(LOUD, "max_norm=0.1, norm_type=2 on rank 0 and", only_ours=True)
+def clipped_to_another_norm_on_a_rank(side: Side) -> None:
+    """Ranks clip to different norms"""
+    clip_and_train(side, shard(side, Net()), max_norm=0.1 * (1 + side.rank))
+
+
+@ends(LOUD, "norm_type=1 on rank 1", only_ours=True)
+def clipped_by_a_norm_of_another_order_on_a_rank(side: Side) -> None:
+    """Ranks clip by norms of different orders"""
+    clip_and_train(side, shard(side, Net()), norm_type=2 - side.rank)
+
+
+@ends(LOUD, "head.weight", only_ours=True)
+def only_parameters_with_gradients_clipped(side: Side) -> None:
+    """Ranks list the parameters that have gradients, and one rank has dropped a gradient"""
+    model = shard(side, Net())
+
+    def listed() -> list[Tensor]:
+        if side.rank == 1:
+            model.head.weight.grad = None
+        return [p for p in model.parameters() if p.grad is not None]
+
+    clip_and_train(side, model, listed)
+
+
+@ends(LOUD, "on ranks 0, 1 and", only_ours=True, ranks=4)
+def other_parameters_clipped_in_a_replica(side: Side) -> None:
+    """HSDP, and the ranks of one replica clip half of the parameters"""
+    model = shard(side, Net(), **hsdp(side, 2))
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 + side.rank // 2])
+
+
+@ends(EXACT)
+def parameters_clipped_in_another_order_on_each_rank(side: Side) -> None:
+    """Ranks clip the same parameters, each in an order of its own (a set's, for example)"""
+    model = shard(side, Net())
+    clip_and_train(side, model, lambda: list(model.parameters())[:: 1 - 2 * side.rank])
+
+
+# ---- gradients that are plain tensors
+
+
+class ScaledNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def hook_and_train(side: Side, model: ScaledNet) -> None:
+    """Hooks return whole gradients, and one of them its part; gradients are accumulated and clipped."""
+    mask = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]).unsqueeze(1)
+    model.stem.weight.register_hook(lambda g: whole(g) * mask)
+    model.head.bias.register_hook(lambda g: whole(g).cumsum(0))
+    model.blocks[0].up.weight.register_hook(lambda g: local(g) * 2)
+    model.scale.register_hook(lambda g: whole(g) / 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        for number in range(2):
+            loss_of(model(side.batch(2 * step + number))).backward()
+        side.grads(f"step {step}", model)
+        (fsdp2 if side.is_sharded else nn.utils).clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    side.weights("trained", model)
+
+
+@ends(EXACT, only_ours=True)
+def hooks_that_return_plain_gradients(side: Side) -> None:
+    """Hooks of parameters return plain gradients (only new rows are trained, for example)"""
+    hook_and_train(side, shard(side, ScaledNet()))
+
+
+@ends(EXACT, only_ours=True, ranks=4)
+def hooks_that_return_plain_gradients_in_replicas(side: Side) -> None:
+    """The same, with HSDP and more ranks than rows"""
+    hook_and_train(side, shard(side, ScaledNet(), **hsdp(side, 2)))
+
+
+@ends(LOUD, "stem.weight: expected a hook of this parameter to return", only_ours=True)
+def a_hook_that_returns_some_rows(side: Side) -> None:
+    """A hook returns the gradient of some rows only"""
+    model = shard(side, Net())
+    if side.is_sharded:
+        model.stem.weight.register_hook(lambda g: whole(g)[:1])
+    train(side, model)
+
+
+@ends(LOUD, "The gradient of stem.weight is a plain tensor")
+def a_plain_gradient_assigned(side: Side) -> None:
+    """A plain gradient is assigned to `.grad` before the step"""
+    model = shard(side, Net())
+    optimizer = sgd(model)
+    loss_of(model(side.batch(0))).backward()
+    model.stem.weight.grad = whole(model.stem.weight.grad).clone()
+    optimizer.step()
+    side.weights("trained", model)
+
+
+class FactoredSGD(torch.optim.Optimizer):
+    """Divides by a running mean of each row, which is a plain tensor (Adafactor of transformers)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            rows = self.state[param].setdefault("rows", torch.zeros(len(param)))
+            rows.mul_(0.9).add_(param.grad.square().flatten(1).mean(1) if param.dim() > 1 else param.grad.square())
+            param.sub_((param.grad.T / (1 + rows)).T * 0.1)
+
+
+@ends(LOUD, "This operation of FactoredSGD takes no DTensors", only_ours=True)
+def an_optimizer_with_plain_factors(side: Side) -> None:
+    """An optimizer of a library keeps plain factors of its states"""
+    model = shard(side, Net())
+    train(side, model, FactoredSGD(model.parameters()))
+
+
+# ---- states of optimizers that are plain tensors, or belong to others
+
+
+class PlainStates(torch.optim.Optimizer):
+    """Keeps momenta of this rank's rows in plain tensors, or four numbers of whole gradients by which it divides."""
+
+    def __init__(self, params: Any, of_rows: bool) -> None:
+        super().__init__(params, {"lr": 0.3})
+        self.of_rows = of_rows
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            gradient, state = local(param.grad), self.state[param]
+            state["number"] = state.get("number", torch.zeros(1)) + 1
+            if self.of_rows:
+                kept = gradient = state.setdefault("kept", torch.zeros_like(gradient)).mul_(0.5).add_(gradient)
+            else:
+                full = whole(param.grad)
+                kept = state.setdefault("kept", torch.ones(4))
+                kept.add_(torch.stack([full.norm(), full.amax(), full.amin(), full.abs().mean()]))
+            local(param).sub_(gradient / (1 if self.of_rows else kept.norm()), alpha=0.3)
+        torch.autograd.graph.increment_version(self.param_groups[0]["params"])
+
+
+def save_and_train_on(side: Side, of_rows: bool, in_files: bool = False) -> None:
+    """Trains, saves states, spoils them, loads them, and trains on."""
+    model = shard(side, Net())
+    optimizer = PlainStates(model.parameters(), of_rows)
+    train(side, model, optimizer, name="before")
+    if in_files or not side.is_sharded:
+        states = copy.deepcopy(optimizer.state_dict())
+    else:
+        folder = [tempfile.mkdtemp() if side.rank == 0 else None]
+        dist.broadcast_object_list(folder)
+        states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(states, checkpoint_id=folder[0])
+    for state in optimizer.state.values():
+        state["kept"].fill_(7)
+    if in_files or not side.is_sharded:
+        optimizer.load_state_dict(states)
+    else:
+        states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(states, checkpoint_id=folder[0])
+        set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    train(side, model, optimizer)
+
+
+@ends(LOUD, "kept of stem.weight", only_ours=True)
+def states_of_own_rows_in_a_distributed_checkpoint(side: Side) -> None:
+    """An optimizer keeps states of each rank's rows in plain tensors, and a distributed checkpoint saves them"""
+    save_and_train_on(side, of_rows=True)
+
+
+@ends(EXACT, only_ours=True)
+def states_of_own_rows_in_a_file_of_each_rank(side: Side) -> None:
+    """The same, and each rank saves its own state dict"""
+    save_and_train_on(side, of_rows=True, in_files=True)
+
+
+@ends(EXACT, only_ours=True)
+def plain_states_that_ranks_have_in_common(side: Side) -> None:
+    """An optimizer keeps states of whole gradients in plain tensors, and a distributed checkpoint saves them"""
+    save_and_train_on(side, of_rows=False)
+
+
+def give_sharded_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Puts the model's parameters into the groups of an optimizer built before, as accelerate's prepare does."""
+    params = iter(model.parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [next(params) for _ in group["params"]]
+
+
+def step_plainly(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Takes two steps on the whole batch, before fully_shard."""
+    for step in range(2):
+        loss_of(model(Side().batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ends(EXACT)
+def an_optimizer_that_has_stepped_before_sharding(side: Side) -> None:
+    """An optimizer has stepped, then the model is sharded, and the groups get the sharded parameters"""
+    model = Net()
+    params = [*model.parameters()]
+    optimizer = torch.optim.AdamW([{"params": params[:5]}, {"params": params[5:], "lr": 0.05}], lr=0.1)
+    step_plainly(side, model, optimizer)
+    del params
+    shard(side, model)
+    give_sharded_parameters(optimizer, model)
+    train(side, model, optimizer)
+
+
+@ends(EXACT)
+def an_optimizer_loaded_before_sharding(side: Side) -> None:
+    """The same, of an optimizer that has loaded a state dict"""
+    model = Net()
+    optimizer = sgd(model)
+    step_plainly(side, model, optimizer)
+    states, optimizer = optimizer.state_dict(), sgd(model)
+    optimizer.load_state_dict(states)
+    shard(side, model)
+    give_sharded_parameters(optimizer, model)
+    train(side, model, optimizer)
+
+
+@ends(LOUD, "would begin anew")
+def an_optimizer_of_another_copy_that_has_stepped(side: Side) -> None:
+    """The same, where the model that is sharded is another one, made on meta and loaded"""
+    model = Net()
+    optimizer = sgd(model)
+    step_plainly(side, model, optimizer)
+    weights, other = model.state_dict(), model
+    if side.is_sharded:
+        with torch.device("meta"):
+            other = shard(side, Net())
+        other.to_empty(device="cpu")
+        set_model_state_dict(other, weights, options=StateDictOptions(full_state_dict=True))
+        give_sharded_parameters(optimizer, other)
+    train(side, other, optimizer)
+
+
+@ends(EXACT)
+def states_of_a_group_that_was_removed(side: Side) -> None:
+    """An optimizer keeps the states of a plain parameter that it steps no more, of the shape of a sharded one"""
+    model, loss_scale = shard(side, Net()), nn.Parameter(torch.ones(5))
+    optimizer = sgd(model)
+    optimizer.add_param_group({"params": [loss_scale]})
+    loss_scale.grad = torch.ones(5)
+    optimizer.step()
+    del optimizer.param_groups[1]
+    train(side, model, optimizer)

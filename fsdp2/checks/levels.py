@@ -16,6 +16,7 @@ NAMES = (
     "buffers",
     "equal inputs",
     "step history",
+    "clipping",
     "frozen parameters",
     "unmanaged parameters",
     "cast whole numbers",

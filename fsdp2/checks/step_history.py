@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from operator import is_
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.compare_ranks import ComparedNumbers, Comparison
+from ..dtensor.compat import may_be_empty
+from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ranks
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import sharded_owner, some_of
@@ -36,7 +37,9 @@ _MOST_STEPS = 4096
 class _Followed:
     """Follows one optimizer: its options in the last step, as bytes, and its steps since ranks last compared them.
 
-    `name`: its class and its sharded parameters. `steps`: for each step, how many backward passes had ended since then.
+    `name`: its class and its sharded parameters. `steps`: for each step that has begun, how many backward passes had
+    ended since then. `num_raised`: how many of these have not ended. `state`: the identity of the dict of its states,
+    which `load_state_dict` replaces.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -44,17 +47,21 @@ class _Followed:
         self.options: list[Any] = []
         self.encoded = b""
         self.steps: list[int] = []
+        self.num_raised, self.state = 0, _identity_of_state(optimizer)
 
 
 class _Told(NamedTuple):
     """Holds what a rank tells of one optimizer: its steps, see _Followed, and its settings."""
 
     steps: list[int]
+    num_raised: int
     settings: list[list[tuple[str, Any]]]
 
 
 class StepHistory(RankCheck):
-    """Compares the steps that ranks have taken since they last compared them, and what gradients are divided by."""
+    """Compares the steps that ranks have taken since they last compared them, what gradients are divided by, and
+    how often gradients were added to earlier ones.
+    """
 
     def __init__(self) -> None:
         self.count = self.settings = 0
@@ -64,11 +71,14 @@ class StepHistory(RankCheck):
 
     def note(self, optimizer: Optimizer, num_backwards: int) -> None:
         """Notes that `optimizer` is about to step, after so many backward passes."""
-        self.count += 1
         followed = self._followed.get(id(optimizer))
         if followed is None or followed.optimizer() is not optimizer:
             followed = self._followed[id(optimizer)] = _Followed(optimizer)
+        elif followed.state != (state := _identity_of_state(optimizer)):
+            followed.state = state
+            self._forget()  # what was before all ranks have loaded a checkpoint
         options = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+        self.count += 1
         encoded = followed.encoded
         if len(options) != len(followed.options) or not all(map(is_, options, followed.options)):
             encoded = f"{followed.name}{_settings_of(optimizer)!r}".encode()
@@ -77,22 +87,35 @@ class StepHistory(RankCheck):
         self.settings = zlib.crc32(encoded, self.settings)
         if len(followed.steps) < _MOST_STEPS:
             followed.steps.append(num_backwards - self._compared)
+        followed.num_raised += 1
+
+    def note_end(self, optimizer: Optimizer) -> None:
+        """Notes that the step of `optimizer` has not raised."""
+        followed = self._followed.get(id(optimizer))
+        if followed is not None and followed.num_raised:
+            followed.num_raised -= 1
 
     def out_of_step(self, root: Root) -> None:
         self._take(root)
+        _take_added(root)
+
+    def _forget(self) -> None:
+        self.count = self.settings = 0
+        for each in self._followed.values():
+            each.steps, each.num_raised = [], 0
 
     def _take(self, root: Root) -> tuple[int, dict[str, _Told]]:
         """Begins anew. Returns when ranks last compared steps, and what this rank has to tell of each optimizer."""
         told: dict[str, _Told] = {}
         for key, each in [*self._followed.items()]:
             optimizer = each.optimizer()
-            before = told[each.name].steps if each.name in told else []
-            told[each.name] = _Told(before + each.steps, [] if optimizer is None else _settings_of(optimizer))
-            each.steps = []
+            steps, num_raised, _ = told.get(each.name, ([], 0, []))
+            settings = [] if optimizer is None else _settings_of(optimizer)
+            told[each.name] = _Told(steps + each.steps, num_raised + each.num_raised, settings)
             if optimizer is None:
                 del self._followed[key]
         since, self._compared = self._compared, root.num_backwards
-        self.count = self.settings = 0
+        self._forget()
         return since, told
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
@@ -101,11 +124,13 @@ class StepHistory(RankCheck):
             return
         root = comparison.root
         divisors = [group.settings.divide_factor for group in root.groups]
-        numbers = (zlib.crc32(repr(divisors).encode()), self.count, self.settings)
+        added = _take_added(root)
+        raised = sum([each.num_raised for each in self._followed.values()])
+        numbers = (zlib.crc32(repr(divisors).encode()), sum(added.values()), self.count, raised, self.settings)
         since, told = self._take(root)
 
         def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            (least, most), *of_steps = bounds
+            (least, most), of_gradients, *of_steps = bounds
             if least != most:
                 raise RuntimeError(
                     f"{root.state}: gradients are divided by other numbers on some rank than on others. Call "
@@ -113,6 +138,8 @@ class StepHistory(RankCheck):
                 )
             if any(low != high for low, high in of_steps):
                 raise RuntimeError(_difference(gather_by_rank(told, mesh.axis_groups, mesh.device), since))
+            if of_gradients[0] != of_gradients[1]:
+                raise RuntimeError(_added_apart(gather_by_rank(added, mesh.axis_groups, mesh.device)))
 
         yield mesh, ComparedNumbers("optimizer steps", numbers, judge)
 
@@ -126,6 +153,40 @@ def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backwar
     history = root.events.of(StepHistory)
     if history is not None and not in_backward:
         history.note(optimizer, root.num_backwards)
+
+
+def note_end_of_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup]) -> None:
+    """Notes that a step on parameters of `groups` has ended without an error: only such a step counts as done."""
+    history = groups[0].root.events.of(StepHistory)
+    if history is not None:
+        history.note_end(optimizer)
+
+
+def _identity_of_state(optimizer: Optimizer) -> int:
+    return id(vars(optimizer).get("state"))
+
+
+def _take_added(root: Root) -> dict[str, int]:
+    """Returns how often gradients of a parameter were added to earlier ones since this was called last, by the name of
+    the parameter; of those of which each rank has rows, in groups that all ranks use.
+    """
+    params = [param for group in groups_of_all_ranks(root) for param in group.params if param.num_added]
+    added = {param.name: param.num_added for param in params if not may_be_empty(cast(DTensor, param.sharded))}
+    for param in params:
+        param.num_added = 0
+    return added if root.steps is None else {}  # steps in backward clear gradients, perhaps in another thread
+
+
+def _added_apart(of_ranks: Mapping[int, Mapping[str, int]]) -> str:
+    """Returns what differs between ranks. `of_ranks`: rank -> what `_take_added` has returned."""
+    names = dict.fromkeys(name for added in of_ranks.values() for name in added)
+    counts = {name: {rank: added.get(name, 0) for rank, added in of_ranks.items()} for name in names}
+    apart = [name for name, each in counts.items() if len({*each.values()}) > 1]
+    return (
+        f"{some_of(apart)}: since ranks last compared, a backward has added its gradient to that of an earlier one "
+        f"{_by_count(counts[apart[0]])}, so each rank's part is of another model now. Call zero_grad() on all ranks, "
+        "at the same place of each step, and load a checkpoint of before."
+    )
 
 
 def _name_of(optimizer: Optimizer) -> str:
@@ -159,6 +220,14 @@ def _difference(of_ranks: Mapping[int, Mapping[str, _Told]], since: int) -> str:
     """
     apart = "so each rank's part is of another model now. Have all ranks"
     for name in dict.fromkeys(name for told in of_ranks.values() for name in told):
+        raised = {rank: told[name].num_raised if name in told else 0 for rank, told in of_ranks.items()}
+        if len({*raised.values()}) > 1:
+            return (
+                f"{name}: a step of this optimizer has raised an error {_by_count(raised)}, since ranks compared steps "
+                f"after backward pass {since} of the model. The other ranks have stepped, and a step that raises may "
+                f"have changed some parameters, {apart} stop when one of them raises there, and load a checkpoint of "
+                "before."
+            )
         steps = {rank: Counter(told[name].steps if name in told else ()) for rank, told in of_ranks.items()}
         times = sorted({number for each in steps.values() for number in each})
         first = next((number for number in times if len({each[number] for each in steps.values()}) > 1), None)

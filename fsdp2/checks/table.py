@@ -22,6 +22,7 @@ from ..engine.events import Observer, extend
 from ..engine.owners import all_groups
 from ..engine.root import Root
 from .before_sharding import facts_of_call
+from .clipping import Clipping
 from .compared_buffers import Buffers
 from .due import (
     AtTimes,
@@ -44,7 +45,7 @@ from .levels import LEVELS, NAMES, change_levels, is_on, level_of
 from .original_parameters import OriginalParameters
 from .partial_settings import PartialSettings, check_settings
 from .rounding import RoundedInputs
-from .step_history import OptimizersOnAccumulation, StepHistory, note_step
+from .step_history import OptimizersOnAccumulation, StepHistory, note_end_of_step, note_step
 from .structure import Structure
 from .unmanaged_parameters import UnmanagedParameters, note_plain
 from .unsharded_content import UnseenWrites
@@ -113,10 +114,18 @@ TABLE = (
     ),
     Row(
         "step history",
-        "ranks whose optimizers step more often than on others, or with other settings, or divide gradients by others",
+        "ranks whose optimizers step more often than on others, or with other settings, or raise in a step, or divide "
+        "gradients by others, or leave out `zero_grad`",
         _WHEN_DUE,
         "a checksum of an optimizer's settings in each step",
         StepHistory,
+    ),
+    Row(
+        "clipping",
+        "ranks that give `fsdp2.clip_grad_norm_` other parameters, another `max_norm` or `norm_type`",
+        _WHEN_DUE,
+        "an entry in a list in each call",
+        Clipping,
     ),
     Row(
         "frozen parameters",
@@ -313,4 +322,5 @@ def install() -> None:
     """
     extend(plan=(_remember,), observers=CHECKS)
     optimizer_steps.before_step += [check_settings, note_step]
+    optimizer_steps.after_step.append(note_end_of_step)
     optimizer_steps.stepped_beside.append(note_plain)

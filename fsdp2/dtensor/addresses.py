@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of
 from ..engine.owners import sharded_in
-from .refusals import NO_DTENSORS, describe
+from .refusals import describe
 from .sharded_dtensor import replace_attribute
-from .wrapped_after import advice_about_caller
+from .wrapped_after import advice_about_caller, advice_about_optimizer
 
 # Methods that give memory to other libraries.
 _METHODS = ("tolist", "numpy", "__dlpack__", "__dlpack_device__")
@@ -104,13 +103,9 @@ def _refusing(name: str, _: Any) -> Callable[..., Any]:
 
 
 def _error(what: str, name: str) -> RuntimeError:
-    optimizer = optimizer_that_calls()
-    if optimizer is not None:  # of a library, whose kernels take addresses
-        kind = type(optimizer).__name__
-        return RuntimeError(f"{name}: {what} was asked of a DTensor. {NO_DTENSORS.format(kind)}")
-    about_caller = advice_about_caller()
-    if about_caller is not None:
-        return RuntimeError(f"{name}: {what} was asked of a DTensor. {about_caller}")
+    advice = advice_about_optimizer() or advice_about_caller()  # optimizers of a library, whose kernels take addresses
+    if advice is not None:
+        return RuntimeError(f"{name}: {what} was asked of a DTensor. {advice}")
     return RuntimeError(
         f"{name}: {what} was asked of a DTensor, of which this rank holds only a shard. Call full_tensor() first, on "
         "every rank. To save a model, call fsdp2.hf.save_model(model, folder), or fsdp2.hf.save_adapter, on every "

@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..engine import compat
 from ..engine import torch_names as ext_compat
+from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of, new_dtensor
 from ..engine.events import extensions
 from ..engine.once import once
-from .wrapped_after import advice_about_caller
+from .wrapped_after import advice_about_caller, advice_about_optimizer
 
 # True if torch calls `__torch_dispatch__` of a subclass of DTensor for an operation on it only where it has been told.
 _HAS_DISPATCH_RULES = torch.__version__ < "2.13"
@@ -285,10 +286,12 @@ def refuse_plain_target(op: Any, target: Any) -> None:
     """
     if not isinstance(target, DTensor):
         name = name_of(op)
-        advice = advice_about_caller() or (
-            "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
+        advice = (
+            advice_about_caller()
+            or advice_about_optimizer()
+            or "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
         )
-        if name == "copy_":  # load_state_dict copies each tensor, and shows this once for each
+        if name == "copy_" and optimizer_that_calls() is None:  # load_state_dict shows this once for each tensor
             advice = (
                 "Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a "
                 "plain one, get it by torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "

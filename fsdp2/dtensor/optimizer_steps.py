@@ -26,7 +26,7 @@ from ..engine.root import Root
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
-from .optimizer_states import cut_loaded_states
+from .optimizer_states import adopt_states, cut_loaded_states, follow_state_dicts
 from .sharded_dtensor import ShardedDTensor
 from .switches import is_on
 
@@ -36,6 +36,9 @@ before_step: list[Callable[[Optimizer, Groups, bool], None]] = []
 """Functions, of checks, that are called before each step on sharded parameters: (optimizer, the groups of these, True
 if it is a step in backward, on some of the parameters). They may raise, on all ranks alike.
 """
+
+after_step: list[Callable[[Optimizer, Groups], None]] = []
+"""Functions, of checks, that are called after each step on sharded parameters that has not raised."""
 
 stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] = []
 """Functions, of checks, that are called once when an optimizer is about to step on plain parameters with gradients:
@@ -153,7 +156,8 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 def _inspect(optimizer: Optimizer) -> _Inspected:
     """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
-    that have gradients, for each rank steps on these by itself; if it has loaded states, it cuts full ones.
+    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded, or are of before
+    fully_shard.
     """
     counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
     if facts is None:
@@ -170,7 +174,9 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
             for report in stepped_beside:
                 report(optimizer, groups, plain)
         if groups and is_on("optimizer-steps"):
+            adopt_states(optimizer)
             cut_loaded_states(optimizer)
+            follow_state_dicts(optimizer)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
     return facts
 
@@ -226,6 +232,8 @@ def _follow(optimizer: Optimizer) -> None:
         params = _params_of(optimizer)
         increment_version([param for param in params if isinstance(param, ShardedDTensor) and param.grad is not None])
     groups = facts.alive()
+    for note in after_step if groups else ():
+        note(optimizer, groups)
     for group in groups:
         if group.phase is UNSHARDED and not group.num_running and group.root.backward is None:
             group.unshard_again()  # after a call of unshard(): its parameters get the new values

@@ -22,7 +22,7 @@ from ..engine.replacements import REPLACE_BEFORE
 from .compat import name_of, spec_of
 from .crossings import owner_of
 from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
-from .wrapped_after import advice_about_caller
+from .wrapped_after import advice_about_caller, advice_about_optimizer
 
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
@@ -31,11 +31,6 @@ _COLLECTIVES = (
     *("alltoall_", "alltoall_base_", "recv_any_source_"),
 )
 _UNKNOWN = "a DTensor"
-NO_DTENSORS = (
-    "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
-    "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
-    "rank's shards, as examples/guides/qlora.md shows."
-)
 # Texts in torch's errors about an operation for which DTensor has no rule, or none that fits.
 _LACKS = ("sharding strategy registered", "Sharding propagation failed")
 # Texts in torch's errors about operands of different dtypes.
@@ -131,9 +126,9 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
         return about_caller
     if owned is not None and has_left(owned.param, owned.group):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
-    optimizer = optimizer_that_calls()
-    if optimizer is not None:
-        return NO_DTENSORS.format(type(optimizer).__name__)
+    about_optimizer = advice_about_optimizer()
+    if about_optimizer is not None:
+        return about_optimizer
     if owned is None:  # a gradient
         return f"On every rank, call full_tensor() on it; {constant}"
     if name.endswith("_"):
@@ -142,12 +137,12 @@ def _advise(name: str, operands: Sequence[Any]) -> str:
 
 
 def _explain_lack(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name, operand, optimizer = name_of(op), describe(tensors_in(args, kwargs)), optimizer_that_calls()
-    advice = advice_about_caller() or (
-        "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
+    name, operand = name_of(op), describe(tensors_in(args, kwargs))
+    advice = (
+        advice_about_optimizer()
+        or advice_about_caller()
+        or "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
     )
-    if optimizer is not None:
-        advice = NO_DTENSORS.format(type(optimizer).__name__)
     error.args = (
         f"{operand}: DTensor can't do {name} on it, of which each rank holds a shard. {advice} Torch says: {error}",
     )

@@ -611,7 +611,7 @@ class GroupGradients:
             if is_hooked:
                 for hook in tuple((sharded._backward_hooks or {}).values()):  # a hook may remove itself
                     replaced = hook(gradient)
-                    gradient = gradient if replaced is None else replaced
+                    gradient = gradient if replaced is None else param.adopt_gradient(replaced, local.device)
             accumulated = sharded.grad
             if accumulated is None:
                 sharded.grad = gradient

@@ -103,6 +103,8 @@ class FSDPParam:
             self.gathered_shape = (mesh.size,)
         self.bounds = bounds_of(self.gathered_shape[self.dim], mesh.size, mesh.rank)
         self.unsharded = NOT_BUILT
+        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks, and resets it.
+        self.num_added = 0
         self.sharded = self.cut(original)
         # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
         self._attributes = vars(self.sharded)
@@ -323,6 +325,28 @@ class FSDPParam:
         gradient = self.distribution.gathered_gradient(gradient)
         return gradient.repeat(self.gathered_shape) if self.is_scalar else gradient
 
+    def adopt_gradient(self, returned: Any, device: torch.device) -> Any:
+        """Returns, distributed like the sharded parameter, the gradient that a hook has returned: of a plain tensor
+        with the parameter's shape this rank's rows; one with the shape of the shard is taken for the shard.
+
+        Raises:
+            TypeError: it is no gradient of the parameter.
+        """
+        if isinstance(returned, DTensor):
+            return returned
+        if isinstance(returned, Tensor) and returned.shape == self.shape:
+            local = self.copy_rows(self.gathered(returned), device)
+        elif isinstance(returned, Tensor) and returned.shape == self.local_shape:
+            local = returned.to(device)
+        else:
+            what = f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"{returned!r}"
+            raise TypeError(
+                f"{self.name}: expected a hook of this parameter to return None, a DTensor or the whole gradient, of "
+                f"shape {self.shape}, got {what}. Have it return the whole gradient, or distribute_tensor(whole, "
+                "p.device_mesh, p.placements)."
+            )
+        return compat.new_dtensor(self.tensor_class, local, self.gradient_spec)
+
     def add_to_gradient(self, accumulated: Any, gradient: Any) -> None:
         """Adds `gradient`, distributed like the sharded parameter, to its `.grad`, which is `accumulated`."""
         if not isinstance(accumulated, DTensor):
@@ -334,6 +358,7 @@ class FSDPParam:
             # Computed on shards, with DTensors: not all operations leave it as the parameter is.
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
+        self.num_added += 1
 
 
 def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checks.clipping import ClippedParameters, clipped_parameters, note_clipping
 from ..checks.empty_memory import refuse_empty_memory
 from ..checks.initial_weights import compare_initial_weights
 from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
@@ -24,15 +25,18 @@ from .torch_fsdp2 import TorchParam, TorchShards, is_sharded_by_torch
 from .torch_fsdp2 import plain_class as plain_class_of_torchs
 
 __all__ = [
+    "ClippedParameters",
     "attributes_of",
     "before_write",
     "check_weights",
+    "clipped_parameters",
     "find_params",
     "groups_managing",
     "has_users_class",
     "is_sharded",
     "is_sharded_by_fsdp1",
     "is_unsynchronized",
+    "note_clipping",
     "original_class",
     "place_of",
     "refuse_written",

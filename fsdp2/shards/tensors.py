@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..checks.frozen_parameters import written_by_some
 from ..dtensor.compat import dtensor, spec_of
+from ..dtensor.optimizer_states import local_states, lost_states
 from ..engine.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..engine.compat import (
     PLAIN,
@@ -58,6 +59,8 @@ __all__ = [
     "is_packed",
     "local_if_any",
     "local_of",
+    "local_states",
+    "lost_states",
     "map_tensors",
     "mark",
     "no_torch_function",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..shards.find import is_sharded_by_fsdp1, is_unsynchronized, sharded_name_of, shards_of
 from ..shards.protocol import Ranks, ShardGroup, ShardParam, Shards
 from ..shards.ranks import gather_objects
-from ..shards.tensors import checksum, fqn, read, require_module, values_of, written_by_some
+from ..shards.tensors import checksum, fqn, local_states, lost_states, read, require_module, values_of, written_by_some
 from .finding import Finding, compare_layouts, compare_sums, merge
 
 
@@ -31,7 +31,8 @@ def check(model: nn.Module, optimizer: Any = None) -> list[Finding]:
     It finds: parameters and buffers left on meta, or without values since `to_empty` (as far as version counters
     tell); NaN and infinity in weights and gradients; unsynchronized gradients; divisors of gradients and functions of
     the user's that reach only a part of the model; trainable parameters that no group manages; an optimizer that holds
-    others than the model's, lacks some or has one twice; modules, their order, dtypes, flags (requires_grad) or
+    others than the model's, lacks some or has one twice, whose states are plain tensors of each rank's rows, or belong
+    to tensors that it does not step; modules, their order, dtypes, flags (requires_grad) or
     settings that differ among ranks; frozen parameters that some ranks only have written to; weights that differ, bit
     by bit, where they should be the same; and, as notes, buffers that differ, and weights that differ among the ranks
     of tensor parallelism.
@@ -231,7 +232,17 @@ def _find_in_optimizers(tensors: Sequence[Held], optimizers: Sequence[Any]) -> d
     strangers = [_describe(first, tensor) for tensor, (first, *_) in positions.items() if tensor not in parameters]
     lacking = [h.name for t, h in parameters.items() if h.param and t.requires_grad and t not in positions]
     twice = [parameters[t].name for t, several in positions.items() if t in parameters and len(several) > 1]
-    return {"optimizer holds strangers": strangers, "optimizer lacks": lacking, "optimizer holds twice": twice}
+    own = [(parameters.get(t), name) for optimizer in optimizers for t, name in local_states(optimizer)]
+    lost = [tensor for optimizer in optimizers for tensor in lost_states(optimizer)]
+    return {
+        "optimizer holds strangers": strangers,
+        "optimizer lacks": lacking,
+        "optimizer holds twice": twice,
+        "optimizer has states that are no DTensors": [
+            f"{name} of {held.name}" for held, name in own if held is not None
+        ],
+        "optimizer has states of strangers": [f"a tensor of shape {tuple(tensor.shape)}" for tensor in lost],
+    }
 
 
 def _describe(position: str, tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..optim.compat import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
+from ..shards.find import ClippedParameters, clipped_parameters, note_clipping
 from ..shards.ranks import Axis, Purpose, all_reduce_over, sharding_axes
 from ..shards.tensors import check_bool, local_of, no_torch_function, spec_of
 
@@ -71,6 +72,7 @@ def clip_grad_norm_(
     found = None if one_by_one else _find_usual(given)
     found = _find_any([*{id(each): each for each in given}.values()]) if found is None else found
     total = _total_norm(found, order, one_by_one)
+    note_clipping(found.names, limit, order)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} over all gradients is {total.item()}: nothing was clipped. "
@@ -120,12 +122,14 @@ class _Found:
     """Holds the gradients that this rank has a part of, as plain tensors.
 
     `own`: what is to be scaled. `counted`: the axes that shard parameters -> what their norm is of, also where there is
-    nothing. `is_double`: a parameter is fp64. `is_alike`: all have one device and dtype, and none is empty.
+    nothing. `is_double`: a parameter is fp64. `names`: those of the parameters that were given. `is_alike`: all have
+    one device and dtype, and none is empty.
     """
 
     own: list[Tensor]
     counted: dict[tuple[Axis, ...], list[Tensor]]
     is_double: bool
+    names: list[ClippedParameters]
     is_alike: bool = False
 
 
@@ -140,7 +144,8 @@ def _find_any(unique: list[Any]) -> _Found:
         if member.counted is not None:
             counted[member.axes].append(member.counted)
     is_double = any(member.parameter.dtype == torch.float64 for member in members)
-    return _Found([member.own for member in members if member.own is not None], counted, is_double)
+    own = [member.own for member in members if member.own is not None]
+    return _Found(own, counted, is_double, clipped_parameters(unique))
 
 
 def _check(i: int, parameter: Any) -> None:
@@ -149,6 +154,11 @@ def _check(i: int, parameter: Any) -> None:
     grad = parameter.grad
     if grad is None:
         return
+    if isinstance(parameter, DTensor) and not isinstance(grad, DTensor):
+        raise TypeError(
+            f"parameters: expected DTensors as gradients of DTensors, got a plain tensor at index {i}, of shape "
+            f"{tuple(grad.shape)}. Assign distribute_tensor(gradient, p.device_mesh, p.placements) to its .grad."
+        )
     if not grad.is_floating_point():
         raise TypeError(f"parameters: expected gradients of floating dtypes, got {grad.dtype} at index {i}")
     local = grad.to_local() if isinstance(grad, DTensor) else grad  # an unsynchronized one raises
@@ -169,7 +179,7 @@ def _member(parameter: Tensor, known: dict[Any, tuple[Axis, ...]]) -> _Member:
     axes = _axes_of(parameter, known)
     if grad is None:
         return _Member(parameter, None, None, axes)
-    assert isinstance(grad, DTensor), "a DTensor's gradient is one, too"
+    assert isinstance(grad, DTensor), "_check has refused others"
     own = grad.to_local()
     # Partial sums can be scaled, but their norm is not that of the sum.
     counted = own if grad.placements == placements else grad.redistribute(mesh, placements).to_local()
@@ -197,6 +207,7 @@ class _Prepared:
     def __init__(self, parameters: list[DTensor], absent: Sequence[bool]) -> None:
         self._specs = [*map(spec_of, parameters)]
         self._locals = [weakref.ref(local_of(parameter)) for parameter in parameters]
+        self._names = clipped_parameters(parameters)
         self.is_double = any(parameter.dtype == torch.float64 for parameter in parameters)
         kinds = {(local.dtype, local.device) for local in map(local_of, parameters) if local.numel()}
         self.is_alike = len(kinds) == 1
@@ -256,7 +267,8 @@ class _Prepared:
             end = middle + some.num_filled
             counted[axes] = plain[begin:middle] + some.join(plain[middle:end], addresses[middle:end])
             begin = end
-        return _Found([*chain.from_iterable(counted.values())], counted, self.is_double, self.is_alike)
+        own = [*chain.from_iterable(counted.values())]
+        return _Found(own, counted, self.is_double, self._names, self.is_alike)
 
 
 def _is_usual(local: Tensor) -> bool:

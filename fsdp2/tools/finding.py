@@ -57,6 +57,12 @@ KINDS = {
     "never change. Build it from model.parameters(), after fully_shard and after whatever replaces parameters.",
     "optimizer lacks": "Trainable, and in no parameter group: it never changes. Add it to the optimizer, or freeze it.",
     "optimizer holds twice": "Each step changes it twice. Give each parameter to one group.",
+    "optimizer has states that are no DTensors": "They are plain tensors of each rank's rows, and a distributed "
+    "checkpoint keeps those of one rank. Have the optimizer make each one a DTensor: DTensor.from_local(local, "
+    "p.device_mesh, p.placements, shape=p.shape, stride=p.stride()); or save a file of each rank.",
+    "optimizer has states of strangers": "These are in none of its parameter groups, and its sharded parameters have "
+    "no states: they would begin anew. Call states = optimizer.state_dict() before fully_shard, and "
+    "optimizer.load_state_dict(states) when the groups have the sharded parameters.",
     "layouts differ": "Expected the same modules, parameters, order, dtypes, flags and settings on every rank. Build "
     "and set up the model by the same code on every rank. Values were not compared.",
     "replicas differ": "Expected the same bits in every replica. Initialise from the same seed, or broadcast; then "

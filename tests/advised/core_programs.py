@@ -1005,6 +1005,74 @@ def steps_left_out() -> None:
     same_parameters(model, plain)
 
 
+class FailingSGD(torch.optim.SGD):
+    """Raises in its second step, on the second rank."""
+
+    numbers: Any = ()
+
+    def step(self, closure: Any = None) -> None:
+        if next(self.numbers, 0) == 1 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("in the step")
+        super().step(closure)
+
+
+@follows("Have all ranks", "stop when one of them raises there, and load a checkpoint of before")
+def steps_that_raise() -> None:
+    """Ranks load a checkpoint when one of them has raised: when the step is compared, nothing is wrong any more."""
+    model, plain = pair()
+
+    def training(model: Any, optimizer: Any, first: int, alike: bool = False) -> bool:
+        for step in range(first, 5):
+            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
+            raised = torch.zeros(1)
+            try:
+                optimizer.step()
+            except torch.OutOfMemoryError:
+                raised.fill_(1)
+            optimizer.zero_grad()
+            if alike:
+                dist.all_reduce(raised)
+                if raised:
+                    return False
+        return True
+
+    optimizer = FailingSGD(model.parameters(), 0.1, momentum=0.5)
+    training(plain, sgd(plain), 0)
+    for alike in (False, True):
+        before = copy.deepcopy((get_model_state_dict(model, options=FULL), optimizer.state_dict()))
+        optimizer.numbers = iter(range(5))
+        if alike:
+            assert not training(model, optimizer, 0, alike)
+        else:
+            refused(lambda: training(model, optimizer, 0))
+        model.zero_grad()
+        set_model_state_dict(model, before[0], options=FULL)
+        optimizer.load_state_dict(before[1])
+    assert training(model, optimizer, 0, alike=True)
+    same_parameters(model, plain)
+
+
+@follows("Call zero_grad() on all ranks, at the same place of each step, and load a checkpoint of before")
+def gradients_not_cleared_on_a_rank() -> None:
+    model, plain = pair()
+    before = {name: value.clone() for name, value in get_model_state_dict(model, options=FULL).items()}
+
+    def training(model: Any, alike: bool) -> None:
+        optimizer = sgd(model)
+        for step in range(10):
+            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
+            optimizer.step()
+            if alike or step != 2 or dist.get_rank() == 0:
+                optimizer.zero_grad()
+
+    refused(lambda: training(model, alike=False))
+    model.zero_grad()
+    set_model_state_dict(model, before, options=FULL)
+    training(model, alike=True)
+    training(plain, alike=True)
+    same_parameters(model, plain)
+
+
 @follows("choose alike (all-reduce what that depends on), and load a checkpoint of before")
 def rates_of_own_losses() -> None:
     model, plain = pair()

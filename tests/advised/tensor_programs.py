@@ -114,6 +114,42 @@ def beside_a_plain_tensor_in_a_loss() -> None:
 
 
 @follows(
+    "Have it return the whole gradient, or distribute_tensor(whole, p.device_mesh, p.placements)",
+    "Assign distribute_tensor(gradient, p.device_mesh, p.placements) of the whole gradient, on every rank; a hook",
+    "Assign distribute_tensor(gradient, p.device_mesh, p.placements) to its .grad",
+)
+def plain_gradients_of_hooks_and_code() -> None:
+    def gradient_of(model: Any, hook: Any = None, assigned: Any = None, clips: bool = False) -> None:
+        p = model.head.weight
+        if hook is not None:
+            p.register_hook(hook)
+        backward(model, x=batch() if model is plain else None)
+        if assigned is not None:
+            p.grad = assigned(p)
+        if clips:
+            (torch.nn.utils if model is plain else fsdp2).clip_grad_norm_(model.parameters(), 0.1)
+        sgd(model).step()
+
+    mask = torch.ones(3, 5).triu()
+    plain = build()
+    gradient_of(plain, lambda g: g * mask, clips=True)
+    refused(lambda: gradient_of(pair()[0], lambda g: (g.full_tensor() * mask)[0]))
+    refused(lambda: gradient_of(pair()[0], assigned=lambda p: p.grad.full_tensor() * mask))
+    refused(lambda: gradient_of(pair()[0], assigned=lambda p: p.grad.full_tensor() * mask, clips=True))
+
+    def distributed(p: Any, gradient: Any) -> Any:
+        return distribute_tensor(gradient.full_tensor() * mask, p.device_mesh, p.placements)
+
+    for way in ("hook", "hook of the whole", "assigned"):
+        model = pair()[0]
+        p = model.head.weight
+        hooks = {"hook": lambda g, p=p: distributed(p, g), "hook of the whole": lambda g: g.full_tensor() * mask}
+        assigned = (lambda p: distributed(p, p.grad)) if way == "assigned" else None
+        gradient_of(model, hooks.get(way), assigned, clips=True)
+        same_parameters(model, plain)
+
+
+@follows(
     "On every rank, call full_tensor() on it; {}",
     "On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {}",
     "or make a constant of its shape, which is the same on every rank, a DTensor: distribute_tensor(constant",

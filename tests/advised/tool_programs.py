@@ -21,6 +21,7 @@ from advised.registry import (
     follows,
     found,
     heard,
+    loss_of,
     none_found,
     own,
     pair,
@@ -36,6 +37,32 @@ from advised.registry import (
 from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, stream_full_params, sync_module_states
 
 FULL = StateDictOptions(full_state_dict=True)
+
+
+@follows(
+    "Pass the same parameters, max_norm and norm_type on all ranks; parameters without gradients may be among them",
+    "Load a checkpoint of before",
+)
+def clipped_apart() -> None:
+    model, plain = pair()
+    before = copy.deepcopy(plain.state_dict())
+
+    def training(model: Any, clip: Any, number: int) -> None:
+        optimizer = sgd(model)
+        for step in range(3):
+            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
+            model.head.bias.grad = None
+            clip([*model.parameters()][:number], 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    refused(lambda: training(model, fsdp2.clip_grad_norm_, 8 - dist.get_rank()))
+    model.zero_grad()
+    set_model_state_dict(model, before, options=FULL)
+    training(model, fsdp2.clip_grad_norm_, 8)
+    training(plain, nn.utils.clip_grad_norm_, 8)
+    same_parameters(model, plain)
+
 
 # ---- full_params
 

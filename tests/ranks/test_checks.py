@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, set_checks
+from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, set_checks
 from fsdp2.checks import levels
 from helpers import run_ranks
 
@@ -171,6 +171,13 @@ def computes_with_a_former_parameter() -> None:
     weight.sum().backward()
 
 
+def clips_to_another_norm() -> None:
+    model = build()
+    train(model)
+    clip_grad_norm_(model.parameters(), 1.0 + dist.get_rank())
+    train(model)
+
+
 def keeps_weights() -> None:
     model, kept = build(), []
     model[0].linear.register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
@@ -188,6 +195,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "equal inputs": (trains_on_the_same_rows, "all 2 data-parallel ranks got the same inputs in two training steps"),
     "frozen parameters": (writes_alone, "0.linear.weight: only rank 1 has written to this frozen parameter"),
     "step history": (steps_once_more, "this optimizer has stepped . times? on rank 0 and . times? on rank 1"),
+    "clipping": (clips_to_another_norm, "max_norm=1, norm_type=2 on rank 0 and 0.linear.bias"),
     "unmanaged parameters": (trains_one_by_itself, "1.extra: no fully_shard call manages it"),
     "cast whole numbers": (passes_positions, "floating-point whole numbers"),
     "buffers on meta": (forgets_a_buffer, "expected buffers on cpu, got 0.scale on meta"),
