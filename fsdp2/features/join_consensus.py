@@ -112,7 +112,7 @@ class JoinConsensus(Consensus):
         # That of conditional modules, which is the root's without this block.
         self._usual = cast("Consensus | None", root.consensus)
         self._group = join_group(model)
-        self._process_groups = [self._group]
+        self._process_groups = self._own_groups = [self._group]
         self._warns = self._warns and bool(self.conditional)
         self._divides_by_all = divides_by_all
         # Optimizers that have stepped, in their order, which is that of all ranks.
