@@ -277,6 +277,18 @@ class Root:
         self.is_out_of_step = True
         self.notify(self.events.out_of_step)
 
+    def follow_backward(self) -> None:
+        """Takes part in reductions of a step that this rank has left. `begin_anew` drops what they return."""
+        self.backward_pass = object()
+        for group in self.groups:
+            group.gradients.begin_backward(self.backward_pass)
+
+    def begin_anew(self) -> None:
+        """Goes on between passes, or at the beginning of one, as ranks do that were told in the last step."""
+        self.recover()
+        self._forget()
+        self.prefetcher.begin_pass()
+
     def _forget(self) -> None:
         """Forgets what was recorded, and drops gathers that never were."""
         self.is_out_of_step = False

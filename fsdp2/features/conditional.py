@@ -7,6 +7,10 @@ shards and with gradients of zeros. When none does, all are about to do the same
 one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
 communicate in one order. A pass that raises ends with a consensus, too: other ranks may still be in a module that this
 one has left out.
+
+The consensus has process groups of its own, so that a user's collective never meets it. Between a forward and its
+backward, a user's collective asks for consensus first: a rank may have raised there, unseen by the engine, and others
+may be in backward.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Purpose
-from ..engine.compat import backend_name
+from ..engine.collectives import make_comm
+from ..engine.comm import Purpose, compare_first
+from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import share_reductions
@@ -31,6 +37,7 @@ from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
+from ..engine.subgroups import subgroup
 from ..engine.torch_names import alias, has_backend
 from .row_embedding import refuse_beside_conditional
 from .user_collectives import watch_collectives
@@ -44,11 +51,12 @@ _KINDS = 2
 _VERBS = ("gathering", "reducing the gradients of")
 # Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users; a forward
 # or a backward has raised.
-_FORWARD_END, _BACKWARD_END, _COLLECTIVE, _FAILED = -1, -2, -3, -4
+_FORWARD_END, _BACKWARD_END, _COLLECTIVE, _FAILED, _BEHIND_FORWARD = -1, -2, -3, -4, -12
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
     _COLLECTIVE: "at a collective of your own",
+    _BEHIND_FORWARD: "at a collective of your own, behind a forward",
     _FAILED: "giving up a forward or backward that has raised",
 }
 # The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
@@ -83,14 +91,29 @@ class Consensus:
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
         self._process_groups, self._is_joining = mesh.axis_groups, False
+        self._own_groups: Sequence[dist.ProcessGroup] = ()
         # A forward of the outermost module, or a backward, has begun, and has not come to the consensus at its end.
         self._is_in_forward = self._is_in_backward = False
+        # A backward may follow, or a pass has failed: collectives of users ask for consensus until the next pass.
+        self.is_open = False
+        # This rank may have left the last step alone: if others are still in it, they are told so, and it goes on.
+        self._has_left = False
         cpu = torch.device("cpu")
         # The host reads the result. From an accelerator it would wait for all that this computes.
         has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
         self._device = cpu if has_cpu else mesh.device
         # True until a warning has said what a consensus costs here.
         self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
+
+    def _make_own_groups(self) -> None:
+        """Makes process groups over the same ranks for the consensus alone. All ranks come here at the first consensus,
+        and none has died: it would be waited for.
+        """
+        nothing, purpose = torch.empty(0, device=self._device), Purpose("the first consensus")
+        for each in self._process_groups:
+            compare_first(make_comm(each, self._device, purpose), "reaching", nothing)
+        groups = self._process_groups
+        self._own_groups = [each if size_may_change(each) else subgroup(each, each.size()) for each in groups]
 
     # ---- what the engine calls
 
@@ -109,7 +132,7 @@ class Consensus:
                     f"{group} has an int for reshard_after_forward, or shard_at_rest, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
                 )
-        self._is_in_forward = True
+        self._is_in_forward, self._has_left, self.is_open = True, self.is_open, False
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
@@ -124,7 +147,7 @@ class Consensus:
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
-            self._is_in_forward = False
+            self._is_in_forward, self.is_open = False, self._root.forward.has_grad
         return self._distinguish(inputs, output)
 
     def _distinguish(self, inputs: Any, output: Any) -> Any:
@@ -149,7 +172,7 @@ class Consensus:
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
-        self._is_in_backward = False
+        self._is_in_backward = self.is_open = False
 
     def pass_failed(self, in_backward: bool) -> None:
         """Joins what other ranks ask for until their passes have failed, too. If one of them goes on, this rank's error
@@ -160,6 +183,7 @@ class Consensus:
         else:  # ranks may call a conditional module by itself
             expects = self._is_in_forward and self._root.running[0].groups[0] not in self.conditional
             self._is_in_forward = False
+        self.is_open = self.is_open or expects
         error = sys.exc_info()[1]
         if expects and not self._root.is_out_of_step and (error is None or isinstance(error, Exception)):
             with suppress(RuntimeError):  # the program's own error says more
@@ -169,8 +193,13 @@ class Consensus:
         self._reach(_FAILED, False)
 
     def before_collective(self) -> None:
-        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
-        self._reach(_COLLECTIVE, False)
+        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module.
+
+        Between passes, others that are in one are told so once, and raise. They may come to the same collective then.
+        """
+        is_in_pass = self._root.running or self._root.backward is not None
+        self._has_left = not is_in_pass
+        self._reach(_COLLECTIVE if is_in_pass else _BEHIND_FORWARD, False)
 
     # ---- consensus
 
@@ -183,17 +212,28 @@ class Consensus:
         if self._warns:
             self._warn()
         request = event if is_conditional else _COMMON
+        has_left, self._has_left, follows = self._has_left, False, False
         while not self._is_joining:
             chosen, first, last = self._exchange(request, event)
             if chosen == _COMMON and first != last:
                 self._root.note_out_of_step()
+                if has_left:
+                    has_left = False
+                    self._root.begin_anew()
+                    continue
                 advice = "See the error of that rank." if first == _FAILED else self._advice
                 raise RuntimeError(f"{self._differ(event, first, last)} {advice}")
             if chosen == request:
                 return
+            if has_left and not follows:
+                self._root.follow_backward()
+                follows = True
             self._join(chosen)
 
-    _advice = "Give whatever runs on some ranks only to fully_shard by itself, with conditional=True."
+    _advice = (
+        "Has a rank raised, and gone on? See its log. Give whatever runs on some ranks only to fully_shard by itself, "
+        "with conditional=True."
+    )
 
     def _differ(self, event: int, first: int, last: int) -> str:
         own, one, other = map(self._describe, (event, first, last))
@@ -208,10 +248,12 @@ class Consensus:
         """Returns the largest of each number over all ranks, which must call it. `event`: what this one is doing."""
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         try:
-            for group in self._process_groups:
+            if not self._own_groups:
+                self._make_own_groups()
+            for group in self._own_groups:
                 all_reduce_now(largest, group, largest=True)
         except RuntimeError as error:  # a peer is gone, for example
-            self._is_in_forward = self._is_in_backward = False  # there is nobody to tell
+            self._is_in_forward = self._is_in_backward = self.is_open = False  # there is nobody to tell
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
         found: list[int] = largest.tolist()

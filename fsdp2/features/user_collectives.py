@@ -1,4 +1,5 @@
-"""Has ranks reach consensus before a user's own collectives, in forwards and backwards with conditional modules.
+"""Has ranks reach consensus before a user's own collectives: from a forward with conditional modules to the end of its
+backward.
 
 A rank that has left a module out would wait there for others, which wait at the next consensus for it. Functions of
 torch.distributed are replaced while a model with such modules is alive.
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -39,9 +40,13 @@ _NAMES = (
 
 
 class _Consensus(Protocol):
-    """Has `ranks`, those of a root, reach consensus before a collective of a user that takes all of them."""
+    """Has `ranks`, those of a root, reach consensus before a collective of a user that takes all of them.
+
+    `is_open`: also between passes, on the thread of the last forward.
+    """
 
     ranks: frozenset[int]
+    is_open: bool
 
     def before_collective(self) -> None: ...
 
@@ -134,11 +139,20 @@ def _reach_consensus(group: dist.ProcessGroup | None) -> None:
     world = dist.group.WORLD
     watches = None if world is None else _collectives.watches.get(world)
     asked = [
-        watch.consensus()
+        consensus
         for root, watch in (watches or {}).items()
-        if (root.running or root.backward is not None) and not _runs_a_hook(root)
+        if (consensus := watch.consensus()) is not None
+        and (root.running or root.backward is not None or _is_open(consensus, root))
+        and not _runs_a_hook(root)
     ]
     ranks = set(dist.get_process_group_ranks(group)) if asked else set()
     for consensus in asked:
-        if consensus is not None and consensus.ranks.issubset(ranks):
+        if consensus.ranks.issubset(ranks):
             consensus.before_collective()
+
+
+def _is_open(consensus: _Consensus, root: Root) -> bool:
+    """Returns True between passes where a consensus is asked for. Another thread, which saves a checkpoint for example,
+    communicates in an order of its own.
+    """
+    return consensus.is_open and root.forward.thread == get_ident()

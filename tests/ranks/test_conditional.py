@@ -2,7 +2,9 @@
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -207,31 +209,86 @@ def test_a_step_that_fails_on_all_ranks(fails: str, world_size: int, mesh: tuple
     run_ranks(world_size, body, timeout=60)
 
 
-_TOLD = "one is giving up a forward or backward that has raised, .*See the error of that rank"
+def own_sum(numel: int, dtype: torch.dtype) -> None:
+    total = torch.ones(numel, dtype=dtype)
+    dist.all_reduce(total)
+    assert total.tolist() == [3] * numel, total
 
 
-@pytest.mark.parametrize("fails", ["forward", "backward"])
-def test_a_step_that_fails_on_one_rank(fails: str) -> None:
-    """The others get an error that says so, wherever they are, and the next step is exact."""
+# What all ranks do when one has failed and the others were told so. A consensus is an all-reduce of 3 whole numbers.
+RECOVERIES: list[Callable[[], object]] = [
+    lambda: None,
+    lambda: dist.barrier(),  # torch.distributed has another function while such a model is alive
+    partial(own_sum, 3, torch.int64),
+    partial(own_sum, 1, torch.float32),
+    partial(own_sum, 6, torch.float64),
+]
+
+
+class FailsAlone:
+    """A model whose rank 1 can fail, on 3 ranks, and a plain one."""
+
+    def __init__(self, rank: int) -> None:
+        torch.manual_seed(0)
+        self.rank, self.plain = rank, Fallible().double()
+        self.model: Any = copy.deepcopy(self.plain)
+        for layer in self.model.layers:
+            fully_shard(layer, conditional=True)
+        fully_shard(self.model)
+        self.x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).split(2)
+
+    def fails_on_rank_1(self, where: str, runs_on: int) -> None:
+        where = where if self.rank == 1 else ""
+        output = self.model(self.x[self.rank], self.rank == runs_on, where)
+        if where == "loss":
+            raise ValueError("on purpose")
+        if where == "behind the output":
+            output = raises_in_backward(output, ValueError("on purpose"))
+        output.square().mean().backward()
+
+    def assert_next_step_is_exact(self, name: str) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        self.model(self.x[self.rank], self.rank == 0).square().mean().backward()
+        for other, x in enumerate(self.x):
+            (self.plain(x, other == 0).square().mean() / 3).backward()
+        for mine, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert_same(full(mine.grad), theirs.grad, 1e-12, 1e-14, f"gradient after {name}")
+
+
+PLACES = ("forward", "backward", "loss", "behind the output")
+
+
+def test_a_step_that_fails_on_one_rank() -> None:
+    """The others get an error that says so, wherever they are. Collectives of the program meet no others, the next step
+    is exact, and the rank that has raised is in it with the others.
+    """
 
     def body(rank: int, _: int) -> None:
-        torch.manual_seed(0)
-        model: Any = Fallible().double()
-        for layer in model.layers:
-            fully_shard(layer, conditional=True)
-        fully_shard(model)
-        x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        error, match = (ValueError, "on purpose") if rank == 1 else (RuntimeError, _TOLD)
-        with pytest.raises(error, match=match):
-            model(x[2 * rank : 2 * rank + 2], rank == 2, fails if rank == 1 else "").square().mean().backward()
-        model.zero_grad()
-        model(x[2 * rank : 2 * rank + 2], rank == 0).square().mean().backward()
-        grads = [full(parameter.grad) for parameter in model.parameters()]
-        torch.manual_seed(0)
-        plain = Fallible().double()
-        for other in range(3):
-            (plain(x[2 * other : 2 * other + 2], other == 0).square().mean() / 3).backward()
-        for grad, parameter in zip(grads, plain.parameters(), strict=True):
-            assert_same(grad, parameter.grad, 1e-12, 1e-14, "gradient after the error")
+        each = FailsAlone(rank)
+        for i, (where, recover) in enumerate(product(PLACES, RECOVERIES)):
+            seen = where in ("forward", "backward")
+            error, match = (ValueError, "on purpose") if rank == 1 else (RuntimeError, _TOLD if seen else _MET)
+            with pytest.raises(error, match=match):
+                each.fails_on_rank_1(where, runs_on=i % 3)
+            recover()
+            each.assert_next_step_is_exact(f"{where}, {i}")
 
     run_ranks(3, body, timeout=60)
+
+
+def test_a_rank_that_waits_in_its_own_collective_is_told_that_others_go_on() -> None:
+    def body(rank: int, _: int) -> None:
+        each = FailsAlone(rank)
+        with pytest.raises(ValueError if rank == 1 else RuntimeError):
+            each.fails_on_rank_1("loss", runs_on=0)
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="one is at a collective of your own"):
+                dist.barrier()
+        each.assert_next_step_is_exact("both were told")
+
+    run_ranks(3, body, timeout=60)
+
+
+_MET = "one is (at a collective of your own|gathering root), .*Has a rank raised, and gone on"
+_TOLD = "one is giving up a forward or backward that has raised, .*See the error of that rank"
