@@ -8,7 +8,7 @@ from .jobs import Job
 from .libraries import Library
 from .phantom_gpu import PLAIN, Record
 from .report import Row
-from .timeline import MODELS, TOKENS, case
+from .timeline import MODELS, TOKENS, case, models_of
 
 GIB = 2**30
 PEAKS = {
@@ -23,10 +23,14 @@ def measure_allocator(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
     names = [library.name for library in libraries]
     rows = []
-    for model, tokens, is_recomputed in product(MODELS, TOKENS[:1] if job.quick else TOKENS, (False, True)):
+    for model, tokens, is_recomputed in product(models_of(world_size), TOKENS, (False, True)):
+        if is_recomputed and tokens != TOKENS[0]:
+            continue
         options = {**case(model, tokens, world_size), "checkpoint": is_recomputed, "steps": 1}
         where = f"{MODELS[model]}, N={world_size}, {tokens:,} tokens" + ", blocks recomputed" * is_recomputed
-        rows += allocator_rows(phantom_gpu.record(names, **options), where)
+        for expandable in (False, True):
+            records = phantom_gpu.record(names, expandable, **options)
+            rows += allocator_rows(records, where + ", expandable segments" * expandable)
     return rows
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .places import Place, UnavailableError
+from .recipe import MODULES
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-LIBRARIES = ("fsdp2", "torch", "torch-again")  # that it can record
 PLAIN = "plain"
 SECONDS = 1500
 
@@ -43,17 +43,19 @@ def open_phantom() -> AbstractContextManager[Sequence[Place]]:
     return nullcontext([Place()])
 
 
-def record(libraries: Sequence[str], **options: Any) -> Mapping[str, Record]:
-    """Records a step of the plain model and of each library, in processes that take turns.
+def record(libraries: Sequence[str], expandable: bool = False, **options: Any) -> Mapping[str, Record]:
+    """Records a step of the plain model and of each library by the protocol, in processes that take turns.
 
     Args:
+        expandable: if True, the caching allocator has expandable segments.
         options: those of `phantom.record`.
     """
-    arguments = ["-W", "ignore", "-m", "phantom.record"]
+    arguments = ["-W", "ignore", "-m", "phantom.record", "--wrapping", "protocol"]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         arguments += [option] * (value is True) if isinstance(value, bool) else [option, str(value)]
-    names = [name for name in libraries if name in LIBRARIES]
+    names = [name for name in libraries if name in MODULES]
+    segments = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
     with tempfile.TemporaryDirectory() as folder:
-        load().run.run([*arguments, "--out", folder, PLAIN, *names], SECONDS)
+        load().run.run([*arguments, "--out", folder, PLAIN, *names], SECONDS, **segments)
         return {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in (PLAIN, *names)}
