@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from .adapters import measure_adapters
 from .alignment import measure_alignment
 from .allocator import measure_allocator
 from .batches import measure_batches
-from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
@@ -21,7 +18,7 @@ from .libraries import PEERS, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
 from .phantom_gpu import open_phantom
-from .places import Place, UnavailableError, open_throttled_link
+from .places import Place, open_throttled_link
 from .recipe import ROWS
 from .report import Row
 from .stages import measure_stages
@@ -47,7 +44,6 @@ class Suite:
         megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
         turns: how often each library is measured, in turns, in processes of its own. 0: the suite sees to that itself.
         peers: further libraries that it can measure, and does by default.
-        needs_gpu: True if it runs on a GPU.
         needs_phantom: True if it runs on the phantom GPU of tests/phantom.
     """
 
@@ -61,7 +57,6 @@ class Suite:
     megabits: int = 0
     turns: int = 1
     peers: tuple[str, ...] = ()
-    needs_gpu: bool = False
     needs_phantom: bool = False
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
@@ -82,8 +77,6 @@ class Suite:
         Raises:
             UnavailableError: now or on entry, if this machine lacks what they need.
         """
-        if self.needs_gpu and not torch.cuda.is_available():
-            raise UnavailableError("no CUDA device")
         if self.needs_phantom:
             return open_phantom()
         return open_throttled_link(self.megabits) if self.megabits else nullcontext([Place()] * self.num_ranks)
@@ -272,18 +265,5 @@ SUITES = {
         "own; bf16/fp32, one sequence, without an optimizer. Bare: the plain model in bf16, unsharded.",
         turns=0,
         needs_phantom=True,
-    ),
-    "cuda": Suite(
-        measure_cuda,
-        "One GPU, and a process group of N ranks that do not exist, whose collectives move nothing. Llama-like models "
-        "(untied, without rotary embeddings), bf16/fp32, one sequence. Launches, copies and waits between streams: "
-        "calls of CUDA in a step beyond the plain model's, per group. Peaks: a library alone, in steady state. Step: "
-        "on the device's clock, if collectives took no time; limit: the plain model in bf16. Exposed: how much "
-        "longer it takes when collectives spin on a wire of so many GB/s; limit: the embedding's and the first "
-        "block's gather and the embedding's reduction, or what the wire takes longer than the plain model. Largest "
-        "batch: of rank 0 of two, with AdamW, in memory capped at 24 GiB. Exact are counts only.",
-        worlds=(64,),
-        quick_worlds=(64,),
-        needs_gpu=True,
     ),
 }

@@ -15,7 +15,7 @@ from .libraries import Library
 from .phantom_gpu import PLAIN, Record
 from .report import Row, timed_row
 
-MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B", "gpt2": "GPT-2"}
+MODELS = {"1B": "Llama 1B", "8B": "Llama 8B", "moe": "experts 7B"}
 EXPERTS = 64  # of a block of the last one: over more ranks, both libraries shard experts by their second dimension
 TOKENS = (4096, 512)
 STEPS, QUICK_STEPS = 5, 3
@@ -43,7 +43,7 @@ def measure_timeline(job: Job, libraries: Sequence[Library]) -> list[Row]:
     names = [library.name for library in libraries]
     rows = []
     for model in models_of(world_size):
-        for tokens in TOKENS[:1] if job.quick else TOKENS:
+        for tokens in TOKENS if model == "1B" and not job.quick else TOKENS[:1]:
             steps = QUICK_STEPS if job.quick else STEPS
             records = phantom_gpu.record(names, **case(model, tokens, world_size), steps=steps, optimizer=True)
             rows += timeline_rows(records, model, tokens, world_size)

@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import recipe
+from benchmarks.turns import run_in_turns, take_turn
 
 from . import models, timeline
 
@@ -347,37 +347,8 @@ def record_all(args: argparse.Namespace, libraries: Sequence[str], out: pathlib.
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *options_of(args), "--turns", "--out", str(out)]
-    processes = []
-    try:
-        for library in libraries:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            process = subprocess.Popen([*command, library], **pipes)
-            processes.append(process)
-            _wait(process, library)
-        for _ in range(args.steps):
-            for process, library in zip(processes, libraries, strict=True):
-                process.stdin.write(b"\n")
-                process.stdin.flush()
-                _wait(process, library)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_in_turns({library: [*command, library] for library in libraries})
     return {library: json.loads((out / f"{library}.json").read_text()) for library in libraries}
-
-
-def _wait(process: Any, library: str) -> None:
-    """Waits until the process asks for its next turn, or has written its file."""
-    while (line := process.stdout.readline()) not in (b"turn\n", b"written\n"):
-        if not line:
-            raise RuntimeError(f"the process of {library} has ended with status {process.wait()}")
-        sys.stderr.write(line.decode(errors="replace"))
-
-
-def _take_turn() -> None:
-    print("turn", flush=True)
-    if not sys.stdin.readline():
-        os._exit(1)  # whoever gives turns is gone
 
 
 def main() -> None:
@@ -391,8 +362,7 @@ def main() -> None:
         mesh = start(args)
         exec(args.prepare, {})
         (library,) = args.libraries
-        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, _take_turn)))
-        print("written", flush=True)
+        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, take_turn)))
         os._exit(0)  # no other rank takes part in the end of the process group
     for library, result in record_all(args, args.libraries, args.out).items():
         memory = {what: round(nbytes / 2**30, 3) for what, nbytes in result["memory"].items()}
