@@ -67,10 +67,10 @@ def measure_step(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
     rows: list[Row] = []
     keep_freed_memory()
-    for shape, size, rounds in ((MANY_SHAPE, world_size, 40), (LARGE_SHAPE, LARGE_WORLD, 7)):
+    for shape, size, rounds in ((MANY_SHAPE, world_size, 14), (LARGE_SHAPE, LARGE_WORLD, 3)):
         start_quiet_group(size)
         for way in WAYS:
-            rows += _rows(shape, way, libraries, rounds // 4 if job.quick else rounds)
+            rows += _rows(shape, way, libraries, max(2, rounds // 4) if job.quick else rounds)
         dist.destroy_process_group()
     return rows
 
