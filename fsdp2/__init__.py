@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .bridge.patch import patch_torch
     from .features.accumulate import Accumulation, accumulate, no_sync
     from .features.join import Joined, join
-    from .features.machines import hsdp_mesh, two_hop_mesh
+    from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
@@ -35,19 +35,15 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
-    from .tools.balance import balance
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
-    from .tools.counters import counters
     from .tools.describe import GroupDescription, ModelDescription, describe
     from .tools.difference import Comparison, Difference
     from .tools.finding import Finding
     from .tools.full_params import full_params
     from .tools.padding import GroupPadding, ParameterPadding, cheapest_placement, padding_report
-    from .tools.step_meter import StepMeter, StepRecord
     from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
-    from .tools.timeline import trace
 
 __version__ = "0.1.0"
 
@@ -76,19 +72,15 @@ _MODULES = {
     "ShardParam": "shards.protocol",
     "Shards": "shards.protocol",
     "SkippableStep": "features.skip",
-    "StepMeter": "tools.step_meter",
-    "StepRecord": "tools.step_meter",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
     "apply_plan": "planning.saved",
-    "balance": "tools.balance",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
     "compare": "tools.compare",
-    "counters": "tools.counters",
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
@@ -104,8 +96,6 @@ _MODULES = {
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
-    "trace": "tools.timeline",
-    "two_hop_mesh": "features.machines",
     "wrap_groups": "planning.policies",
 }
 
@@ -157,20 +147,16 @@ __all__ = [
     "ShardPlacementResult",
     "Shards",
     "SkippableStep",
-    "StepMeter",
-    "StepRecord",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
     "WrapGroup",
     "accumulate",
     "apply_plan",
-    "balance",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",
     "compare",
-    "counters",
     "describe",
     "dtensor_fixes",
     "embed_by_rows",
@@ -193,8 +179,6 @@ __all__ = [
     "split_matrices",
     "stream_full_params",
     "sync_module_states",
-    "trace",
-    "two_hop_mesh",
     "wrap_groups",
 ]
 

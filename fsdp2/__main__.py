@@ -17,10 +17,6 @@ Predicts memory, communication and time of training a model, without ranks:
 
     python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
 
-Finds FSDP1, DDP, DeepSpeed and torch's FSDP2 in programs, and prints what to write instead:
-
-    python -m fsdp2 migrate train.py
-
 Writes a checkpoint of torch.distributed.checkpoint as safetensors files, without ranks:
 
     python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16
@@ -85,12 +81,6 @@ def _plan(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
-def _migrate(arguments: list[str]) -> None:
-    from .bridge.migrate import main
-
-    raise SystemExit(main(arguments))
-
-
 def _merge(arguments: list[str]) -> None:
     from .hf.merge import main
 
@@ -120,7 +110,6 @@ COMMANDS = {
     "fixes": _fixes,
     "checks": _checks,
     "plan": _plan,
-    "migrate": _migrate,
     "merge": _merge,
     "env": _env,
     "help": _help,

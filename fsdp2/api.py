@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
-from .engine.arguments_of_others import refuses
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
@@ -21,48 +20,6 @@ from .features.row_embedding import RowEmbedding
 from .module import FSDPModule, sharded_class
 
 Ignored = nn.Module | Iterable[nn.Parameter | nn.Module] | None
-
-# Arguments of FullyShardedDataParallel that have other names here, or other ways.
-_OF_FSDP1 = {
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "cpu_offload",
-    "device_id",
-    "device_mesh",
-    "forward_prefetch",
-    "ignored_modules",
-    "ignored_states",
-    "limit_all_gathers",
-    "mixed_precision",
-    "param_init_fn",
-    "process_group",
-    "sharding_strategy",
-    "sync_module_states",
-    "use_orig_params",
-}
-# Arguments of DistributedDataParallel, which torch's `replicate` takes, too.
-_OF_DDP = {
-    "batched_grad_copy",
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "bucket_cap_mb_list",
-    "check_reduction",
-    "delay_all_reduce_named_params",
-    "device_ids",
-    "device_mesh",
-    "dim",
-    "find_unused_parameters",
-    "forward_sync_buffers",
-    "gradient_as_bucket_view",
-    "ignored_modules",
-    "init_sync",
-    "mixed_precision",
-    "output_device",
-    "param_to_hook_all_reduce",
-    "process_group",
-    "skip_all_reduce_unused_params",
-    "static_graph",
-}
 
 
 @overload
@@ -95,7 +52,6 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
-@refuses(_OF_FSDP1, "fully_shard", "FullyShardedDataParallel", "FSDP1")
 def fully_shard(
     module: Any,
     *,
@@ -189,7 +145,6 @@ def fully_shard(
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
 
 
-@refuses(_OF_DDP, "replicate", "DistributedDataParallel", "DDP")
 def replicate(
     module: Any,
     *,
@@ -249,8 +204,8 @@ def embed_by_rows(
         module: an nn.Embedding, whose weight no other module has. Modified in place.
         mesh: as for `fully_shard`: ranks of one axis share the table; of two, the first replicates it (HSDP).
         mp_policy: as for `fully_shard`: `param_dtype` is that of the rows, in which they and their gradients travel.
-        dp_mesh_dims: as for `fully_shard`. With `shard_across` or `shard_at_rest` all ranks share the table: a rank
-            sends its ids to the owners directly, in one hop.
+        dp_mesh_dims: as for `fully_shard`. With `shard_at_rest` all ranks share the table: a rank
+            sends its ids to the owners directly.
 
     Raises:
         TypeError: `module` is no nn.Embedding, is of a subclass, or has a `forward` of its own: those may read the

@@ -274,10 +274,10 @@ class FSDPModule:
         """Bounds how many reductions of gradients may be in flight while the next one is packed.
 
         Each reduction in flight holds its input, a bucket of unsharded gradients. The default, 1, costs the least
-        memory; where reductions take two hops (`shard_across`), it is 2. With 2 or more, compute waits less for a slow
-        network; each step up costs the gradients of about one more group. Small reductions do not count one by one: up
-        to a quarter of a typical group's gradients may be in flight in any case. The largest number that was set below
-        the root holds, from the next forward on. It has no effect on one rank.
+        memory. With 2 or more, compute waits less for a slow network; each step up costs the gradients of about one
+        more group. Small reductions do not count one by one: up to a quarter of a typical group's gradients may be in
+        flight in any case. The largest number that was set below the root holds, from the next forward on. It has no
+        effect on one rank.
 
         Args:
             max_input_buffers: at least 1.
@@ -445,7 +445,6 @@ class FSDPModule:
         Raises:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: there are several ranks, and all hold whole parameters, so that it would never be called.
-            NotImplementedError: collectives take two hops (`shard_across`).
         """
         self._choose_collective("all_gather", comm, "Nothing is gathered")
 
@@ -464,8 +463,7 @@ class FSDPModule:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
                 parameters, and scatter nothing.
-            NotImplementedError: axes of the mesh shard at rest only, or across machines, so that gradients are
-                scattered in two steps.
+            NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
         """
         for group in groups_of(self) if comm is not None else ():
             if group.mesh.shards_at_rest:
@@ -501,11 +499,6 @@ class FSDPModule:
                     f"never be called. {why}. Leave set_custom_{kind} out."
                 )
         for group in groups:
-            if collective is not None and group.mesh.hops is not None:
-                raise NotImplementedError(
-                    f"{kind}: expected None on {group.mesh.topology}, where collectives take two hops, got "
-                    f"{collective!r}. Leave shard_across out to pass your own."
-                )
             if collective is not None and collectives.choice_of(group).memory is not None:
                 raise ValueError(
                     f"{kind}: expected None where set_allocate_memory_from_process_group_for_comm or "
@@ -524,8 +517,7 @@ class FSDPModule:
         must. It has no effect where ranks hold whole parameters.
 
         Without a call, gradients are reduced on a group of their own on devices whose shards are spread over more than
-        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program. With `shard_across`
-        they always are, whatever is chosen.
+        8 ranks, unless there was a `device_id` and the mesh does not hold all ranks of the program.
 
         Args:
             enable: True reduces on a group of its own. False: on that of the mesh.
@@ -552,7 +544,6 @@ class FSDPModule:
 
         Raises:
             ValueError: `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
-            NotImplementedError: collectives take two hops (`shard_across`).
         """
         check_bool("enable", enable)
         self._choose_memory("enable=True", "communicator" if enable else None)
@@ -574,7 +565,6 @@ class FSDPModule:
         Raises:
             ValueError: another backend; or `set_custom_all_gather` or `set_custom_reduce_scatter` has been called.
             RuntimeError: the collectives do not run on NCCL.
-            NotImplementedError: collectives take two hops (`shard_across`).
         """
         if backend not in ("NCCL", None):
             raise ValueError(f'backend: expected "NCCL" or None, got {backend!r}')
@@ -584,11 +574,6 @@ class FSDPModule:
 
     def _choose_memory(self, argument: str, memory: Literal["communicator", "symmetric"] | None) -> None:
         for group in groups_of(self) if memory is not None else ():
-            if group.mesh.hops is not None:
-                raise NotImplementedError(
-                    f"{argument} on {group.mesh.topology}: two hops gather and reduce in torch's memory. Leave this "
-                    "call out, or shard_across."
-                )
             choice = collectives.choice_of(group)
             if choice.all_gather is not None or choice.reduce_scatter is not None:
                 raise ValueError(
@@ -675,7 +660,7 @@ class FSDPModule:
 
         Args:
             nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical group; than two where gathers take two hops.
+                they are together no larger than a typical group.
 
         Raises:
             TypeError: neither an int nor None.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate, two_hop_mesh
+from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
 from fsdp2.engine import buckets
 from fsdp2.engine.meshes import shared_data_mesh
 from helpers import NIGHTLY, alone, assert_same, end_of_part, own_rows, run_ranks, shard_batch
@@ -53,13 +53,6 @@ TOPOLOGIES = {
         4,
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),
         dims=DataParallelMeshDims(shard="shards", shard_at_rest="replicas"),
-    ),
-    # All shard; gathers go between machines, of two ranks each, then inside.
-    "2x2 in two hops": Topology(
-        4,
-        lambda: two_hop_mesh("cpu", ranks_per_machine=2),
-        has_replicas=False,
-        dims=DataParallelMeshDims(shard="gpu", shard_across="machine"),
     ),
     "2 replicas": Topology(2, lambda: init_device_mesh("cpu", (2,)), replicate, (Replicate(),)),
 }

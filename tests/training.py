@@ -309,7 +309,7 @@ class Draw:
     @property
     def shards(self) -> int:
         """The number of ranks that gather together, and first reduce together."""
-        among_two = dict.fromkeys(("2x2 across", "2x2 at rest", "2x2 in two hops"), 2)
+        among_two = dict.fromkeys(("2x2 across", "2x2 at rest"), 2)
         return (among_two | {"2x1": 1, "2 replicas": 1}).get(self.topology, self.ranks)
 
     @property
@@ -321,10 +321,10 @@ class Draw:
         topology, is_low = TOPOLOGIES[self.topology], self.policy.param_dtype in (BF16, F16)
         encodes = self.policy.wire_dtype is not None or self.policy.gradient_codec is not None
         return not (
-            (encodes and (topology.function is replicate or self.topology == "2x2 in two hops"))
+            (encodes and topology.function is replicate)
             or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and topology.function is replicate)
-            or (self.setting.startswith("own") and self.topology in ("2x1", "2x2 in two hops"))
+            or (self.setting.startswith("own") and self.topology == "2x1")
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))

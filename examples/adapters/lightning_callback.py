@@ -10,7 +10,7 @@ Lightning's `ModelParallelStrategy` starts the processes, makes the mesh, and sa
 - Before the first step it looks for mistakes by `fsdp2.check`.
 - It clips by `fsdp2.clip_grad_norm_`, by the norm of the gradients of all ranks.
 - While micro-batches are accumulated, gradients are reduced once, in the last of them.
-- It logs the norm, the numbers of `fsdp2.counters`, and the loss and the speed that a `StepMeter` has measured.
+- It logs the loss of each step and the norm of its gradients.
 
 The program trains a small model on two processes, saves it, goes on from there in a second Trainer, and prints losses.
 """
@@ -18,7 +18,7 @@ The program trains a small model on two processes, saves it, goes on from there 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import lightning
@@ -38,7 +38,6 @@ class ShardedByFsdp2(lightning.Callback):
         blocks: classes of modules that become groups of their own: transformer blocks.
         path: the submodule to shard. `training_step` must call its forward, and no module inside of it directly.
         max_norm: clips the gradients to this norm, in place of Lightning's `gradient_clip_val`. None: not.
-        tokens_of: returns the number of tokens of a batch, from which the meter has the speed.
         options: further arguments of `fsdp2.fully_shard`: `mp_policy`, `reshard_after_forward`.
     """
 
@@ -47,16 +46,14 @@ class ShardedByFsdp2(lightning.Callback):
         blocks: Iterable[type[nn.Module]],
         path: str = "model",
         max_norm: float | None = None,
-        tokens_of: Callable[[Any], int] = lambda batch: 0,
         **options: Any,
     ) -> None:
         self._blocks, self._path, self._max_norm = tuple(blocks), path, max_norm
-        self._tokens_of, self._options = tokens_of, options
-        self._meter: fsdp2.StepMeter | None = None
+        self._options = options
         self._forget()
 
     def _forget(self) -> None:
-        self._loss, self._norm, self._tokens = 0.0, None, 0
+        self._loss, self._norm = 0.0, None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Has the module sharded as soon as Lightning has called `configure_model`."""
@@ -95,8 +92,6 @@ class ShardedByFsdp2(lightning.Callback):
         found = [finding for finding in fsdp2.check(model, trainer.optimizers) if not finding.is_note]
         if found:
             raise RuntimeError("fsdp2.check has found:\n" + "\n".join(map(str, found)))
-        fsdp2.counters(model)  # begins to count
-        self._meter = fsdp2.StepMeter(model, every=trainer.log_every_n_steps)
         self._forget()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -109,15 +104,9 @@ class ShardedByFsdp2(lightning.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss = self._loss + outputs["loss"].detach()  # Lightning has divided it by the micro-batches
-        self._tokens += self._tokens_of(batch)
         if self._norm is None:
             return  # no step yet
-        assert self._meter is not None
-        record = self._meter.step(self._loss, self._norm, tokens=self._tokens)
-        if record is not None:
-            counted = fsdp2.counters(pl_module.get_submodule(self._path))
-            numbers = {**{f"fsdp2/{name}": value for name, value in counted.items()}, **record}
-            pl_module.log_dict({name: float(value) for name, value in numbers.items() if name != "step"})
+        pl_module.log_dict({"loss": self._loss, "grad_norm": self._norm}, sync_dist=True)
         self._forget()
 
 
@@ -149,8 +138,8 @@ class Successor(lightning.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         numbers = self.trainer.callback_metrics
         if self.global_rank == 0 and (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0:
-            loss, norm, gathers = (numbers[name] for name in ("loss", "grad_norm", "fsdp2/all_gathers"))
-            print(f"step {self.global_step}: loss {loss:.4f}, norm {norm:.3f}, {gathers:.0f} all-gathers")
+            loss, norm = (numbers[name] for name in ("loss", "grad_norm"))
+            print(f"step {self.global_step}: loss {loss:.4f}, norm {norm:.3f}")
 
 
 def main() -> None:
@@ -164,7 +153,7 @@ def main() -> None:
             accelerator="cuda" if torch.cuda.is_available() else "cpu",
             devices=2,
             strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-            callbacks=[ShardedByFsdp2([Block], max_norm=1.0, tokens_of=Tensor.numel)],
+            callbacks=[ShardedByFsdp2([Block], max_norm=1.0)],
             max_epochs=epochs,
             accumulate_grad_batches=2,
             log_every_n_steps=1,

@@ -115,8 +115,8 @@ def life_of_a_parameter() -> Picture:
     return picture
 
 
-# fsdp2.trace of one step on rank 0 of 4 over gloo: six blocks and a small head, fp32, the defaults of fully_shard, the
-# fourth step. In blocks, after each change: unsharded parameters (from the launch of a gather to the reshard),
+# Recorded memory of the fourth step on rank 0 of 4 over gloo: six blocks and a small head, fp32, the defaults of
+# fully_shard. In blocks, after each change: unsharded parameters (from the launch of a gather to the reshard),
 # gradients that are being reduced, sharded gradients. Shards take 6 / 4 blocks, the two states of AdamW twice as much.
 FORWARD = [(0.01, 0, 0), *[(1.01, 0, 0), (2.01, 0, 0)] * 5]
 BACKWARD = [

@@ -143,8 +143,6 @@ class RankComparisons(Observer):
         is_counted = group is self._group
         if not is_counted and not (self._begins_anew and group in groups_of_all_ranks(self._root)):
             return
-        if getattr(group.comms.gathers, "reads_alone", False):
-            return  # ranks gather on demand, not together: they have compared when they wrote (features/on_demand.py)
         if self._root.backward is not None and not group.settings.unshard_in_backward:
             return  # which ranks read its weights in backward depends on what each of them computes
         number, is_due = self._times + 1, self._begins_anew or self._times + 1 >= self._next

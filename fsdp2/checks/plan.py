@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import ParameterPlan, Plan
-from ..engine.codec import Cast
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.offload import storage_place
@@ -323,13 +322,6 @@ def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parame
                 f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
                 "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
             )
-    codec = policy.gradient_codec
-    if mesh.hops is not None and (policy.wire_dtype is not None or (codec is not None and codec.exchanges)):
-        raise NotImplementedError(
-            f"{name}: wire_dtype={policy.wire_dtype}, gradient_codec={codec!r} in mp_policy is not supported with "
-            f"shard_across ({mesh.topology}): one exchange between all ranks would take the place of the two hops. "
-            "Pass replica_codec=fsdp2.codecs.Cast(torch.bfloat16) to cast what travels between machines."
-        )
     stored = delivered = parameter.dtype
     if policy.replica_codec is not None or policy.gradient_codec is not None:
         choice = grad_choice(parameter, policy.grad_dtype)
@@ -361,13 +353,6 @@ def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh
     """Refuses a choice of how replicas sum where there are none, or where they can't sum so."""
     how, summed = policy.replica_codec, policy.gradient_dtype(delivered)
     if how is None:
-        return
-    if mesh.hops is not None:
-        if not isinstance(how, Cast):
-            raise NotImplementedError(
-                f"{name}: replica_codec={how!r} is not supported with shard_across ({mesh.topology}). Between machines "
-                "gradients travel as they are summed, or cast: pass fsdp2.codecs.Cast(torch.bfloat16)."
-            )
         return
     if not mesh.replicate_axes and not mesh.shards_at_rest:
         raise ValueError(
@@ -469,11 +454,6 @@ def _check_ranks_stay(mesh: DataMesh) -> None:
 def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
     if choice is None or isinstance(choice, bool):
         return
-    if mesh.hops is not None and choice != mesh.size and (choice < 1 or mesh.hops[1].size() % choice):
-        raise ValueError(
-            f"reshard_after_forward={choice}: expected a divisor of {mesh.hops[1].size()}, the ranks of a machine "
-            f"({mesh.topology}): backward then gathers inside the machine."
-        )
     if mesh.shards_at_rest:
         raise ValueError(
             f"reshard_after_forward={choice}: expected a bool or None on {mesh.topology}: each rank keeps its shard "

@@ -21,7 +21,7 @@ from . import switches
 from .compat import DISPATCHES_TO_SUBCLASSES, allow_in_foreach, meshes_in_use
 from .optimizer_steps import note_call
 from .sharded_dtensor import ShardedDTensor, forget_replacements, look_up_in_user_classes
-from .table import FIXES, FORMER_NAMES, NAMES, Fix
+from .table import FIXES, NAMES, Fix
 
 
 class Meshes(Observer):
@@ -68,7 +68,7 @@ def _use_class(cls: type[DTensor]) -> None:
 def correct_torch() -> None:
     """Puts the fixes in force, without those that the environment leaves out."""
     keep_out_of_graphs()
-    switches.read_environment(NAMES, FORMER_NAMES)
+    switches.read_environment(NAMES)
     _attach()
     for fix in FIXES:
         if fix.patch is not None:
@@ -100,7 +100,6 @@ def dtensor_fixes(enabled: bool, *names: str) -> None:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected a bool, got {enabled!r}")
-    names = tuple(switches.present_names(names, FORMER_NAMES))
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ValueError(f"names: expected some of {', '.join(NAMES)}; got {', '.join(map(str, unknown))}")
@@ -126,5 +125,5 @@ def state_of_fix(fix: Fix) -> str:
     Raises:
         ValueError: the environment names a fix that there is not.
     """
-    switches.read_environment(NAMES, FORMER_NAMES)
+    switches.read_environment(NAMES)
     return "yes" if switches.is_on(fix.name) else "off"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 
 VARIABLE = "FSDP2_DTENSOR_FIXES"
 
@@ -25,22 +24,8 @@ def switch(names: Collection[str], on: bool) -> None:
         off.update(names)
 
 
-def present_names(names: Sequence[str], former: Mapping[str, str]) -> list[str]:
-    """Returns `names`, with the name that a fix has now in place of a former one, with a warning."""
-    for name in names:
-        if name in former:
-            warnings.warn(
-                f"the fix {name!r} is a part of {former[name]!r} now, which is switched as a whole",
-                FutureWarning,
-                stacklevel=3,
-            )
-    return [former.get(name, name) for name in names]
-
-
-def read_environment(known: Collection[str], former: Mapping[str, str]) -> None:
+def read_environment(known: Collection[str]) -> None:
     """Switches off the fixes that the environment variable FSDP2_DTENSOR_FIXES names: `off`, or `-views,-random`.
-
-    `former`: names that fixes had -> their names in `known`.
 
     Raises:
         ValueError: it names a fix that is not in `known`.
@@ -49,7 +34,6 @@ def read_environment(known: Collection[str], former: Mapping[str, str]) -> None:
     if text in ("", "on"):
         return
     names = known if text == "off" else [each.strip().removeprefix("-") for each in text.split(",")]
-    names = present_names([*names], former)
     unknown = [each for each in names if each not in known]
     if unknown or (text != "off" and not all(each.strip().startswith("-") for each in text.split(","))):
         raise ValueError(

@@ -195,23 +195,3 @@ FIXES = (
     ),
 )
 NAMES = tuple(fix.name for fix in FIXES)
-# Names that fixes had before several became one -> the fix that holds each now.
-FORMER_NAMES = {
-    "truths": "partial-results",
-    "sums-of-norms": "partial-results",
-    "joined-parts": "partial-results",
-    "written-parts": "partial-results",
-    "divisions": "partial-results",
-    "plain-numbers": "full-tensor",
-    "local-versions": "data",
-    "inference-detach": "data",
-    "scaled-gradients": "foreach",
-    "masks": "writes",
-    "uneven-writes": "writes",
-    "initialisers": "writes",
-    "extremes": "empty-shards",
-    "item": "empty-shards",
-    "no-dims": "dims",
-    "negative-dims": "dims",
-    "collectives": "errors",
-}

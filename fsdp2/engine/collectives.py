@@ -13,13 +13,11 @@ from torch import Tensor
 
 from . import comm as core_comm
 from .any_group import FallbackComm
-from .codec import Cast
 from .comm import AnyComm, Comm, CopyWork, DelegatingComm, DividedWork, Purpose, Work
 from .comm_memory import TORCH_MEMORY, CommMemory, PoolMemory, pool_of_group, symmetric_pool
 from .compat import backend_name, type_of
 from .events import extensions
 from .gloo import PairwiseComm
-from .hops import HopsComm
 from .owners import all_groups
 from .scatter_hook import HookedComm
 from .simulation import SimulatedGroup
@@ -27,10 +25,7 @@ from .streams import exist_on
 from .subgroups import subgroup
 
 if TYPE_CHECKING:
-    from .codec import Codec
     from .group import FSDPParamGroup
-    from .mesh import DataMesh
-    from .replicas import ReplicaCodec
 
 
 # A machine has so many GPUs, or more; ranks must agree about it. A ring over more than one machine takes long beside
@@ -46,27 +41,6 @@ def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Pu
     """
     comm, watcher = make_unchecked(group, device, purpose), extensions().comm_watcher
     return watcher.checked(comm, device) if comm.size > 1 and watcher.is_checked(group) else comm
-
-
-def make_hops(mesh: DataMesh, purpose: Purpose, codec: Codec | ReplicaCodec | None = None) -> tuple[Comm, Comm]:
-    """Returns the Comms that gather and reduce in two hops. Every rank of `mesh` must call it.
-
-    Gathers and reductions have process groups of their own: over a backend without streams, collectives that begin at
-    once and those that begin later never share one. `codec`: the cast of what travels between machines, if there is
-    one.
-    """
-    device, watcher = mesh.device, extensions().comm_watcher
-    assert mesh.hops is not None, "gathers take two hops"
-    assert mesh.shard_group is not None, "several ranks shard"
-    flat = make_unchecked(mesh.shard_group, device, purpose)
-    sent = codec.dtype if isinstance(codec, Cast) else None
-    comms: list[Comm] = []
-    for lane in ("gather", "reduce"):
-        groups = mesh.hops if lane == "gather" else [subgroup(each, each.size()) for each in mesh.hops]
-        rail, machine = (make_unchecked(each, device, purpose) for each in groups)
-        comm = HopsComm(rail, machine, flat, device, mesh.waiting, lane, sent)
-        comms.append(watcher.checked(comm, device) if watcher.is_checked(mesh.shard_group) else comm)
-    return comms[0], comms[1]
 
 
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
@@ -179,7 +153,7 @@ def follow(group: FSDPParamGroup) -> None:
     gathers: Comm = watcher.unchecked(group.usual_comms.gathers)
     reduces: Comm = watcher.unchecked(group.usual_comms.reduces)
     separates = _separates(group, reduces) if choice.separate is None else choice.separate
-    if separates and reduces.group is not None and reduces.size > 1 and not isinstance(reduces, HopsComm):
+    if separates and reduces.group is not None and reduces.size > 1:
         reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.purpose)
     memory = _memory_of(group, choice)
     # As of NCCL 2.29, what it does on symmetric memory only sums.

@@ -128,11 +128,6 @@ class Observer:
     def before_reduce(self, group: FSDPParamGroup) -> None:
         """Gradients of the group, perhaps not all of them, are about to be reduced."""
 
-    def gradients_delivered(self, group: FSDPParamGroup) -> None:
-        """`.grad` of some parameters of the group includes what the pass has computed. Another thread may call it
-        (offloaded parameters that an optimizer steps on in backward).
-        """
-
     # ---- what users change
 
     def settings_changed(self, group: FSDPParamGroup) -> None:

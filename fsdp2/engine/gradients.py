@@ -607,8 +607,6 @@ class GroupGradients:
                 run_shown(self._accumulate, shards, True)
         if self.group.root.steps is not None:
             run_shown(self.group.root.steps.step, self.group, [self._params[i] for i in shards], of_pass)
-        for notify in self.group.events.gradients_delivered:
-            run_shown(notify, self.group)
 
     def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
         """Adds this rank's gradient shards to `.grad`, whose dtype they have.

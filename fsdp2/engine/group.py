@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import compat
-from .collectives import make_comm, make_hops
+from .collectives import make_comm
 from .comm import Comm, Purpose
 from .compat import num_dispatch_modes, num_function_modes, runs_transform
 from .empty_memory import EmptyTensors
@@ -106,7 +106,6 @@ class FSDPParamGroup:
         self.untied: list[FSDPParam] = []
         # How many blocks of full_params have used it outside of forwards.
         self.num_blocks = 0
-        self.num_hops = mesh.num_hops
         self.events: Events = NO_EVENTS
         self.empty = EmptyTensors()
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
@@ -241,9 +240,6 @@ class FSDPParamGroup:
 
     def _make_comms(self) -> Comms:
         """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
-        if self.mesh.hops is not None:
-            gathers, reduces = make_hops(self.mesh, self.purpose, self.settings.policy.replica_codec)
-            return Comms(gathers, reduces, None, self._neighbours())
         shards, replicas = (
             make_comm(group, self.mesh.device, self.purpose)
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
@@ -262,8 +258,6 @@ class FSDPParamGroup:
         count, group = self.settings.restored_among, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
             return None
-        if self.mesh.hops is not None:
-            group = self.mesh.hops[1]  # the neighbours in the mesh are those of a rail
         return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:

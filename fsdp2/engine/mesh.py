@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +22,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import compat
 from .compat import DTensorSpec
-from .subgroups import ordered_group
-
-if TYPE_CHECKING:
-    from .hops import Waiting
 
 
 class Gathered(Enum):
@@ -34,7 +29,6 @@ class Gathered(Enum):
 
     NEVER = "never: each rank holds all of it"
     AT_USE = "at each use"
-    AT_USE_FIRST = "at each use, before those of the axes that gather at each use"
     AFTER_WRITE = "once after each write; until the next, each rank keeps what it needs of it"
 
 
@@ -52,8 +46,7 @@ class Use(Enum):
     `gathered`, `reduced`: when parameters are gathered along it, and how gradients are summed.
 
     SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. SHARD_AT_REST: replicas that share what rests. In between,
-    each replica computes and reduces along SHARD as in HSDP, from secondary shards. SHARD_ACROSS: machines, each of
-    which has a part of what is cut along SHARD. Gathers go first along this axis, reductions last (`hops.py`).
+    each replica computes and reduces along SHARD as in HSDP, from secondary shards.
     """
 
     rests_cut: bool
@@ -64,7 +57,6 @@ class Use(Enum):
         self.rests_cut, self.gathered, self.reduced = rests_cut, gathered, reduced
 
     SHARD = True, Gathered.AT_USE, Reduced.SCATTER
-    SHARD_ACROSS = True, Gathered.AT_USE_FIRST, Reduced.SCATTER
     SHARD_AT_REST = True, Gathered.AFTER_WRITE, Reduced.SCATTER
     REPLICATE = False, Gathered.NEVER, Reduced.ALL
 
@@ -95,16 +87,13 @@ class DataMesh:
     """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication.
 
     `mesh`: the one that sharded parameters are on. `joins`: what the axes of the user's mesh are used for, if some
-    shard at rest only, or across machines: `mesh` joins these and those that shard to one axis. None: `mesh` is the
-    user's. `waiting`: where gathers and reductions take two hops, and the host begins the second ones: those that have
-    not begun, in order (`hops.py`).
+    shard at rest only: `mesh` joins these and those that shard to one axis. None: `mesh` is the user's.
     """
 
     mesh: DeviceMesh
     shard_axes: tuple[int, ...]
     replicate_axes: tuple[int, ...] = ()
     joins: Topology | None = None
-    waiting: Waiting = field(default_factory=deque, init=False, compare=False, repr=False)
     _device: torch.device = field(init=False, compare=False, repr=False)
     _specs: dict[Any, DTensorSpec] = field(default_factory=dict, init=False, compare=False, repr=False)
     _plain: dict[Any, Distribution] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -181,19 +170,6 @@ class DataMesh:
         """The ranks of the shard group that reduce-scatter what their inner groups have reduced."""
         return self.topology.group(Gathered.AFTER_WRITE)
 
-    @cached_property
-    def hops(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-        """This rank's process groups between machines and inside its machine, if gathers take a hop along each."""
-        if self.joins is None:
-            return None
-        rail, machine = self.joins.group(Gathered.AT_USE_FIRST), self.joins.group(Gathered.AT_USE)
-        return None if rail is None or machine is None else (rail, machine)
-
-    @property
-    def num_hops(self) -> int:
-        """How many collectives a gather or a reduction takes, one behind the other."""
-        return 1 if self.hops is None else 2
-
     @property
     def replicas_may_grow(self) -> bool:
         """True if ranks may join and leave the replica group."""
@@ -246,17 +222,16 @@ def on_axes(
     shard_axes: tuple[int, ...],
     replicate_axes: tuple[int, ...] = (),
     at_rest_axes: tuple[int, ...] = (),
-    across_axes: tuple[int, ...] = (),
 ) -> DataMesh:
-    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.SHARD_AT_REST`, `Use.SHARD_ACROSS`.
+    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.SHARD_AT_REST`.
 
     Raises:
         ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
-        ValueError, NotImplementedError: see `_joined` and `_across`.
+        ValueError, NotImplementedError: see `_joined`.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
-    given = shard_axes + replicate_axes + at_rest_axes + across_axes
+    given = shard_axes + replicate_axes + at_rest_axes
     if len({*given}) < len(given):
         names = mesh.mesh_dim_names or range(mesh.ndim)
         shard, replicate, at_rest = (
@@ -268,12 +243,10 @@ def on_axes(
             "one."
         )
     # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
-    key = (id(mesh), shard_axes, replicate_axes, at_rest_axes, across_axes)
+    key = (id(mesh), shard_axes, replicate_axes, at_rest_axes)
     found = _in_use.get(key)
     if found is None:
-        if across_axes:
-            found = _across(mesh, shard_axes, replicate_axes + at_rest_axes, across_axes)
-        elif at_rest_axes:
+        if at_rest_axes:
             found = _joined(mesh, shard_axes, replicate_axes, at_rest_axes)
         else:
             found = DataMesh(mesh, shard_axes, replicate_axes)
@@ -321,46 +294,6 @@ def _joined(
     if 1 in sizes:
         return DataMesh(joined, (0,))
     return DataMesh(joined, (0,), (), topology)
-
-
-def _across(
-    mesh: DeviceMesh, shard_axes: tuple[int, ...], others: tuple[int, ...], across_axes: tuple[int, ...]
-) -> DataMesh:
-    """Returns the mesh whose only axis counts ranks by their place in a machine first, then by machine. If either axis
-    has one rank, the others shard, as in FSDP.
-
-    Raises:
-        ValueError: not one axis shards and one shards across machines; or the mesh counts machines first.
-        NotImplementedError: there are other axes; or torch makes no process group in that order.
-    """
-    names = mesh.mesh_dim_names
-    assert names is not None, "axes that shard across machines are chosen by name"
-    if len(shard_axes) != 1 or len(across_axes) != 1:
-        raise ValueError(
-            f"dp_mesh_dims: expected one axis in shard and one in shard_across, got "
-            f"{[names[axis] for axis in shard_axes]} and {[names[axis] for axis in across_axes]}. "
-            "fsdp2.two_hop_mesh() makes a mesh of two axes, 'gpu' and 'machine'."
-        )
-    if others or mesh.ndim > 2:
-        further = [names[axis] for axis in range(mesh.ndim) if axis not in shard_axes + across_axes]
-        raise NotImplementedError(
-            f"dp_mesh_dims: shard_across={names[across_axes[0]]!r} on a mesh with further axes, {further}, is not "
-            "supported. Pass a mesh of two axes, as fsdp2.two_hop_mesh() makes it."
-        )
-    if across_axes < shard_axes:
-        raise ValueError(
-            f"dp_mesh_dims: expected the axis of shard, {names[shard_axes[0]]!r}, left of that of shard_across, "
-            f"{names[across_axes[0]]!r}, got the mesh {names}. It counts ranks machine by machine, so that what a hop "
-            "between machines gathers would lie in pieces, and be copied. Call fsdp2.two_hop_mesh(), which counts them "
-            "by their place in a machine first."
-        )
-    for axis in (0, 1):
-        check_order(mesh, (axis,), mesh.get_group(axis))
-    if 1 in mesh.shape:
-        return DataMesh(compat.mesh_over(mesh, (0, 1)), (0,))
-    group = ordered_group(mesh.get_group(0), mesh.mesh.flatten().tolist())
-    joined = DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("_".join(names),))
-    return DataMesh(joined, (0,), (), Topology(mesh, (Use.SHARD, Use.SHARD_ACROSS)))
 
 
 def check_order(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> None:

@@ -29,9 +29,6 @@ class DataParallelMeshDims:
             rank keeps a shard, in compute dtypes, of what the ranks of `shard` have, and further forwards and backwards
             gather along `shard` only. Gradients are reduce-scattered along `shard`, then along these axes. They are
             left of those of `shard` in the mesh.
-        shard_across: machines, of which each holds a part of what is cut along `shard`, too, so that all ranks shard.
-            Gathers go first along this axis, then along `shard`; gradients are reduce-scattered along `shard`, then
-            along this axis. For the mesh of `fsdp2.two_hop_mesh()`. Not measured: see the guide "two hops".
 
     Raises:
         ValueError: no name is given.
@@ -40,7 +37,6 @@ class DataParallelMeshDims:
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
     shard_at_rest: str | tuple[str, ...] | None = field(default=None, kw_only=True)
-    shard_across: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if all(given is None or given in ("", (), []) for given in vars(self).values()):
@@ -94,11 +90,10 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
     Raises:
         ValueError: the mesh has no such name, or no names; or one is given twice.
-        NotImplementedError: axes shard at rest only, or across machines, and others replicate, or belong to the model.
+        NotImplementedError: axes shard at rest only, and others replicate, or belong to the model.
     """
     axes = []
-    further = [getattr(dims, name, None) for name in ("shard_at_rest", "shard_across")]  # torch's own has two
-    for names in (dims.shard, dims.replicate, *further):
+    for names in (dims.shard, dims.replicate, getattr(dims, "shard_at_rest", None)):  # torch's own has the first two
         names = (names,) if isinstance(names, str) else tuple(names or ())
         known = mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]

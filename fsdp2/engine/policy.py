@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .arguments_of_others import refuses
 from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
 
 if TYPE_CHECKING:
     from .collectives import CommChoice
     from .group import FSDPParamGroup
     from .replicas import CommHook, ReplicaCodec
-
-
-# Fields of FSDP1's MixedPrecision that have other names here, or other ways.
-_OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,7 @@ class MixedPrecisionPolicy:
             all-reduce in the reduce dtype: a codec, as `gradient_codec`, or `fsdp2.codecs.PowerSGD()`. Two replicas
             round each gradient once; more also round the sum, once. All replicas get the same bits. It holds for
             parameters as large as those of `gradient_codec`; others are summed as without it, to the bit, as are all
-            where there is one replica. Equal on all ranks. With `shard_across` it is a `Cast`, of what a machine has
-            summed and sends to others, for all parameters.
+            where there is one replica. Equal on all ranks.
         buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
             next forward those that were put in their place. None: they keep their own. State dicts have and take
             buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
@@ -196,11 +190,6 @@ class MixedPrecisionPolicy:
         It travels in that dtype, unless a codec encodes it.
         """
         return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
-
-
-MixedPrecisionPolicy.__init__ = refuses(  # type: ignore[method-assign]
-    _OF_FSDP1, "MixedPrecisionPolicy", "FSDP1's MixedPrecision", "FSDP1"
-)(MixedPrecisionPolicy.__init__)
 
 
 @dataclass(frozen=True)
@@ -353,7 +342,7 @@ class GroupSettings:
         reduce_unused: reduce zeros for parameters without a gradient.
         reduce_when: chosen by extensions.
         bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
-        max_reductions: how many reductions may be in flight while the next is packed. None: one for each hop.
+        max_reductions: how many reductions may be in flight while the next is packed. None: one.
         divide_factor: what the sum over all ranks is divided by. None: their number.
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
@@ -409,7 +398,7 @@ class RootSettings:
 
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
-            several that together are no larger than a typical one; than two where gathers take two hops.
+            several that together are no larger than a typical one.
         prefetches_late: backward gathers ahead when it is done with a group, not when it reaches one.
         saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.

@@ -241,7 +241,7 @@ class Root:
             self.free_kept()
         self.prefetcher.begin_pass()
         sent = [group.gradients.sent_nbytes for group in self.groups]
-        self.queue.set_limits(max([g.settings.max_reductions or g.num_hops for g in self.groups]), sent)
+        self.queue.set_limits(max([g.settings.max_reductions or 1 for g in self.groups]), sent)
         for group in self.groups:
             if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
                 group.reshard_stale()

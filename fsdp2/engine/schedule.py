@@ -102,8 +102,6 @@ class Prefetcher:
 
     def __init__(self, groups: Sequence[FSDPParamGroup], cursor: type[Cursor[FSDPParamGroup]] = Cursor) -> None:
         self._groups, self._cursor = groups, cursor
-        # So many groups are gathered ahead: while one hop of a gather runs, the other links gather the next group.
-        self._num_ahead = max([group.num_hops for group in groups], default=1)
         self.settings = RootSettings()
         # How many bytes may be gathered ahead; and whether one group may be, of any size.
         self._budget = (0, True)
@@ -129,7 +127,7 @@ class Prefetcher:
         if self._num_gathered:
             self._order = self._order_now
         budget, sizes = self.settings.prefetch_budget, [group.parameters.nbytes for group in self._groups]
-        self._budget = (self._num_ahead * median_low(sizes), True) if budget is None else (budget, False)
+        self._budget = (median_low(sizes), True) if budget is None else (budget, False)
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0

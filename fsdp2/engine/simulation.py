@@ -30,7 +30,7 @@ class Simulation(Protocol):
     transfers: Transfers
     """Copies between that device and the CPU."""
 
-    def beside(self, lane: str = "") -> AbstractContextManager[None]:
+    def beside(self) -> AbstractContextManager[None]:
         """Context: what is issued inside runs on a stream beside the one that computes; see `streams.beside`."""
 
     def record_event(self) -> Work:

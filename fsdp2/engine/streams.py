@@ -36,23 +36,22 @@ def costs_launches(device: torch.device) -> bool:
 
 
 @contextmanager
-def beside(device: torch.device, waits: bool = True, lane: str = "") -> Iterator[None]:
+def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
 
     `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
-    `Comm.follows_stream`. `lane`: which of several streams beside the current one. See the lifetime rule. If an error
-    ends the context, the current stream waits: memory that goes with the error may still be in use. On a device without
-    streams nothing changes.
+    `Comm.follows_stream`. See the lifetime rule. If an error ends the context, the current stream waits: memory that
+    goes with the error may still be in use. On a device without streams nothing changes.
     """
     if not exist_on(device):
         yield
         return
     if device.type == "meta" and (simulation := simulated.get()) is not None:
-        with simulation.beside(lane):
+        with simulation.beside():
             yield
         return
     current = torch.accelerator.current_stream(device)
-    stream = _stream_beside(current, device, lane)
+    stream = _stream_beside(current, device)
     if waits:
         stream.wait_stream(current)
     with stream:
@@ -64,8 +63,8 @@ def beside(device: torch.device, waits: bool = True, lane: str = "") -> Iterator
 
 
 @cache
-def _stream_beside(stream: torch.Stream, device: torch.device, lane: str) -> torch.Stream:
-    """Returns a stream for each stream that computes and each lane: no other orders the memory allocated on it."""
+def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
+    """Returns a stream for each stream that computes: no other orders the memory allocated on it."""
     return torch.Stream(device)
 
 

@@ -26,14 +26,12 @@ from ..engine.comm import Purpose, Work
 from ..engine.compat import no_torch_function
 from ..engine.passes import finalize, reduce_unsynchronized, reset
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.policy import check_bool
 from ..engine.rank_facts import ranks_of
 from ..engine.root import Root
 from ..engine.state import groups_below, require_module, require_state
 from ..engine.streams import Transfer
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
-from .on_demand import OnDemandGathers, serve
 from .optimizer_in_backward import steps_of
 from .row_embedding import refuse_rows
 
@@ -82,7 +80,6 @@ def accumulate(
     sync: str = "last",
     num_batches: int | None = None,
     scaler: Any = None,
-    on_demand: bool = False,
 ) -> Accumulation:
     """Returns a context for the micro-batches of one optimizer step. Their gradients become the mean over all weights.
 
@@ -100,8 +97,7 @@ def accumulate(
     If the block ends by an exception, its gradients are dropped, all settings are as they were, and `.grad` is None.
     Every rank must enter it, with the same arguments, and run the same number of micro-batches. Where ranks communicate
     in each of these, ranks with different numbers are out of step, which is an error on gloo, and at debug level 1 on
-    any backend. (With `replicate`, with `on_demand`, and where parameters stay unsharded, they may have different
-    numbers.)
+    any backend. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
 
     Args:
         model: the outermost sharded module. It may replicate, also with HSDP, offload to the CPU, have frozen
@@ -114,24 +110,13 @@ def accumulate(
             copies the shards once more.
         scaler: a `torch.amp.GradScaler`, for parameters that compute in float16: each loss is scaled by it. Sums over
             many tokens need a smaller `init_scale` than means.
-        on_demand: True: ranks meet when the block begins and when gradients are reduced, and not in between, so that
-            the step takes as long as the slowest rank's sum, not as the sum of the slowest micro-batches. Each rank
-            reads the shards of the others when it needs them, from memory that they share. Gradients have the same
-            bits. Ranks may have different numbers of micro-batches, and give different `num_batches`. It takes memory
-            for one copy of the shards in the dtype in which they compute, is for `sync="last"` and ranks on CPUs of one
-            machine, and gains most where `num_batches` is None. Do not write to parameters inside of the block, and let
-            no code of yours communicate in forward. Where weights stay unsharded over the block
-            (`set_reshard_after_forward(False)`, `set_reshard_after_backward(False)`), it saves little.
 
     Returns:
         An `Accumulation`.
 
     Raises:
         TypeError: `num_batches` is not an int, or `scaler` has no method `scale`.
-        ValueError: another `sync`, `num_batches` less than 1, or `on_demand` with `sync="each"`.
-        NotImplementedError: when the block begins, with `on_demand`: ranks share no memory, or are on devices; there
-            are conditional modules, a block of `join`, running statistics that ranks average, parameters that gather
-            themselves (`fsdp_pre_all_gather`, `set_custom_all_gather`) or are restored among neighbours.
+        ValueError: another `sync`, or `num_batches` less than 1.
         RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
             another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
             `set_optimizer_in_backward` is in force; gradients are reduced, or travel, in float16; groups are on
@@ -158,23 +143,17 @@ def accumulate(
             raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
-    check_bool("on_demand", on_demand)
-    if on_demand and sync == "each":
-        raise ValueError('on_demand: expected False with sync="each", whose ranks meet in each backward, got True')
     state = require_state(model)
     if state.root.state is not state:
         raise RuntimeError(f"accumulate: expected the root, the outermost sharded module, got {state}")
-    return Accumulation(state.root, sync, num_batches, scaler, on_demand)
+    return Accumulation(state.root, sync, num_batches, scaler)
 
 
 class Accumulation:
     """Is one optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
 
-    def __init__(self, root: Root, sync: str, num_batches: int | None, scaler: Any, on_demand: bool = False) -> None:
+    def __init__(self, root: Root, sync: str, num_batches: int | None, scaler: Any) -> None:
         self._root, self._is_each, self._num_batches, self._scaler = root, sync == "each", num_batches, scaler
-        self._is_on_demand = on_demand
-        # What serves gathers, inside of the block.
-        self._gathers: OnDemandGathers | None = None
         self._totals = Totals(root, num_batches)
         self._watch: AccumulationWatch | None = None
         self._is_over = False
@@ -249,8 +228,6 @@ class Accumulation:
             raise RuntimeError("accumulate: a block is entered once. Call fsdp2.accumulate(model) for each step.")
         watch = watch_of(self._root, AccumulationWatch)
         _refuse(self._root, watch)
-        if self._is_on_demand:
-            self._gathers = hides_modes(serve)(self._root)
         self._watch, watch.active = watch, self
         self._set(reduce_gradients=self._is_each, all_reduce=False, divide_late=self._totals.divide)
         return self
@@ -266,8 +243,6 @@ class Accumulation:
             watch, self._watch, self._is_over = self._watch, None, True
             assert watch is not None, "it was entered"
             self._restore()
-            if self._gathers is not None:
-                self._gathers.withdraw()
             watch.active = None
             if kind is not None:
                 self._drop()

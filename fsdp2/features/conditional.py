@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from ..engine.compat import backend_name
 from ..engine.group import FSDPParamGroup, Hold
-from ..engine.hops import begin_second_hops
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_now, is_first, ranks_of
@@ -85,7 +84,6 @@ class Consensus:
         self._process_groups, self._is_joining = mesh.axis_groups, False
         # A forward of the outermost module, or a backward, has begun, and has not come to the consensus at its end.
         self._is_in_forward = self._is_in_backward = False
-        self._waiting = list({id(each.mesh): each.mesh.waiting for each in root.groups}.values())
         cpu = torch.device("cpu")
         # The host reads the result. From an accelerator it would wait for all that this computes.
         has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
@@ -220,8 +218,6 @@ class Consensus:
     def _find_largest(self, numbers: Sequence[int], event: int) -> list[int]:
         """Returns the largest of each number over all ranks, which must call it. `event`: what this one is doing."""
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        for waiting in self._waiting:
-            begin_second_hops(waiting)  # another rank may need them before it is here
         try:
             for group in self._process_groups:
                 all_reduce_now(largest, group, largest=True)

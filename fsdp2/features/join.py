@@ -52,7 +52,7 @@ def join(
 
     Running statistics of BatchNorm are averages over the ranks with batches. A collective of your own in the loop takes
     all ranks, as ever: put it into `step`. So do `full_tensor()` of a sharded parameter, and tools that communicate
-    (`StepMeter`, `check`, `full_params`). Another sharded model, a teacher for example, may run in the loop, and not
+    (`check`, `full_params`). Another sharded model, a teacher for example, may run in the loop, and not
     train there. Every rank must enter the block, with the same arguments, and run the same passes for each of its
     batches.
 

@@ -374,8 +374,6 @@ class JoinConsensus(Consensus):
             self._fail(_UNKNOWN_MODEL if are_alike else f"ranks gather different models. {self._advice}")
         assert group is not None, "all ranks know it"
         self._others.add(group.root)
-        waiting = [each.mesh.waiting for each in group.root.groups]
-        self._waiting += [each for each in waiting if not any(each is known for known in self._waiting)]
         return group, numbers
 
     def _follow_other(self) -> None:

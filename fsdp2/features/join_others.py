@@ -51,8 +51,7 @@ class OtherModel(Observer):
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         gathers, consensus = group.comms.gathers, self.consensus()
-        # Ranks that read on demand (features/on_demand.py) need nobody.
-        if consensus is not None and group.params and gathers.size > 1 and not getattr(gathers, "reads_alone", False):
+        if consensus is not None and group.params and gathers.size > 1:
             consensus.before_other(group, can_follow(group))
 
     def before_reduce(self, group: FSDPParamGroup) -> None:

@@ -1,4 +1,4 @@
-"""Makes meshes of what the launcher has told each process: a replica on each machine, or gathers in two hops."""
+"""Makes a mesh of what the launcher has told each process: a replica on each machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from ..engine.meshes import default_mesh
 from ..engine.rank_facts import gather_by_rank
 
 _SIZE, _RANK = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
-_WITHOUT_LAUNCHER = {
-    "hsdp_mesh": 'call init_device_mesh(device_type, (machines, ranks_of_one), mesh_dim_names=("replicate", "shard"))',
-    "two_hop_mesh": "pass ranks_per_machine",
-}
 
 
 def hsdp_mesh(device_type: str | None = None, *, ranks_per_replica: int | None = None) -> DeviceMesh:
@@ -44,49 +40,11 @@ def hsdp_mesh(device_type: str | None = None, *, ranks_per_replica: int | None =
     """
     if isinstance(ranks_per_replica, bool) or not isinstance(ranks_per_replica, (int, type(None))):
         raise TypeError(f"ranks_per_replica: expected an int or None, got {ranks_per_replica!r}")
-    kind, world_size, size = _machines("hsdp_mesh", device_type)
+    kind, world_size, size = _machines(device_type)
     count = size if ranks_per_replica is None else ranks_per_replica
     if count < 1 or size % count:
         raise ValueError(f"ranks_per_replica: expected a divisor of the {size} ranks of a machine, got {count}")
     return init_device_mesh(kind, (world_size // count, count), mesh_dim_names=("replicate", "shard"))
-
-
-def two_hop_mesh(device_type: str | None = None, *, ranks_per_machine: int | None = None) -> DeviceMesh:
-    """Returns a mesh of two axes, "gpu" and "machine", whose ranks count by their place in a machine first.
-
-    It is for `DataParallelMeshDims(shard="gpu", shard_across="machine")`: all ranks shard, and each gather takes a hop
-    between machines, among the ranks of one place, and a hop inside each machine. It initialises the default process
-    group if there is none. Every rank must call it.
-
-    Args:
-        device_type: "cuda", "cpu", ... None: the accelerator if there is one, else the CPU.
-        ranks_per_machine: the ranks of a machine, which follow one another. None: as torchrun numbers and counts them
-            in LOCAL_RANK and LOCAL_WORLD_SIZE.
-
-    Raises:
-        TypeError: `ranks_per_machine` is not an int.
-        RuntimeError: on all ranks: the launcher has not set these variables; machines have different numbers of ranks;
-            or the ranks of a machine do not follow one another.
-        ValueError: `ranks_per_machine` does not divide the number of ranks.
-
-    Example:
-        ```python
-        mesh = fsdp2.two_hop_mesh()
-        dims = fsdp2.DataParallelMeshDims(shard="gpu", shard_across="machine")
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
-        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-        ```
-    """
-    if isinstance(ranks_per_machine, bool) or not isinstance(ranks_per_machine, (int, type(None))):
-        raise TypeError(f"ranks_per_machine: expected an int or None, got {ranks_per_machine!r}")
-    if ranks_per_machine is None:
-        kind, world_size, size = _machines("two_hop_mesh", device_type)
-    else:
-        kind, world_size, size = *_kind_and_world(device_type), ranks_per_machine
-    if size < 1 or world_size % size:
-        raise ValueError(f"ranks_per_machine: expected a divisor of the {world_size} ranks, got {size}")
-    return DeviceMesh(kind, torch.arange(world_size).view(-1, size).T, mesh_dim_names=("gpu", "machine"))
 
 
 def _kind_and_world(device_type: str | None) -> tuple[str, int]:
@@ -99,23 +57,24 @@ def _kind_and_world(device_type: str | None) -> tuple[str, int]:
     return kind, dist.get_world_size()
 
 
-def _machines(function: str, device_type: str | None) -> tuple[str, int, int]:
+def _machines(device_type: str | None) -> tuple[str, int, int]:
     """Returns the type of the devices, the number of ranks, and of those of each machine. Every rank must call it."""
     kind, world_size = _kind_and_world(device_type)
     own = tuple(int(os.environ.get(name) or -1) for name in (_SIZE, _RANK))
     world = dist.group.WORLD
     assert world is not None, "just initialised"
     told = gather_by_rank(own, [world], torch.device("cpu" if kind == "cpu" else kind))
-    return kind, world_size, _ranks_of_a_machine(function, told)
+    return kind, world_size, _ranks_of_a_machine(told)
 
 
-def _ranks_of_a_machine(function: str, told: dict[int, tuple[int, ...]]) -> int:
+def _ranks_of_a_machine(told: dict[int, tuple[int, ...]]) -> int:
     """Returns how many ranks each machine has. `told`: rank -> its LOCAL_WORLD_SIZE and LOCAL_RANK."""
     missing = [rank for rank, values in told.items() if min(values) < 0]
     if missing:
         raise RuntimeError(
-            f"{function}: rank {missing[0]} has no {_SIZE} or no {_RANK} in its environment. Start the program by "
-            f"torchrun, or set both; or {_WITHOUT_LAUNCHER[function]}."
+            f"hsdp_mesh: rank {missing[0]} has no {_SIZE} or no {_RANK} in its environment. Start the program by "
+            "torchrun, or set both; or call init_device_mesh(device_type, (machines, ranks_of_one), "
+            'mesh_dim_names=("replicate", "shard")).'
         )
     sizes: dict[int, int] = {}
     for rank, (size, _) in told.items():
@@ -123,14 +82,14 @@ def _ranks_of_a_machine(function: str, told: dict[int, tuple[int, ...]]) -> int:
     if len(sizes) > 1:
         counts = ", ".join(f"{size} at rank {rank}" for size, rank in sizes.items())
         raise RuntimeError(
-            f"{function}: expected as many ranks on each machine, got {_SIZE} {counts}. A replica on each machine "
+            f"hsdp_mesh: expected as many ranks on each machine, got {_SIZE} {counts}. A replica on each machine "
             "would have shards of other sizes. Start as many on each; or shard over all ranks, without a mesh."
         )
     (size,) = sizes
     for rank, (_, local) in told.items():
         if local != rank % size:
             raise RuntimeError(
-                f"{function}: expected the ranks of a machine to follow one another, got {_RANK} {local} at rank "
+                f"hsdp_mesh: expected the ranks of a machine to follow one another, got {_RANK} {local} at rank "
                 f"{rank} with {size} ranks on each machine. Have the launcher number ranks machine by machine."
             )
     return size

@@ -30,14 +30,6 @@ def check_mesh(mesh: Any, setting: Setting) -> None:
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    if setting.machines > 1:
-        places = setting.ranks // setting.machines
-        if tuple(mesh.shape) != (places, setting.machines) or mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"mesh: the plan is for two hops over {setting.machines} machines of {places} ranks, got a mesh of "
-                f"shape {tuple(mesh.shape)}. Write fsdp2.two_hop_mesh(ranks_per_machine={places})."
-            )
-        return
     expected = (setting.ranks,) if setting.replicas == 1 else (setting.replicas, setting.num_shards)
     if tuple(mesh.shape) != expected:
         raise ValueError(
@@ -71,10 +63,6 @@ def shard(
         "mp_policy": setting.chosen(policy),
         "offload_policy": usual_offload(setting),
     }
-    if setting.machines > 1:
-        assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
-        place, machine = mesh.mesh_dim_names
-        options["dp_mesh_dims"] = DataParallelMeshDims(shard=place, shard_across=machine)
     if setting.shard_at_rest:
         assert mesh.mesh_dim_names is not None, "check_mesh has seen them"
         replicas, shards = mesh.mesh_dim_names

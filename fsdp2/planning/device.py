@@ -251,17 +251,10 @@ class MeshOfSizes(DataMesh):
 
     on_device: MeshOfSizes | None = field(default=None, kw_only=True, repr=False)
     groups: tuple[RanksOfSizes, RanksOfSizes | None] = field(kw_only=True, compare=False, repr=False)
-    groups_of_hops: tuple[RanksOfSizes, RanksOfSizes] | None = field(
-        default=None, kw_only=True, compare=False, repr=False
-    )
     # Inside each replica, and between them, if they share what rests.
     groups_at_rest: tuple[RanksOfSizes, RanksOfSizes] | None = field(
         default=None, kw_only=True, compare=False, repr=False
     )
-
-    @property
-    def hops(self) -> Any:
-        return self.groups_of_hops
 
     @property
     def shard_group(self) -> Any:
@@ -328,8 +321,8 @@ class DeviceOfSizes:
         self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(on_cpu=self.device.type == "cpu")
         self.transfers: Transfers = _TransfersOfSizes(self)
 
-    def beside(self, lane: str = "") -> AbstractContextManager[None]:
-        return self.clocks.beside(lane)
+    def beside(self) -> AbstractContextManager[None]:
+        return self.clocks.beside()
 
     def record_event(self) -> Work:
         return _Ends(self.clocks, self.clocks.now())
@@ -344,10 +337,7 @@ class DeviceOfSizes:
             inside = setting.num_shards
             at_rest, replicas = (RanksOfSizes(self, inside, inside), replicas), None
         axes: Any = ((0,), ()) if replicas is None else ((1,), (0,))
-        hops, places = None, shards // setting.machines
-        if setting.machines > 1:
-            hops = RanksOfSizes(self, setting.machines, shards), RanksOfSizes(self, places, places)
-        kinds: Any = {"groups": (own, replicas), "groups_of_hops": hops, "groups_at_rest": at_rest}
+        kinds: Any = {"groups": (own, replicas), "groups_at_rest": at_rest}
         on_device = MeshOfSizes(numbers, *axes, **kinds)
         apart = MeshOfSizes(numbers, *axes, on_device=on_device, **kinds)
         object.__setattr__(apart, "_device", torch.device("meta", 0))  # which does not equal where shards rest

@@ -162,7 +162,7 @@ class Plan:
 
         Args:
             mesh: a DeviceMesh of as many ranks as the row; of two axes, (replicas, ranks that shard), if it replicates.
-                That of `fsdp2.two_hop_mesh()` for two hops. If replicas share what rests, its axes have names.
+                If replicas share what rests, its axes have names.
             row: one of `rows`. None: the best.
 
         Raises:

@@ -63,7 +63,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
         model: one whose modules have the names of the planned one's.
         plan: a file, of YAML if its name ends so (`.yaml`, `.yml`), else of JSON; or what `Plan.to_dict` has returned.
         mesh: a DeviceMesh of as many ranks as the plan; of two axes, (replicas, ranks that shard), if it replicates.
-            That of `fsdp2.two_hop_mesh()` for two hops. If replicas share what rests, its axes have names.
+            If replicas share what rests, its axes have names.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -32,7 +32,6 @@ class Setting:
         policy: the name of the wrap policy, if there are several.
         blocks_per_call: up to so many neighbouring blocks are in one `fully_shard` call, and gathered and reduced
             together; the first ones are fewer.
-        machines: gathers go between so many machines first, then inside each (`shard_across`). 1: they take one hop.
         offload_budget: with `offload`, so many bytes of a rank's shards stay on the device (`OffloadBudget`).
         shard_at_rest: replicas share what rests: all ranks hold a part of shards, gradients and optimizer states.
         by_rows: FQNs of embeddings whose rows are looked up at the ranks that own them (`embed_by_rows`).
@@ -50,7 +49,6 @@ class Setting:
     wire_dtype: torch.dtype | None = None
     policy: str = ""
     blocks_per_call: int = 1
-    machines: int = 1
     offload_budget: int | None = None
     shard_at_rest: bool = False
     by_rows: tuple[str, ...] = ()
@@ -59,7 +57,7 @@ class Setting:
     cheapest_dims: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "replicas", "blocks_per_call", "machines"):
+        for name in ("ranks", "replicas", "blocks_per_call"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: expected an int, got {value!r}")
@@ -67,12 +65,6 @@ class Setting:
                 raise ValueError(f"{name}: expected 1 or more, got {value}")
         if self.ranks % self.replicas:
             raise ValueError(f"replicas: expected a divisor of {self.ranks} ranks, got {self.replicas}")
-        if self.ranks % self.machines:
-            raise ValueError(f"machines: expected a divisor of {self.ranks} ranks, got {self.machines}")
-        if self.machines > 1 and (self.replicas > 1 or self.wire_dtype is not None or self.machines == self.ranks):
-            raise ValueError(
-                f"machines: expected 1 with replicas, with a wire_dtype, or with one rank on each, got {self.machines}"
-            )
         for name in ("checkpointing", "offload", "shard_at_rest", "offload_states", "beside_forward", "cheapest_dims"):
             check_bool(name, getattr(self, name))
         if self.wire_dtype is not None and not isinstance(self.wire_dtype, torch.dtype):
@@ -85,11 +77,6 @@ class Setting:
         if isinstance(kept, int) and not isinstance(kept, bool) and (kept < 1 or self.num_shards % kept):
             raise ValueError(
                 f"reshard_after_forward: expected a divisor of the {self.num_shards} ranks that shard, got {kept}"
-            )
-        of_machine = self.num_shards // self.machines
-        if self.machines > 1 and kept and not isinstance(kept, bool) and kept != self.ranks and of_machine % kept:
-            raise ValueError(
-                f"reshard_after_forward: expected a divisor of {of_machine} ranks of a machine, got {kept}"
             )
         self._check_what_rests()
 
@@ -117,13 +104,12 @@ class Setting:
 
     def chosen(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Returns the policy of a call under this setting: it has the wire dtype of the setting, if that has one, and
-        no `replica_codec` where nothing is summed between replicas or machines.
+        no `replica_codec` where nothing is summed between replicas.
         """
-        sums_apart = self.replicas > 1 or self.machines > 1
         return replace(
             policy,
             wire_dtype=policy.wire_dtype if self.wire_dtype is None else self.wire_dtype,
-            replica_codec=policy.replica_codec if sums_apart else None,
+            replica_codec=policy.replica_codec if self.replicas > 1 else None,
         )
 
     @property

@@ -71,8 +71,6 @@ def setting_text(setting: Setting, among: Sequence[Setting] = ()) -> str:
         parts.append(f"rows of {', '.join(setting.by_rows)}")
     if setting.cheapest_dims:
         parts.append("cheapest dims")
-    if setting.machines > 1:
-        parts.append(f"two hops over {setting.machines} machines")
     if setting.checkpointing:
         parts.append("checkpointing")
     if setting.offload_budget is not None:

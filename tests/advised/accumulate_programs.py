@@ -1,10 +1,8 @@
 """Follows the advice of `fsdp2.accumulate`."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from torch import nn
 import fsdp2
 from advised.registry import backward, batch, follows, loss_of, own, pair, refused, same_gradients, sgd
 from fsdp2 import MixedPrecisionPolicy
-from helpers import full
 
 
 def add(acc: Any, model: nn.Module, step: int = 0) -> None:
@@ -104,77 +101,6 @@ def sums_in_float16() -> None:
     matches(*pair(mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32)), tolerance=1e-2)
     sent = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
     matches(*pair(mp_policy=sent), tolerance=1e-2)
-
-
-def on_demand(model: Any, plain: Any, inside: Callable[[], object] = lambda: None) -> None:
-    """Two micro-batches on demand, beside the mean over both."""
-    weighted(model, lambda acc: inside(), on_demand=True)
-    plain.zero_grad()
-    loss_of(plain(torch.cat([batch(0), batch(1)]))).backward()
-    same_gradients(model, plain)
-    model.zero_grad()
-
-
-@follows("Write to parameters behind the block", "Call set_debug_level and the like before the block, or behind it")
-def amid_gathers_on_demand() -> None:
-    model, plain = pair()
-
-    @torch.no_grad()
-    def write(each: nn.Module = model) -> None:
-        for param in each.parameters():
-            param.mul_(0.5)
-
-    refused(lambda: on_demand(model, plain, write))
-    write(plain)  # the values stay that were written inside
-    on_demand(model, plain)
-    write()
-    write(plain)
-    on_demand(model, plain)
-    refused(lambda: on_demand(model, plain, lambda: model.set_debug_level(1)))
-    model.set_debug_level(1)
-    on_demand(model, plain)
-
-
-@follows(
-    "If there is memory, keep weights unsharded over the block, which saves as much time: call "
-    "set_reshard_after_forward(False) and set_reshard_after_backward(False)",
-    "Make {} larger (docker run --shm-size), or leave on_demand out",
-)
-def without_shared_memory() -> None:
-    model, plain = pair()
-    with mock.patch("fsdp2.features.on_demand._map_file", return_value=None):
-        refused(lambda: on_demand(model, plain))
-    with mock.patch("fsdp2.features.on_demand._make_file", side_effect=OSError(28, "No space left on device")):
-        refused(lambda: on_demand(model, plain))
-    matches(model, plain)
-    on_demand(model, plain)
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    matches(model, plain)
-
-
-@follows("Call model.set_running_stats_averaging(False), or have it evaluate")
-def running_statistics_on_demand() -> None:
-    torch.manual_seed(0)
-    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model: Any = fsdp2.fully_shard(copy.deepcopy(plain))
-
-    def train() -> None:
-        with fsdp2.accumulate(model, on_demand=True) as acc:
-            acc.backward(model(torch.arange(8.0).view(2, 4)).square().sum(), weight=1)
-        plain.zero_grad()
-        plain(torch.arange(8.0).view(2, 4)).square().sum().backward()
-        same_gradients(model, plain)
-        model.zero_grad()
-
-    refused(train)
-    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
-    model.set_running_stats_averaging(False)
-    train()
-    model.set_running_stats_averaging(True)
-    model.eval()
-    plain.eval()
-    train()
 
 
 @follows("Leave such a step out, on all ranks")

@@ -1,9 +1,7 @@
 """Follows the advice about axes of meshes that share what rests, and about codecs of gathers and of replicas."""
 
 import copy
-import functools
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,10 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
-from advised.registry import ELSEWHERE, backward, build, follows, refused, shard, train
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, join, two_hop_mesh
+from advised.registry import backward, build, follows, refused, shard, train
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, join
 from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
-from own_collectives import Gather
 
 
 def axes(*sizes: int) -> Any:
@@ -44,52 +41,6 @@ def axes_that_share_what_rests() -> None:
     mesh = axes(2, 1)
     refused(lambda: named(mesh, shard="outer", shard_at_rest="inner"), ValueError)
     train(named(axes(2, 1), shard="inner", shard_at_rest="outer"), build())
-
-
-@follows(
-    "Pass a mesh of two axes, as fsdp2.two_hop_mesh() makes it",
-    "Call fsdp2.two_hop_mesh(), which counts them by their place in a machine first",
-    "Pass replica_codec=fsdp2.codecs.Cast(torch.bfloat16) to cast what travels between machines",
-    "Between machines gradients travel as they are summed, or cast: pass fsdp2.codecs.Cast(torch.bfloat16)",
-    "Use torch 2.13 or newer, or leave shard_across out",
-    "Leave shard_across out to pass your own",
-    "Leave this call out, or shard_across",
-    ranks=4,
-)
-def two_hops() -> None:
-    dims: dict[str, Any] = {"shard": "gpu", "shard_across": "machine"}
-
-    def across(mesh: Any = None, **options: Any) -> Any:
-        mesh = mesh or two_hop_mesh("cpu", ranks_per_machine=2)
-        return shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims), **options)
-
-    refused(lambda: across(init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "gpu"))), ValueError)
-    names = ("tp", "gpu", "machine")
-    refused(lambda: across(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)), NotImplementedError)
-    policies = [MixedPrecisionPolicy(gradient_codec=Int8()), MixedPrecisionPolicy(replica_codec=Int8())]
-    for policy in policies:
-        refused(functools.partial(across, mp_policy=policy), NotImplementedError)
-
-    def new_group(ranks: Any) -> Any:
-        raise AssertionError("it sorts ranks")
-
-    mesh = two_hop_mesh("cpu", ranks_per_machine=2)
-    with mock.patch.object(dist, "new_group", new_group):
-        refused(lambda: across(mesh), NotImplementedError)
-    model = across()
-    refused(lambda: model.set_custom_all_gather(Gather(is_async=False)), NotImplementedError)
-    refused(lambda: model.set_allocate_memory_from_process_group_for_comm(True), NotImplementedError)
-    train(model, build())
-    train(across(mp_policy=MixedPrecisionPolicy(replica_codec=Cast(torch.bfloat16))), build(), tolerance=0.05)
-    usual: Any = shard(build(), mesh=init_device_mesh("cpu", (4,)))
-    usual.set_custom_all_gather(Gather(is_async=False))
-    usual.set_allocate_memory_from_process_group_for_comm(False)
-    train(usual, build())
-
-
-ELSEWHERE["Write fsdp2.two_hop_mesh(ranks_per_machine={})"] = (
-    "tests/trace/test_hops.py::test_apply_asks_for_the_mesh_of_two_hops"
-)
 
 
 @follows("Leave shard_at_rest out to keep another part", ranks=4)

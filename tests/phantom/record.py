@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ... (--wrapping blocks)")
     add("--embed-by-rows", action="store_true", help="look rows of the embedding up at their owners: fsdp2 alone")
-    add("--machines", type=int, default=1, help="gather in two hops over so many machines: fsdp2 alone")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--clip", action="store_true", help="clip the gradients")
@@ -84,33 +83,9 @@ def start(args: argparse.Namespace) -> Any:
     size, device = args.ranks * args.replicas, torch.device("cuda", 0)
     os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(size)  # else rank 128, which isn't there, would also make an id
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=size, device_id=device)
-    if args.machines > 1:
-        _allow_any_order()
-        return importlib.import_module("fsdp2").two_hop_mesh("cuda", ranks_per_machine=size // args.machines)
     if args.replicas > 1:
         return dist.init_device_mesh("cuda", (args.replicas, args.ranks), mesh_dim_names=("replicate", "shard"))
     return dist.init_device_mesh("cuda", (args.ranks,))
-
-
-def _allow_any_order() -> None:
-    """Has torch 2.11, which sorts the ranks of a process group, take those in another order for sorted ones.
-
-    Two hops need a group of all ranks that counts them by their place in a machine. Here it only has to say so: this
-    process is rank 0, the first in either order, no bytes move, and each hop runs on a group whose ranks are sorted.
-    """
-    new_group, ranks_of = dist.new_group, dist.get_process_group_ranks
-    orders: dict[Any, list[int]] = {}
-
-    def new_group_in_order(ranks: Any = None, *args: Any, sort_ranks: bool = True, **more: Any) -> Any:
-        group = new_group(ranks, *args, **more)
-        if not sort_ranks:
-            orders[group] = [*ranks]
-        return group
-
-    dist.new_group = new_group_in_order
-    dist.get_process_group_ranks = lambda group: orders.get(group) or ranks_of(group)
-    for module in (torch.distributed.device_mesh, torch.distributed.distributed_c10d):
-        module.get_process_group_ranks = dist.get_process_group_ranks
 
 
 def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module, models.Shape]:
@@ -126,8 +101,6 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
             wire = {"wire_dtype": torch.bfloat16} if args.wire_bf16 else {}
             options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
-        if args.machines > 1:
-            options["dp_mesh_dims"] = module.DataParallelMeshDims(shard="gpu", shard_across="machine")
         if args.keep:
             options["reshard_after_forward"] = False
         if args.reshard:

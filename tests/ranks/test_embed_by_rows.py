@@ -157,17 +157,12 @@ def test_replicas_train_as_plain() -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("use", ["shard_across", "shard_at_rest"])
-def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard(use: str) -> None:
-    """In two hops, and with replicas that share what rests: all ranks share the table."""
+def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard() -> None:
+    """With replicas that share what rests: all ranks share the table."""
 
     def body(rank: int, size: int) -> None:
-        if use == "shard_across":
-            mesh = fsdp2.two_hop_mesh("cpu", ranks_per_machine=2)
-            dims = DataParallelMeshDims(shard="gpu", shard_across="machine")
-        else:
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-            dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
         plain, model = make(padding_idx=1), shard(make(padding_idx=1), mesh, dp_mesh_dims=dims)
         assert model.embeds[0].weight.to_local().shape[0] in (3, 2)
         assert model.embeds[0].weight.device_mesh == model.head.weight.device_mesh

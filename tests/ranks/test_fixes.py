@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import dtensor_fixes, fully_shard
-from fsdp2.dtensor import switches
 from fsdp2.dtensor.fixes import describe_fixes
-from fsdp2.dtensor.table import FIXES, FORMER_NAMES, NAMES
+from fsdp2.dtensor.table import FIXES, NAMES
 from helpers import fake_world, run_checks, run_ranks, sharded
 
 WHOLE = torch.arange(20.0).reshape(5, 4) / 10 - 1
@@ -369,17 +368,6 @@ def test_switches() -> None:
         dtensor_fixes("views")  # type: ignore[arg-type]
     for name in NAMES:
         assert f"| {name} |" in describe_fixes()
-
-
-def test_former_names_switch_the_fix_that_they_are_a_part_of() -> None:
-    assert {*FORMER_NAMES.values()} <= {*NAMES}
-    assert not {*FORMER_NAMES} & {*NAMES}
-    with pytest.warns(FutureWarning, match="the fix 'truths' is a part of 'partial-results' now"):
-        dtensor_fixes(False, "truths", "views")
-    try:
-        assert switches.off == {"partial-results", "views"}
-    finally:
-        dtensor_fixes(True)
 
 
 def test_the_table_has_the_numbers_of_the_newest_report() -> None:

@@ -322,17 +322,10 @@ def replicas(names: Names) -> None:
     assert_equal(names["shared"], trained(names, steps=3))
 
 
-@guide("Two hops", ranks=4)
-def two_hops(names: Names) -> None:
-    assert_equal(names["model"], trained(names, steps=3))
-
-
 @guide("All schedules together", ranks=4)
 def together(names: Names) -> None:
-    for name in ("model", "in_two_hops"):
-        assert_equal(names[name], trained(names, steps=3))
-        assert "rows are looked up" in str(fsdp2.describe(names[name]))
-    assert "machine: SHARD_ACROSS" in str(fsdp2.describe(names["in_two_hops"]))
+    assert_equal(names["model"], trained(names, steps=3))
+    assert "rows are looked up" in str(fsdp2.describe(names["model"]))
 
 
 @guide("Checkpoints and resuming")
@@ -407,13 +400,14 @@ def streams(names: Names) -> None:
     assert 0 < second < first / 4
 
 
-@guide("Tables and pictures of a model")
-def pictures(names: Names) -> None:
+@guide("Profile a step")
+def profile_a_step(names: Names) -> None:
     assert [group.name for group in fsdp2.describe(names["model"]).groups] == ["root", "blocks.0", "blocks.1"]
     if dist.get_rank() == 0:
         shown = {event["name"] for event in json.loads(Path("step.json").read_text())["traceEvents"]}
-        assert {"forward", "backward", "step AdamW", "all_gather blocks.0", "reshard blocks.1"} <= shown
-    assert_equal(names["model"], trained(names, steps=4))
+        launched = ("fsdp2.all_gather blocks.0", "fsdp2.wait_all_gather blocks.1", "fsdp2.reduce_scatter root")
+        assert all(any(name.startswith(each) for name in shown) for each in launched)
+    assert_equal(names["model"], trained(names, steps=5))
 
 
 @guide("Tools on torch's own FSDP2")

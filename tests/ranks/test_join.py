@@ -916,7 +916,6 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "functional": lambda model: funcol.all_reduce(torch.ones(()), "sum", dist.group.WORLD).item(),
     "full_tensor": lambda model: next(model.parameters()).full_tensor(),
     "norm": lambda model: next(model.parameters()).norm().full_tensor(),
-    "StepMeter": lambda model: fsdp2.StepMeter(model).step(1.0, tokens=1),
     "check": lambda model: fsdp2.check(model),
     "full_params": whole,
     "stream": lambda model: [*fsdp2.stream_full_params(model)],

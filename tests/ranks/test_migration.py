@@ -101,16 +101,13 @@ def of_first_rank() -> bool:
 
 @row("FSDP1", "`MixedPrecision(keep_low_precision_grads=True)`")
 def arguments_of_fsdp1() -> None:
-    """They are errors that say what to write."""
-    for name in ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"):
-        with pytest.raises(TypeError, match=f"{name} is an argument of FSDP1.*guides/from-fsdp1.md"):
-            MixedPrecisionPolicy(**{name: True})  # type: ignore[arg-type]
+    """They are errors of Python, and rows of the guide."""
     fields = {*inspect.signature(torchs.MixedPrecision).parameters} - {
         *inspect.signature(MixedPrecisionPolicy).parameters
     }
     assert fields == {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
     for name in {*inspect.signature(torchs.FullyShardedDataParallel).parameters} - {"module"}:
-        with pytest.raises(TypeError, match=f"fully_shard: {name} is an argument of FullySharded"):
+        with pytest.raises(TypeError, match=name):
             fully_shard(build(), **{name: None})
 
 
@@ -175,14 +172,12 @@ def arguments_of_ddp() -> None:
     }
     options |= {"find_unused_parameters": True, "gradient_as_bucket_view": True, "static_graph": True}
     for name, value in options.items():
-        with pytest.raises(TypeError, match=rf"{name} is an argument of DistributedD.*guides/from-ddp.md"):
+        with pytest.raises(TypeError, match=name):
             replicate(build(), **{name: value})  # type: ignore[call-arg]
     parameters = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters}
     cells = " ".join(cells[0] for cells in ROWS["Coming from DDP"])
     for name in parameters - {"module"}:
         assert f"`{name}" in cells, name
-        with pytest.raises(TypeError, match=f"{name} is an argument of DistributedDataParallel"):
-            replicate(build(), **{name: None})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         replicate(build(), typo=1)  # type: ignore[call-arg]
     model = replicate(build())

@@ -4,7 +4,6 @@ Each check runs for fsdp2 on one, three and 2 x 2 ranks (HSDP), and for torch's 
 dealt; at night on all. What it expects comes from a plain model.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -483,26 +482,6 @@ def check_padding_report(case: Case) -> None:
             assert each.gather.nbytes == 4 * sum(case.expected(param.name).numel() for param in params)
             padded = sum(-(-param.shape[0] // n) * n * case.expected(param.name)[0].numel() for param in params)
             assert 0 <= each.gather.padded_nbytes - 4 * padded <= (0 if case.is_torch else 16 * n)
-
-
-def check_trace(case: Case) -> None:
-    path = case.folder / "step-{rank}.json"
-    optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
-    case.backward()
-    with fsdp2.trace(case.model, path):
-        case.loss(case.model, case.own_tokens).backward()
-        optimizer.step()
-    events = json.loads(Path(str(path).format(rank=dist.get_rank())).read_text())["traceEvents"]
-    spans = {event["name"]: event for event in events if event["ph"] == "X"}
-    assert {"forward", "backward", "step SGD", "blocks.0", "blocks.1.up", "first", "root"} <= spans.keys(), spans.keys()
-    outer, inner = spans["blocks.1"], spans["blocks.1.up"]
-    assert outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-    assert spans["forward"]["ts"] < spans["backward"]["ts"] < spans["step SGD"]["ts"]
-    counters = [event for event in events if event["ph"] == "C" and event["name"] == "gradients"]
-    own = sum(p.grad.to_local().nbytes for p in case.model.parameters() if p.grad is not None)
-    assert counters[-1]["args"]["bytes"] == own
-    assert spans["step SGD"]["args"]["bytes"] == sum(p.to_local().nbytes for p in case.model.parameters())
-    case.loss(case.model, case.own_tokens).backward()  # nothing is left
 
 
 CHECKS = {name.removeprefix("check_"): each for name, each in globals().items() if name.startswith("check_")}

@@ -1,6 +1,6 @@
 """Tests all schedules together: each keeps the bits of the defaults, and so must all of them at once.
 
-Rows of an embedding whose tokens repeat, and sums in two hops, round otherwise. So ranks have tokens that differ here,
+Rows of an embedding whose tokens repeat round otherwise. So ranks have tokens that differ here,
 and no more than two ranks have gradients in a step, whose sum no order changes.
 """
 
@@ -16,22 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_gpu
 from fake_gpu.training import judged
 from fsdp2 import (
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     clip_grad_norm_,
     embed_by_rows,
     flatten_optimizer,
     fully_shard,
-    two_hop_mesh,
 )
 from fsdp2.dtensor.compat import DISPATCHES_TO_SUBCLASSES
-from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, end_of_part, full, run_ranks
 
 VOCAB, WIDTH, TOKENS, STEPS = 23, 6, 9, 6
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP32 = MixedPrecisionPolicy()
-ACROSS = DataParallelMeshDims(shard="gpu", shard_across="machine")
 
 
 class Block(nn.Module):
@@ -63,25 +59,22 @@ def make() -> Language:
 
 
 @functools.cache
-def mesh_of(kind: str, machines: int) -> DeviceMesh:
+def mesh_of(kind: str) -> DeviceMesh:
     """Returns a mesh of this launch, always the same: each process group costs a thread."""
-    size = dist.get_world_size()
-    return init_device_mesh(kind, (size,)) if machines == 1 else two_hop_mesh(kind, ranks_per_machine=size // machines)
+    return init_device_mesh(kind, (dist.get_world_size(),))
 
 
 def by_default(policy: MixedPrecisionPolicy, kind: str) -> tuple[Any, Any]:
-    model, mesh = make().to(kind), mesh_of(kind, 1)
+    model, mesh = make().to(kind), mesh_of(kind)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)
 
 
-def together(policy: MixedPrecisionPolicy, kind: str, machines: int = 1, reshard: Any = None) -> tuple[Any, Any]:
-    """As a user writes it: two hops, the embedding by rows, blocks in pairs and AdamW beside."""
-    options: dict[str, Any] = {"mp_policy": policy, "mesh": mesh_of(kind, machines)}
-    if machines > 1:
-        options["dp_mesh_dims"] = ACROSS
+def together(policy: MixedPrecisionPolicy, kind: str, reshard: Any = None) -> tuple[Any, Any]:
+    """As a user writes it: the embedding by rows, blocks in pairs and AdamW beside."""
+    options: dict[str, Any] = {"mp_policy": policy, "mesh": mesh_of(kind)}
     model: Any = make().to(kind)
     embed_by_rows(model.embedding, **options)
     for blocks in (model.blocks[0], [*model.blocks[1:3]], [*model.blocks[3:5]]):
@@ -125,13 +118,11 @@ def compare(policy: MixedPrecisionPolicy, kind: str, expected: dict[str, Tensor]
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different, different
-    assert {each.num_hops for each in groups_below(model)} == {2 if way["machines"] > 1 else 1}
     return optimizer
 
 
 def ways(size: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"machines": 1, "reshard": reshard} for reshard in (None, False, size // 2)]
-    return found + [{"machines": 2, "reshard": reshard} for reshard in (None, False, 2) if size == 4]
+    return [{"reshard": reshard} for reshard in (None, False, size // 2)]
 
 
 @pytest.mark.parametrize("size", [2, 4])

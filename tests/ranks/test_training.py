@@ -75,13 +75,3 @@ def test_conditional_modules_that_ranks_reach_in_other_orders() -> None:
         Draw("2 replicas", "Nested", *common, "backward gathers late", "batches run out"),
     ):
         assert not differing([draw])[draw]
-
-
-def test_second_hops_begin_before_ranks_reach_consensus() -> None:
-    """A rank may wait for a gather that others have begun ahead, and that they wait for behind a consensus."""
-    names = ("whole", "fp64", "second", "resharded", "on the device", "direct", "sgd")
-    for draw in (
-        Draw("2x2 in two hops", "Dropped, recomputed", *names, "prefetch everything", "optimizer in backward"),
-        Draw("2x2 in two hops", "Multimodal", *names, "prefetch everything", "a failed backward"),
-    ):
-        assert not differing([draw])[draw]

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -234,13 +233,6 @@ def described() -> Any:
     return model
 
 
-def traced() -> Any:
-    model = build()
-    with tempfile.TemporaryDirectory() as folder, fsdp2.trace(model, f"{folder}/trace.json"):
-        train(model)
-    return model
-
-
 def replicas() -> Any:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     return train(build(mesh=mesh, mp_policy=BF16))
@@ -328,7 +320,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
             *(given_empty_memory, given_empty_memory_and_never_run, loaded_by_assignment, untied_by_loading),
             *(whose_state_dict_failed, whose_forward_failed, whose_backward_failed, in_the_middle_of_a_forward),
             *(with_gradients_that_wait, recomputed, stepped_in_backward, flattened, clipped, conditional, copied),
-            *(read_outside_its_module, with_whole_parameters, described, traced, replicas, averaged),
+            *(read_outside_its_module, with_whole_parameters, described, replicas, averaged),
             *(stepped_on_whole_matrices, streamed, checked, saved, compiled, storage_kept, frozen),
             *(cast_to_another_dtype, profiled),
         )

@@ -106,10 +106,6 @@ def two_axes() -> Any:
     return init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def two_hops() -> Any:
-    return fsdp2.two_hop_mesh("cpu", ranks_per_machine=RANKS // 2)
-
-
 # ---- other dims than dim 0
 
 
@@ -171,18 +167,17 @@ class Calls(Language):
         (large_root, {"checkpointing": True}, FP32),
         (large_root, {"replicas": 2}, BF16),
         (large_root, {"replicas": 2, "shard_at_rest": True}, BF16),
-        (large_root, {"machines": 2}, BF16),
         (large_root, {"blocks_per_call": 2}, BF16),
         (lambda: Calls(9000, tied=False), {}, FP32),
     ],
-    ids=["checkpointing", "HSDP", "replicas that share what rests", "two hops", "blocks together", "two calls"],
+    ids=["checkpointing", "HSDP", "replicas that share what rests", "blocks together", "two calls"],
 )
 def test_an_embedding_by_rows(make: Any, fields: dict[str, Any], policy: MixedPrecisionPolicy, even_ids: None) -> None:
     """Peaks, bytes by all-to-alls and launches are those of a real step. Nothing of the table is gathered."""
     model, gathered = make(), make()
     plan = planned(model, {"by_rows": ["embed"], **fields}, policy)
     batch = model.example()
-    meshes: dict[str, Any] = {"replicas": two_axes, "machines": two_hops}
+    meshes: dict[str, Any] = {"replicas": two_axes}
     one_axis = lambda: init_device_mesh("cpu", (RANKS,))  # noqa: E731
     found = counted(plan, next((meshes[name] for name in fields if name in meshes), one_axis), batch)
     assert isinstance(model.embed, row_embedding.RowEmbedding)

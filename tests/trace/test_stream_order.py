@@ -658,15 +658,15 @@ def sums_not_waited_for() -> Any:
 
 
 @contextmanager
-def unordered(device: torch.device, waits: bool = True, lane: str = "") -> Iterator[None]:
+def unordered(device: torch.device, waits: bool = True) -> Iterator[None]:
     """`streams.beside` without its wait."""
-    with streams._stream_beside(torch.accelerator.current_stream(device), device, lane):
+    with streams._stream_beside(torch.accelerator.current_stream(device), device):
         yield
 
 
 def one_for_all() -> Any:
     only = cache(lambda *_: torch.Stream())
-    return mock.patch.object(streams, "_stream_beside", lambda stream, device, lane: only(device, lane))
+    return mock.patch.object(streams, "_stream_beside", lambda stream, device: only(device))
 
 
 def finishes_where_called() -> Any:

@@ -17,7 +17,7 @@ from fsdp2.dtensor.table import FIXES
 from fsdp2.environment import facts
 from fsdp2.tools.columns import aligned, ruled, wrapped
 
-NAMES = ("fixes", "checks", "plan", "migrate", "merge", "env")
+NAMES = ("fixes", "checks", "plan", "merge", "env")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -173,8 +173,6 @@ def test_an_unknown_event_is_an_error() -> None:
 
 def test_each_event_has_a_follower_in_the_package() -> None:
     """An event that nobody follows is no event."""
-    import fsdp2.tools.timeline_of_events  # noqa: F401
-
     followed = {name for cls in below(Observer) if cls.__module__.startswith("fsdp2.") for name in vars(cls)}
     assert followed.issuperset(EVENTS)
 

@@ -77,7 +77,7 @@ def hop(on: Clocks, seconds: float, is_between: bool, communicator: str) -> End:
 def two_hops(on: Clocks, rail: float) -> End:
     """Begins a gather whose first hop takes `rail` seconds, and whose second takes one. Returns its end."""
     first = hop(on, rail, True, "rail")
-    with on.beside("gather"):
+    with on.beside():
         on.wait(first)
         return hop(on, 1, False, "machine")
 

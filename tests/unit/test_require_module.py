@@ -11,11 +11,6 @@ import fsdp2
 from fsdp2 import codecs, hf
 
 
-def traced(model: Any) -> None:
-    with fsdp2.trace(model, "timeline.json"):
-        pass
-
-
 def without_sync(model: Any) -> None:
     with fsdp2.no_sync(model):
         pass
@@ -28,9 +23,6 @@ CASES: dict[str, Callable[[Any], object]] = {
     "save_model: model": lambda model: hf.save_model(model, "folder"),
     "load_model: model": lambda model: hf.load_model(model, "folder"),
     "sync_module_states: module": fsdp2.sync_module_states,
-    "counters: model": fsdp2.counters,
-    "StepMeter: model": fsdp2.StepMeter,
-    "trace: model": traced,
     "describe: model": fsdp2.describe,
     "shards_of: module": fsdp2.shards_of,
     "check: model": fsdp2.check,

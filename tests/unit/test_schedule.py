@@ -101,7 +101,7 @@ def test_within_budget_asks_for_sizes_one_by_one() -> None:
 class Group:
     """A group that is unsharded already."""
 
-    hold, phase, num_hops = Hold.NOTHING, Phase.UNSHARDED, 1
+    hold, phase = Hold.NOTHING, Phase.UNSHARDED
 
     def __init__(self, settings: Any, nbytes: int) -> None:
         self.settings, self.parameters = settings, SimpleNamespace(nbytes=nbytes)

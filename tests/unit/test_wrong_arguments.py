@@ -29,7 +29,7 @@ class Nothing:
 RETURNED = {
     *("Accumulation", "Comparison", "Difference", "Finding", "GroupDescription", "GroupPadding", "Joined"),
     *("MatrixSplit", "ModelDescription", "ParameterPadding", "ParamBucket", "ParamStream", "Plan", "PlanCheck"),
-    *("PlanRow", "Prediction", "SkippableStep", "StepRecord", "StreamVersion", "UnshardHandle"),
+    *("PlanRow", "Prediction", "SkippableStep", "StreamVersion", "UnshardHandle"),
     *("CheckedValue", "GradientReductionHandle", "FSDPModule", "ShardGroup", "ShardParam", "Shards"),
 }
 # What anything may be given to, or what torch checks when it is used.
