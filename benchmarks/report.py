@@ -121,14 +121,8 @@ def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
     for row in rows:
         values = [_format_value(row, name) for name in names]
         ratios = [_format_ratio(row, ours, name) for ours, name in pairs]
-        distances = [_format_distance(value, row.limit) for value in values]
-        numbers = [
-            *(_format_value(row, name) for name in names),
-            *ratios,
-            _format(row.bare),
-            _format(row.limit),
-            *distances,
-        ]
+        distances = [_format_distance(row.values.get(name), row.limit) for name in names]
+        numbers = [*values, *ratios, _format(row.bare), _format(row.limit), *distances]
         cells.append([row.quantity, row.setting, *numbers])
     columns = [column for column in zip(*cells, strict=True) if any(cell != "-" for cell in column[1:])]
     widths = [max(map(len, column)) for column in columns]

@@ -36,7 +36,7 @@ from . import models, timeline
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("wrapping", "clip", "embed_by_rows", "beside_forward", "machines", "prefetch_mib"),
+    *("wrapping", "clip", "embed_by_rows", "beside_forward", "prefetch_mib"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -111,7 +111,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
         if args.embed_by_rows and library == "fsdp2":
-            of_rows = {name: options[name] for name in ("mesh", "mp_policy", "dp_mesh_dims") if name in options}
+            of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
             importlib.import_module("phantom.without_numbers").send_rows_evenly()
             module.embed_by_rows(model.embedding, **of_rows)
         if args.wrapping == "protocol":
