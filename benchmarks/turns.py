@@ -33,7 +33,8 @@ def run_in_turns(commands: Mapping[str, Sequence[str]], **environment: str) -> N
     finally:
         for process in processes.values():
             process.kill()
-            process.wait()
+            with process:  # closes its pipes
+                pass
 
 
 def _wait(process: "subprocess.Popen[bytes]", name: str) -> bool:

@@ -130,7 +130,8 @@ def test_the_table_has_ratios_and_the_distance_to_the_limit() -> None:
     assert memory[2:] == ["3.00", "4.00", "-", "0.75x", "-", "-", "2.00", "1.50", "2.00"]
     assert traffic[2:] == ["0", "24.00", "16.00", "0.00x", "0.00x", "-", "0", "1.00", "-"]
     ratios = ["0.50x (0.25 to 1.50)", "2.00x (0.50 to 2.00)"]
-    assert host[2:] == ["2.00", "4.00", "2.00", *ratios, "0.50", "-", "-", "-"]
+    medians = ["2.00 (1.00 to 6.00)", "4.00 (4.00 to 4.00)", "2.00 (1.00 to 3.00)"]
+    assert host[2:] == [*medians, *ratios, "0.50", "-", "-", "-"]
 
 
 def table_of(rows: list[Row], names: list[str]) -> list[list[str]]:
