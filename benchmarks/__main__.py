@@ -70,7 +70,15 @@ def plan_jobs(arguments: argparse.Namespace, pictures: str | None) -> Iterator[J
         suite = SUITES[name]
         libraries = suite.choose_libraries(arguments.libraries)
         for worlds in suite.choose_worlds(arguments.quick, arguments.worlds) if libraries else ():
-            yield Job(name, worlds, libraries, arguments.quick, pictures, suite.megabits)
+            yield Job(
+                name,
+                worlds,
+                libraries,
+                arguments.quick,
+                pictures,
+                suite.megabits,
+                min(suite.turns, 1 if arguments.quick else 3),
+            )
 
 
 def measure(planned: Sequence[Job]) -> tuple[list[Row], list[str], list[str]]:

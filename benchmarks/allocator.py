@@ -1,4 +1,4 @@
-"""Counts what CUDA's caching allocator holds in a step of real sizes, on the phantom GPU."""
+"""Counts what CUDA's caching allocator holds in whole steps of real sizes, on the phantom GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -6,33 +6,30 @@ from itertools import product
 from . import phantom_gpu
 from .jobs import Job
 from .libraries import Library
-from .phantom_gpu import PLAIN, Record
+from .recipe import MODULES
 from .report import Row
-from .timeline import MODELS, TOKENS, case
+from .timeline import MODELS, case, models_of
 
-GIB = 2**30
-PEAKS = {
-    "resting": "resting, GiB",
-    "allocated": "peak allocated, GiB",
-    "reserved": "peak reserved, GiB",
-    "left": "left by the deleted model, GiB",
-}
+QUANTITIES = ("resting, GiB", "peak allocated, GiB", "peak reserved, GiB")
+SEGMENTS = {"": False, ", expandable segments": True}
 
 
 def measure_allocator(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
-    names = [library.name for library in libraries]
-    rows = []
-    for model, tokens, is_recomputed in product(MODELS, TOKENS[:1] if job.quick else TOKENS, (False, True)):
-        options = {**case(model, tokens, world_size), "checkpoint": is_recomputed, "steps": 1}
-        where = f"{MODELS[model]}, N={world_size}, {tokens:,} tokens" + ", blocks recomputed" * is_recomputed
-        rows += allocator_rows(phantom_gpu.record(names, **options), where)
+    names = [library.name for library in libraries if library.name in MODULES]
+    rows: list[Row] = []
+    for model, (segments, is_expandable) in product(models_of(world_size), SEGMENTS.items()):
+        options = {name: value for name, value in case(model, 0, world_size).items() if name != "tokens"}
+        found = {name: phantom_gpu.count_memory(name, is_expandable, **options) for name in names}
+        where = f"{MODELS[model]}, N={world_size}"
+        rows += [*allocator_rows(found, where, segments)]
+        print(rows[-1], flush=True)
     return rows
 
 
-def allocator_rows(records: Mapping[str, Record], where: str) -> Iterator[Row]:
-    for kind, what in PEAKS.items():
-        held = {name: record["memory"][kind] / GIB for name, record in records.items()}
-        if kind != "left" or any(held.values()):
-            values = {name: number for name, number in held.items() if name != PLAIN}
-            yield Row("allocator", what, where, values, bare=held[PLAIN])
+def allocator_rows(found: Mapping[str, Mapping[str, Sequence[float]]], where: str, segments: str) -> Iterator[Row]:
+    """Yields rows of library -> case -> numbers in the order of `QUANTITIES`."""
+    for about in next(iter(found.values())):
+        for index, quantity in enumerate(QUANTITIES):
+            values = {name: cases[about][index] for name, cases in found.items()}
+            yield Row("allocator", quantity, f"{where}, {about}{segments}", values)

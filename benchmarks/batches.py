@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .cuda_batches import KINDS as GPU_KINDS
-from .cuda_batches import RANKS
 from .cuda_models import GPT, GPTS, EagerGPTBlock, GPTShape
 from .cuda_wrapping import Recipe, wrap
 from .jobs import Job
@@ -29,8 +27,14 @@ WITH_GRADIENTS = "largest batch, gradients kept as zeros"
 LARGEST = "largest batch"
 SHAPES = {label: replace(shape, tokens=TOKENS) for label, shape in GPTS.items()}
 ONE_GROUP = "SHARD_GRAD_OP, the model as one group"
+RANKS = 2
+# What is sharded -> (recipe, libraries).
 KINDS = {
-    **GPU_KINDS,
+    "DDP": (Recipe(), ("ddp",)),
+    "SHARD_GRAD_OP": (Recipe(reshard_after_forward=False), ("fsdp2", "torch", "fsdp1")),
+    "SHARD_GRAD_OP + offload": (Recipe(reshard_after_forward=False, offload=True), ("fsdp2", "torch", "fsdp1")),
+    "FULL_SHARD": (Recipe(), ("fsdp2", "torch", "fsdp1")),
+    "FULL_SHARD + offload": (Recipe(offload=True), ("fsdp2", "torch", "fsdp1")),
     ONE_GROUP: (Recipe(reshard_after_forward=False, units=lambda _: ()), ("fsdp2", "torch", "fsdp1")),
     "FULL_SHARD, reshard_after_forward=True": (Recipe(reshard_after_forward=True), ("fsdp2", "torch")),
 }

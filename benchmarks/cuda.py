@@ -1,10 +1,11 @@
-"""Measures what one GPU can show: launches, memory and time of a step with simulated peers, and exposed communication.
+"""Measures what one GPU can show by the protocol (PROTOCOL.md): memory and time of whole steps as one of simulated
+ranks, and the calls of CUDA in a step.
 
-`python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes.
+`python -m benchmarks.cuda PART FILE` measures one part and appends rows to a file as it goes. Each library has a
+process of its own, in which `PYTORCH_ALLOC_CONF` asks for expandable segments, and processes take turns.
 
-At steps number 1, 2, 4, 8, 16, ... fsdp2's checks read the device (fsdp2/checks/due.py), and the host waits.
-Counts and memory are those of steps between; of five timed steps at most one is such a step, which medians leave
-out.
+Timed are 128 consecutive steps: fsdp2's checks read the device at some steps (fsdp2/checks/due.py), each 128th among
+them. Calls and memory are those of steps between.
 """
 
 import argparse
@@ -12,16 +13,14 @@ import gc
 import gzip
 import importlib
 import json
-import statistics
+import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-import fsdp2
-
-from .cuda_batches import GPTs, batch_rows
 from .cuda_group import Wire, start_wire_group
-from .cuda_models import GPTS, LLAMAS, GPTShape, Llama, LlamaShape, make_ids, run_lm_step
-from .cuda_variants import VARIANTS, in_force, library_of
-from .cuda_wrapping import materialise, wrap
-from .jobs import Job
-from .libraries import Library
-from .report import Row, timed_row
-from .timing import Call, interleave, repeat
+from .cuda_models import LLAMAS, Llama, LlamaShape, make_ids, run_lm_step
+from .cuda_wrapping import BF16, FP32, materialise
+from .recipe import MODULES, ROWS, clip_function, make_optimizer, shard
+from .report import Row, merge_rows, timed_row
+from .timing import Call, repeat
+from .turns import run_in_turns, take_turn
 
 NVLINK = 370  # GB/s
-WARM_UP = 4  # the next three steps are not among those at which checks are due, also after each further 4 + 3 steps
+WARM_UP = 4  # the next three steps are not among those at which checks are due
+ENVIRONMENT = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+# Libraries whose processes are alive at the same time, and take turns.
+TOGETHER = (ROWS[:2], ROWS[2:])
 # Which calls of the CUDA runtime and driver count as what; the first that fits.
 CALLS = {
     "device-wide and stream waits": ("Synchronize", "cudaMemcpy$"),
@@ -59,29 +57,20 @@ class Setup:
     """Describes one measurement. Small values make it run on a CPU, in seconds, with nothing to count.
 
     Args:
-        names: names of libraries; the others are compared with the last one.
-        variants: names in `VARIANTS`, for times; likewise.
-        rounds: the number of rounds of each timing.
-        gb_per_second, latencies_us: the bandwidths of the wire, each way, and how long each collective takes besides.
-        short_tokens: the length of a short sequence, beside that of the model, with which activations take little.
-        alone: if True, each library is measured in a process of its own where memory is counted.
-        packed: the shape of the gradient that is packed.
+        rounds, in_a_row: the number of turns of each library, and of the steps in each turn.
+        gb_per_second, latency_us: the bandwidth of the wire, each way, and how long each collective takes besides.
+        short_tokens: the length of a short sequence, with which activations take little.
         files: a folder for the timelines of counted steps.
     """
 
-    names: tuple[str, ...] = ("fsdp2", "torch")
-    variants: tuple[str, ...] = tuple(VARIANTS)
     device: torch.device = torch.device("cuda", 0)  # noqa: RUF009
     world_size: int = 64
     llamas: Mapping[str, LlamaShape] = field(default_factory=lambda: LLAMAS)
-    gpts: GPTs = field(default_factory=lambda: GPTS)
-    rounds: int = 11
-    gb_per_second: tuple[int, ...] = (50, 450)
-    latencies_us: tuple[int, ...] = (20,)
+    rounds: int = 8
+    in_a_row: int = 16
+    gb_per_second: int = NVLINK
+    latency_us: int = 20
     short_tokens: int = 512
-    alone: bool = True
-    packed: tuple[int, int] = (8192, 2048)
-    compile_backend: str = "inductor"
     files: Path | None = None
 
     @property
@@ -95,24 +84,12 @@ class Setup:
 
 def tiny_setup(device: torch.device) -> Setup:
     """Returns a setup of a few seconds, whose numbers mean nothing."""
-    return Setup(
-        device=device,
-        world_size=4,
-        llamas={"tiny": LlamaShape(blocks=2, dim=16, heads=4, kv_heads=2, hidden=32, vocab=32, tokens=4)},
-        gpts={"tiny": GPTShape(blocks=2, dim=16, heads=2, vocab=32, tokens=4)},
-        rounds=1,
-        gb_per_second=(50,),
-        latencies_us=(0, 20),
-        short_tokens=2,
-        packed=(16, 8),
-        compile_backend="aot_eager",
-    )
+    shape = LlamaShape(blocks=2, dim=16, heads=4, kv_heads=2, hidden=32, vocab=32, tokens=4)
+    return Setup(device=device, world_size=4, llamas={"tiny": shape}, rounds=2, in_a_row=1, short_tokens=2)
 
 
 class Stage:
-    """Holds the plain model of one shape (in bf16) and the wrapped ones of the libraries, on 64 ranks and one wire.
-    Close it.
-    """
+    """Makes models of one shape, in bf16, as rank 0 of simulated ranks that share one wire. Close it."""
 
     def __init__(self, setup: Setup, shape: LlamaShape) -> None:
         self.setup, self.shape = setup, shape
@@ -121,26 +98,16 @@ class Stage:
         self.ids = make_ids(shape.vocab, 1, shape.tokens, setup.device)
 
     def build_model(self, name: str, prepare: Callable[[Any], object] = lambda model: None) -> Any:
-        """Returns a new model, of a library, a variant of fsdp2, or plain. `prepare` is called before it is sharded."""
+        """Returns a new model of a library, or a "plain" one. `prepare` is called before it is sharded."""
         with torch.device("meta"):
             model: nn.Module = Llama(self.shape)
         prepare(model)
-        library = library_of(name)
-        model = model.to(torch.bfloat16) if library == "plain" else wrap(library, model, self.mesh)
+        if name == "plain":
+            model = model.to(BF16)
+        else:
+            policy = importlib.import_module(MODULES[name]).MixedPrecisionPolicy(BF16, FP32)
+            model = shard(name, model, mesh=self.mesh, mp_policy=policy)
         return materialise(model, self.setup.device)
-
-    def build(self, name: str) -> Call:
-        """Returns a step of a new model."""
-        return partial(run_lm_step, self.build_model(name), self.ids)
-
-    def build_variants(self, names: Sequence[str]) -> dict[str, Call]:
-        """Returns steps of the plain model and of the named variants or libraries, which have each run once."""
-        steps = {}
-        for name in ("plain", *names):
-            with in_force(name):
-                steps[name] = self.build(name)
-                steps[name]()
-        return steps
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -153,11 +120,114 @@ def free_memory(setup: Setup) -> None:
         torch.cuda.empty_cache()
 
 
-def each_stage(setup: Setup) -> Iterator[tuple[str, Stage]]:
+# ---- the protocol
+
+
+def measure_protocol(setup: Setup, name: str, turn: Callable[[], object] = lambda: None) -> Iterator[Row]:
+    """Measures one library: memory and time of whole steps. Calls `turn` before steps that are timed."""
     for label, shape in setup.llamas.items():
         stage = Stage(setup, shape)
-        yield f"{label}, {shape.tokens} tokens, N={setup.world_size}", stage
+        model = stage.build_model(name)
+        optimizer = make_optimizer(name, model)
+        is_first = label == next(iter(setup.llamas))
+        for tokens, recomputes in ((setup.short_tokens, False), (shape.tokens, False), (shape.tokens, True)):
+            model.recomputes = recomputes
+            ids = make_ids(shape.vocab, 1, tokens, setup.device)
+            step = partial(take_whole_step, model, ids, clip_function(name), optimizer)
+            where = f"{label}, {tokens} tokens, N={setup.world_size}{', recomputed' * recomputes}"
+            for quantity, number in _measure_memory(step, setup).items():
+                yield Row("cuda", quantity, where, {name: number})
+            if not recomputes and (is_first or tokens == shape.tokens):
+                fill_cache(setup)
+                if is_first:
+                    yield from _time_rows(setup, name, step, tokens, where, turn)
+                if tokens == shape.tokens:
+                    stage.wire.bandwidth, stage.wire.latency = setup.gb_per_second * 1e9, setup.latency_us / 1e6
+                    on_wire = f"{where}, {setup.gb_per_second} GB/s, {setup.latency_us} us"
+                    yield from _time_rows(setup, name, step, tokens, on_wire, turn)
+                    _write_trace(step, setup, f"{label}-{tokens}-{name}")
+                    stage.wire.bandwidth = None
+            del ids, step
+        del model, optimizer
         stage.close()
+
+
+def take_whole_step(model: Any, ids: Any, clip: Callable[..., object], optimizer: Any) -> None:
+    run_lm_step(model, ids, keeps_gradients=True)
+    clip(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
+    repeat(WARM_UP, step)
+    if not setup.is_cuda:
+        return {}
+    free_memory(setup)
+    resting, before = torch.cuda.memory_allocated(), torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    repeat(3, step)
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    return {
+        "resting GiB": resting / 2**30,
+        "peak allocated GiB": torch.cuda.max_memory_allocated() / 2**30,
+        "peak reserved GiB": torch.cuda.max_memory_reserved() / 2**30,
+        "allocation retries": after["num_alloc_retries"] - before["num_alloc_retries"],
+    }
+
+
+def fill_cache(setup: Setup) -> None:
+    """Fills what the allocator has reserved with ordinary numbers: simulated gathers return memory as it is, and a GPU
+    that multiplies zeros is faster.
+    """
+    if setup.is_cuda:
+        free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        numbers = [torch.empty(2**25, dtype=BF16, device=setup.device) for _ in range(free // 2**26)]
+        for each in numbers:
+            each.normal_(std=0.02)
+
+
+def _time_rows(
+    setup: Setup, name: str, step: Call, tokens: int, where: str, turn: Callable[[], object]
+) -> Iterator[Row]:
+    """Yields times of a step among some in a row: of the device, and the CPU time of this process."""
+    times, cpu = [], []
+    for _ in range(setup.rounds):
+        turn()
+        setup.synchronise()
+        clock, start = read_clock(setup), time.process_time()
+        repeat(setup.in_a_row, step)
+        cpu.append((time.process_time() - start) * 1e3 / setup.in_a_row)
+        times.append(clock() / setup.in_a_row)
+    yield timed_row("cuda", "whole step ms", where, {name: times})
+    yield timed_row("cuda", "tokens/s of a rank", where, {name: [tokens / ms * 1e3 for ms in times]})
+    yield timed_row("cuda", "CPU ms of a whole step, until all is issued", where, {name: cpu})
+
+
+def read_clock(setup: Setup) -> Callable[[], float]:
+    """Returns a function that waits for the device, and returns the ms on its clock since now."""
+    if not setup.is_cuda:
+        start = time.perf_counter()
+        return lambda: (time.perf_counter() - start) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+
+    def stop() -> float:
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    return stop
+
+
+def _write_trace(step: Call, setup: Setup, label: str) -> None:
+    """Writes a trace of two steps that Perfetto shows."""
+    if setup.files is not None:
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setup.is_cuda else [])]) as traced:
+            repeat(2, step)
+            setup.synchronise()
+        traced.export_chrome_trace(str(setup.files / f"trace-{label.replace(' ', '-')}.json.gz"))
 
 
 # ---- launches
@@ -211,393 +281,72 @@ def kind_of_call(name: str) -> str | None:
     return None
 
 
-def measure_calls(setup: Setup) -> Iterator[Row]:
-    """Counts the calls of the library alone, per group: those of the plain model are subtracted. Waits: of the whole
-    step.
-    """
-    for setting, stage in each_stage(setup):
-        counts: dict[str, Counter[str]] = {}
-        for name in ("plain", *setup.names):
-            fill_cache(setup)
-            step = stage.build(name)
-            repeat(WARM_UP, step)
-            counts[name], kernels = count_calls(step, setup, f"{setting.split(',')[0]}-{name}".replace(" ", "-"))
-            print(f"{setting}: kernels of {name}, how often and which", flush=True)
-            print("\n".join(f"{count}\t{kernel}" for kernel, count in kernels.most_common()), flush=True)
-            del step
-            free_memory(setup)
-        plain = counts.pop("plain")
-        for kind in CALLS:
-            waits = "waits" in kind and "between" not in kind
-            less, per, unit = (0, 1, "step") if waits else (plain[kind], stage.shape.groups, "group")
-            values = {name: (count[kind] - less) / per for name, count in counts.items()}
-            yield Row("cuda", f"{kind} per {unit}", setting, values, limit=0.0 if waits else None)
-
-
-# ---- memory
-
-
-def measure_memory(setup: Setup) -> Iterator[Row]:
-    """Measures the memory of steps in steady state, each library in a process of its own: what one leaves behind would
-    count for the next.
-    """
-    for label in setup.llamas:
-        found: dict[str, dict[str, dict[str, float]]] = {}
-        for name in setup.names:
-            if setup.alone:
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                    found[name] = pool.submit(_memory_of, setup, label, name).result()
-            else:
-                found[name] = _memory_of(setup, label, name)
-        for setting, quantities in found[setup.names[0]].items():
-            for what in quantities:
-                yield Row("cuda", what, setting, {name: memory[setting][what] for name, memory in found.items()})
-
-
-def _memory_of(setup: Setup, label: str, name: str) -> dict[str, dict[str, float]]:
-    """Returns setting -> quantity -> number, of one library, and what is left when its model is deleted."""
-    _be_quiet()
-    stage = Stage(setup, setup.llamas[label])
-    model, tokens = stage.build_model(name), stage.shape.tokens
-    found = {}
-    for length, recomputes in ((setup.short_tokens, False), (tokens, False), (tokens, True)):
-        model.recomputes = recomputes
-        ids = make_ids(stage.shape.vocab, 1, length, setup.device)
-        setting = f"{label}, {length} tokens, N={setup.world_size}{', recomputed' * recomputes}"
-        found[setting] = _measure_memory(partial(run_lm_step, model, ids), setup)
-        del ids
-    del model
-    stage.close()
-    if setup.is_cuda:
-        time.sleep(0.3)  # autograd's thread of the device holds the last graph for some milliseconds
-        gc.collect()
-        torch._C._cuda_clearCublasWorkspaces()
-        found[f"{label}, deleted"] = {"left GiB": torch.cuda.memory_allocated() / 2**30}
-    return found
-
-
-def _measure_memory(step: Call, setup: Setup) -> dict[str, float]:
-    if not setup.is_cuda:
-        step()
-        return {}
+def measure_calls(setup: Setup, name: str, turn: Callable[[], object] = lambda: None) -> Iterator[Row]:
+    """Counts the calls of CUDA in a step, forward and backward alone, of the first model."""
+    label, shape = next(iter(setup.llamas.items()))
+    stage = Stage(setup, shape)
+    step = partial(run_lm_step, stage.build_model(name), stage.ids)
     repeat(WARM_UP, step)
-    free_memory(setup)
-    resting, before = torch.cuda.memory_allocated(), torch.cuda.memory_stats()
-    torch.cuda.reset_peak_memory_stats()
-    repeat(3, step)
-    torch.cuda.synchronize()
-    after = torch.cuda.memory_stats()
-    return {
-        "resting GiB": resting / 2**30,
-        "peak allocated GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "peak reserved GiB": torch.cuda.max_memory_reserved() / 2**30,
-        "peak allocated above resting GiB": (torch.cuda.max_memory_allocated() - resting) / 2**30,
-        "allocation retries": after["num_alloc_retries"] - before["num_alloc_retries"],
-    }
-
-
-# ---- time
-
-
-@dataclass
-class Timer:
-    """Measures steps in milliseconds: on the device's clock, if it has one, until the host has issued everything, and
-    the CPU time of all threads of this process until then.
-    """
-
-    setup: Setup
-    host: dict[Any, list[float]] = field(default_factory=dict)
-    cpu: dict[Any, list[float]] = field(default_factory=dict)
-
-    def time(self, step: Call) -> float:
-        self.setup.synchronise()
-        start, cpu = time.perf_counter(), time.process_time()
-        if self.setup.is_cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            step()
-            end.record()
-        else:
-            step()
-        self.host.setdefault(step, []).append((time.perf_counter() - start) * 1e3)
-        self.cpu.setdefault(step, []).append((time.process_time() - cpu) * 1e3)
-        self.setup.synchronise()
-        return begin.elapsed_time(end) if self.setup.is_cuda else self.host[step][-1]
-
-    def rows(self, steps: Mapping[str, Call], what: str, setting: str, rounds: int) -> Iterator[Row]:
-        """Yields the host's times of the last rounds."""
-        for quantity, found in (
-            (f"{what} until all is issued", self.host),
-            (f"{what} of the CPUs until then", self.cpu),
-        ):
-            yield timed_row("cuda", quantity, setting, {name: found[step][-rounds:] for name, step in steps.items()})
-
-
-def fill_cache(setup: Setup, share: float = 0.8) -> None:
-    """Fills the memory that simulated gathers return with ordinary numbers: so much of what is free."""
-    if setup.is_cuda:
-        free, _ = torch.cuda.mem_get_info()
-        numbers = torch.empty(int(free * share) // 2, dtype=torch.bfloat16, device=setup.device)
-        numbers.normal_(std=0.02)
-
-
-def measure_time(setup: Setup) -> Iterator[Row]:
-    """Measures steps on a wire that takes no time: the time of the library's own kernels and its host time, which a
-    short sequence does not hide.
-    """
-    short = {label: replace(shape, tokens=setup.short_tokens) for label, shape in setup.llamas.items()}
-    for setting, stage in chain(each_stage(setup), each_stage(replace(setup, llamas=short))):
-        fill_cache(setup)
-        steps, timer = stage.build_variants(setup.variants), Timer(setup)
-        times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=timer.time)
-        yield timed_row("cuda", "step ms", setting, times, limit=min(times["plain"]))
-        yield Row("cuda", "step ms, least of all rounds", setting, {name: min(each) for name, each in times.items()})
-        yield from timer.rows(steps, "ms", setting, setup.rounds)
-        del steps, timer
-
-
-def measure_exposed(setup: Setup) -> Iterator[Row]:
-    """Measures how long a step takes on wires of some speed and latency, and how much longer than without a wire."""
-    for setting, stage in each_stage(setup):
-        fill_cache(setup)
-        models = stage.build_variants(setup.names)
-        plain = models.pop("plain")
-        measure = Timer(setup).time
-        free = interleave(models, rounds=setup.rounds, warmup=WARM_UP, measure=measure)
-        compute = min(interleave({"plain": plain}, rounds=3, warmup=2, measure=measure)["plain"])
-        for speed in setup.gb_per_second:
-            for latency in setup.latencies_us:
-                steps = {name: OnWire(step, stage.wire, speed * 1e9, latency / 1e6) for name, step in models.items()}
-                times = interleave(steps, rounds=setup.rounds, warmup=1, measure=Timer(setup).time)
-                exposed = {name: statistics.median(times[name]) - min(free[name]) for name in models}
-                sent = {name: step.count() for name, step in steps.items()}
-                busy = {
-                    name: (calls * latency / 1e6 + nbytes / speed / 1e9) * 1e3 for name, (calls, nbytes) in sent.items()
-                }
-                where, unhidden = f"{setting}, {speed} GB/s, {latency} us", unhidden_bytes(stage.shape) / speed / 1e6
-                limit = max(unhidden, busy[setup.names[0]] - compute)
-                yield Row("cuda", "collectives", where, {name: calls for name, (calls, _) in sent.items()})
-                yield Row("cuda", "wire busy ms", where, busy)
-                yield timed_row("cuda", "step ms on this wire", where, times, limit=compute + limit)
-                yield Row("cuda", "exposed ms", where, exposed, limit=limit)
-        del models, plain, steps
-
-
-def measure_captured(setup: Setup) -> Iterator[Row]:
-    """Measures a step (forward, backward, clipping, AdamW) as a replayed CUDA graph beside the eager one."""
-    for setting, stage in each_stage(setup):
-        fill_cache(setup, 0.3)  # graphs take none of what the allocator keeps
-        stage.wire.moves = False
-        steps: dict[str, Call] = {}
-        for name in setup.names:
-            model = stage.build_model(name)
-            if name == "fsdp2":
-                model.set_keep_unsharded_storage(True)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=setup.is_cuda)
-            clip = fsdp2.clip_grad_norm_ if name == "fsdp2" else torch.nn.utils.clip_grad_norm_
-            if name == "fsdp2":
-                _flatten(optimizer)
-            steps[name] = partial(_whole_step, model, stage.ids, clip, optimizer)
-            repeat(WARM_UP, steps[name])
-        if setup.is_cuda:
-            steps["fsdp2, a graph"] = _capture(steps["fsdp2"], stage.wire)
-        timer = Timer(setup)
-        times = interleave(steps, rounds=setup.rounds, warmup=1, measure=timer.time)
-        yield timed_row("cuda", "step ms with clipping and AdamW", setting, times)
-        yield from timer.rows(steps, "ms with clipping and AdamW", setting, setup.rounds)
-        if setup.is_cuda:
-            graphs: dict[str, Call] = {}
-            for wire, bandwidth in {"no wire": None, f"{NVLINK} GB/s": NVLINK * 1e9}.items():
-                stage.wire.bandwidth, stage.wire.latency = bandwidth, setup.latencies_us[-1] / 1e6
-                repeat(WARM_UP, steps["fsdp2"])
-                graphs[wire] = _capture(steps["fsdp2"], stage.wire)
-            stage.wire.bandwidth = None
-            times = interleave(graphs, rounds=setup.rounds, warmup=1, measure=timer.time)
-            about = f"{setting}, {setup.latencies_us[-1]} us where there is a wire"
-            yield timed_row("cuda", "step ms with clipping and AdamW, a graph", about, times)
-            del graphs
-        del steps, timer, model, optimizer
-
-
-def _capture(step: Call, wire: Wire) -> Call:
-    """Returns the replay of a step, which has run before."""
-    graph = torch.cuda.CUDAGraph()
-    wire.settle()
-    with torch.cuda.graph(graph):
-        step()
-    wire.settle()
-    return graph.replay
-
-
-def _flatten(optimizer: torch.optim.Optimizer) -> None:
-    try:
-        fsdp2.flatten_optimizer(optimizer)
-    except TypeError as error:  # its trial failed here: worth knowing, and no reason to end
-        print(f"AdamW is timed as it is: {error}", flush=True)
-
-
-def _whole_step(model: Any, ids: Any, clip: Callable[..., object], optimizer: Any) -> None:
-    run_lm_step(model, ids, keeps_gradients=True)
-    clip(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class OnWire:
-    """Is a step on a wire of some bandwidth in bytes a second, and latency in seconds. None: it takes no time."""
-
-    def __init__(self, step: Call, wire: Wire, bandwidth: float | None, latency: float) -> None:
-        self._step, self._wire, self._speed = step, wire, (bandwidth, latency)
-
-    def __call__(self) -> None:
-        self._wire.bandwidth, self._wire.latency = self._speed
-        self._step()
-        self._wire.bandwidth = None
-
-    def count(self) -> tuple[int, float]:
-        """Runs it, and returns the calls of collectives and the bytes that it sends."""
-        calls, nbytes = self._wire.calls, self._wire.sent_bytes
-        self()
-        return self._wire.calls - calls, self._wire.sent_bytes - nbytes
-
-
-def unhidden_bytes(shape: LlamaShape) -> float:
-    """Returns the bytes that no order can hide: the embedding, which is looked up in no time, the first block, its
-    gradient.
-    """
-    embedding = shape.vocab * shape.dim
-    return embedding * 2 + shape.block_numel * 2 + embedding * 4
-
-
-# ---- kernels
-
-
-def measure_kernels(setup: Setup) -> Iterator[Row]:
-    """Measures ways to pack one gradient for a reduce-scatter, and AdamW on the shards of a model: flat with fsdp2."""
-    yield timed_row("cuda", "us to pack", f"bf16 to fp32, {setup.packed}, N={setup.world_size}", _pack_times(setup))
-    for setting, stage in each_stage(setup):
-        for option in ("fused", "foreach"):
-            steps: dict[str, Call] = {}
-            for name in setup.names:
-                model = stage.build_model(name)
-                run_lm_step(model, stage.ids, keeps_gradients=True)
-                optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, **{option: True})
-                if name == "fsdp2":
-                    _flatten(optimizer)
-                steps[name] = optimizer.step
-                del model, optimizer
-            timer = Timer(setup)
-            times = interleave(steps, rounds=setup.rounds, warmup=3, measure=timer.time)
-            yield timed_row("cuda", f"AdamW {option} ms", setting, times)
-            yield from timer.rows(steps, f"AdamW {option} ms", setting, setup.rounds)
-            del steps, timer
-
-
-def _pack_times(setup: Setup) -> dict[str, list[float]]:
-    ranks, (rows, cols) = setup.world_size, setup.packed
-    gradient = torch.ones(rows, cols, dtype=torch.bfloat16, device=setup.device)
-    packed = torch.empty(ranks, rows // ranks * cols, device=setup.device)
-    middle = packed.shape[1] // 2
-    source = gradient.view(ranks, -1)
-    halves = [(whole[:, :middle], whole[:, middle:]) for whole in (packed, source)]
-
-    def in_halves() -> None:
-        for to, half in zip(*halves, strict=True):
-            to.copy_(half)
-
-    def row_by_row() -> None:
-        for to, half in zip(*halves, strict=True):
-            torch._foreach_copy_([*to.unbind()], [*half.unbind()])
-
-    ways: dict[str, Call] = {
-        "halves": in_halves,
-        "halves, row by row": row_by_row,
-        "one copy": lambda: packed.copy_(source),
-        "chunk_cat": lambda: torch._chunk_cat([gradient], 0, ranks, out=packed),
-    }
-    if not setup.is_cuda:  # where it does not cast
-        del ways["chunk_cat"]
-    times = interleave(ways, rounds=max(setup.rounds, 9), warmup=3, measure=Timer(setup).time)
-    return {name: [1e3 * milliseconds for milliseconds in found] for name, found in times.items()}
-
-
-def measure_compiled(setup: Setup) -> Iterator[Row]:
-    """Measures steps with compiled blocks, of four blocks of a model."""
-
-    def compile_blocks(model: Any) -> None:
-        for block in model.blocks:
-            block.compile(backend=setup.compile_backend)
-
-    shapes = {
-        f"{label}, 4 blocks": replace(shape, blocks=min(shape.blocks, 4)) for label, shape in setup.llamas.items()
-    }
-    for setting, stage in each_stage(replace(setup, llamas=shapes)):
-        steps: dict[str, Call] = {}
-        for name in ("plain", *setup.names):
-            steps[name] = partial(run_lm_step, stage.build_model(name, compile_blocks), stage.ids)
-            start = time.perf_counter()
-            steps[name]()
-            setup.synchronise()
-            print(f"{name}: the first compiled step took {time.perf_counter() - start:.1f} s", flush=True)
-        times = interleave(steps, rounds=setup.rounds, warmup=WARM_UP, measure=Timer(setup).time)
-        plain = sorted(times.pop("plain"))[setup.rounds // 2]
-        blocks = f"{stage.shape.blocks} blocks compiled by {setup.compile_backend}"
-        yield timed_row("cuda", f"step ms, {blocks}", setting, times, limit=plain)
-        del steps
+    counts, kernels = count_calls(step, setup, f"{label}-{name}".replace(" ", "-"))
+    print(f"{label}: kernels of {name}, how often and which", flush=True)
+    print("\n".join(f"{count}\t{kernel}" for kernel, count in kernels.most_common()), flush=True)
+    del step
+    stage.close()
+    for kind in CALLS:
+        yield Row(
+            "cuda", f"{kind} of a step", f"{label}, {shape.tokens} tokens, N={setup.world_size}", {name: counts[kind]}
+        )
 
 
 # ---- all
 
-
-def _measure_later(name: str, setup: Setup) -> Iterator[Row]:
-    """Calls a function of cuda_schedules.py, which imports this module."""
-    found: Iterator[Row] = getattr(importlib.import_module("benchmarks.cuda_schedules"), name)(setup)
-    return found
-
-
-PARTS: dict[str, Callable[[Setup], Iterator[Row]]] = {
-    "calls": measure_calls,
-    "memory": measure_memory,
-    "time": measure_time,
-    "exposed": measure_exposed,
-    "captured": measure_captured,
-    "schedules": partial(_measure_later, "measure_schedules"),
-    "beside": partial(_measure_later, "measure_beside"),
-    "kernels": measure_kernels,
-    "compiled": measure_compiled,
-    "batches": lambda setup: batch_rows(setup.gpts, setup.device),
+Measure = Callable[[Setup, str, Callable[[], object]], Iterator[Row]]
+# Parts that are measured by library, and which libraries take turns. The others measure settings of fsdp2, or kernels.
+BY_LIBRARY: dict[str, tuple[Measure, tuple[tuple[str, ...], ...]]] = {
+    "protocol": (measure_protocol, TOGETHER),
+    "calls": (measure_calls, (("plain", *ROWS),)),
 }
-# In a short session these parts take the first model only.
-OF_ONE_MODEL = {"calls", "time", "captured", "kernels", "compiled"}
+OTHERS = {"schedules": "measure_schedules", "beside": "measure_beside"}  # in cuda_schedules.py, which imports this
 
 
-def measure_cuda(job: Job, libraries: Sequence[Library]) -> list[Row]:
-    (world_size,) = job.worlds
-    names = tuple(library.name for library in libraries)
-    setup = Setup(names=names, world_size=world_size, rounds=5 if job.quick else 9)
-    return [row for measure in PARTS.values() for row in measure(setup)]
+def measure_part(part: str, setup: Setup) -> Iterator[Row]:
+    """Measures a part of all libraries."""
+    if part in OTHERS:
+        yield from getattr(importlib.import_module("benchmarks.cuda_schedules"), OTHERS[part])(setup)
+        return
+    for names in BY_LIBRARY[part][1]:
+        yield from run_libraries(names)
 
 
-def _be_quiet() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # torch warns about deprecated collectives of its own
+def run_libraries(names: Sequence[str]) -> list[Row]:
+    """Runs this program again for each library, in turns, and returns the rows of all."""
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {name: [*sys.orig_argv, "--library", name, "--into", f"{folder}/{name}"] for name in names}
+        run_in_turns(commands, **ENVIRONMENT)
+        lines = [line for name in names for line in Path(folder, name).read_text().splitlines()]
+    return merge_rows(Row(**json.loads(line)) for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.cuda")
-    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("part", choices=[*BY_LIBRARY, *OTHERS])
     parser.add_argument("rows", type=Path, help="rows are appended to this file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dry", action="store_true", help="tiny models")
     parser.add_argument("--files", type=Path, help="a folder for the timelines of counted steps")
+    parser.add_argument("--library", help=argparse.SUPPRESS)  # is one of these processes
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
-    _be_quiet()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # torch warns about deprecated collectives of its own
     device = torch.device("cuda", 0) if parsed.device == "cuda" else torch.device("cpu")
     setup = replace(tiny_setup(device) if parsed.dry else Setup(device=device), files=parsed.files)
-    if parsed.part in OF_ONE_MODEL:
-        setup = replace(setup, llamas=dict([*setup.llamas.items()][:1]))
-    with parsed.rows.open("a") as rows:
-        for row in PARTS[parsed.part](setup):
+    is_one = parsed.library is not None
+    measured = (
+        BY_LIBRARY[parsed.part][0](setup, parsed.library, take_turn) if is_one else measure_part(parsed.part, setup)
+    )
+    with (parsed.into or parsed.rows).open("a") as rows:
+        for row in measured:
             print(json.dumps(asdict(row)), file=rows, flush=True)
 
 

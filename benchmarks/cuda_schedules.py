@@ -1,4 +1,5 @@
-"""Measures schedules that a user can choose, alone and together, and what kernels on two streams cost each other.
+"""Measures schedules of fsdp2 that a user can choose, alone and together, and what kernels on two streams cost each
+other. Schedules are compared with fsdp2's default: torch's FSDP2 is not in this process (PROTOCOL.md).
 
 Steps are some in a row, so that what a step leaves for the next one is done beside it, and counts.
 """
@@ -7,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 import fsdp2
 
-from .cuda import NVLINK, WARM_UP, OnWire, Setup, Stage, count_calls, fill_cache, free_memory
+from .cuda import NVLINK, WARM_UP, Setup, Stage, count_calls, fill_cache, free_memory, read_clock
+from .cuda_group import Wire
 from .cuda_models import run_lm_step
 from .cuda_wrapping import step_beside_forward
 from .report import Row, timed_row
@@ -44,15 +45,13 @@ class Parts:
     offloaded: bool = False
 
 
-# The last one is what the others are compared with.
-SCHEDULES: dict[str, Parts | None] = {
+SCHEDULES = {
     "fsdp2": Parts(),
     "flat": Parts(flat=True),
     "late": Parts(flat=True, late=True),
     "rows": Parts(rows=True),
     "late, rows": Parts(flat=True, late=True, rows=True),
     "states on the CPU": Parts(flat=True, offloaded=True),
-    "torch": None,
 }
 
 
@@ -64,7 +63,6 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
     shape = replace(shape, blocks=min(shape.blocks, BLOCKS))
     setup = replace(setup, world_size=min(setup.world_size, RANKS))
     stage = Stage(setup, shape)
-    fill_cache(setup)
     built = {name: _build(stage, parts) for name, parts in SCHEDULES.items()}
     steps = {name: step for name, (step, _) in built.items()}
     optimizers = {name: optimizer for name, (_, optimizer) in built.items()}
@@ -72,7 +70,8 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
         repeat(WARM_UP, step)
         setup.synchronise()
         print(f"{name} has warmed up", flush=True)
-    late = [name for name, parts in SCHEDULES.items() if parts is not None and parts.late]
+    fill_cache(setup)
+    late = [name for name, parts in SCHEDULES.items() if parts.late]
     for name in late if setup.is_cuda else ():
         taken = vars(optimizers[name])["_fsdp2_flat_steps"].late.taken
         print(f"{name}: {taken} steps were late")
@@ -94,15 +93,26 @@ def measure_schedules(setup: Setup) -> Iterator[Row]:
     stage.close()
 
 
-def _build(stage: Stage, parts: Parts | None) -> tuple[Call, Any]:
+class OnWire:
+    """Is a step on a wire of some bandwidth in bytes a second, and latency in seconds. None: it takes no time."""
+
+    def __init__(self, step: Call, wire: Wire, bandwidth: float | None, latency: float) -> None:
+        self._step, self._wire, self._speed = step, wire, (bandwidth, latency)
+
+    def __call__(self) -> None:
+        self._wire.bandwidth, self._wire.latency = self._speed
+        self._step()
+        self._wire.bandwidth = None
+
+
+def _build(stage: Stage, parts: Parts) -> tuple[Call, Any]:
     """Returns a whole step of a new model, and its optimizer."""
-    is_by_rows = parts is not None and parts.rows
-    prepare: Callable[[Any], object] = partial(_by_rows, stage) if is_by_rows else lambda model: None
-    model = stage.build_model("torch" if parts is None else "fsdp2", prepare)
+    prepare: Callable[[Any], object] = partial(_by_rows, stage) if parts.rows else lambda model: None
+    model = stage.build_model("fsdp2-best", prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if parts is not None and parts.late:
+    if parts.late:
         step_beside_forward(optimizer)
-    elif parts is not None and parts.flat:
+    elif parts.flat:
         fsdp2.flatten_optimizer(optimizer, offload_states=parts.offloaded)
 
     def step() -> None:
@@ -122,29 +132,9 @@ def _time_of_a_row(setup: Setup, step: Call) -> float:
     """Returns the ms of a step among some in a row: from the end of the first to that of the last."""
     setup.synchronise()
     step()
-    begin = _now(setup)
+    stop = read_clock(setup)
     repeat(IN_A_ROW, step)
-    end = _now(setup)
-    setup.synchronise()
-    return float(begin.elapsed_time(end)) / IN_A_ROW
-
-
-class _Clock:
-    """Stands in for an event, where there is no device."""
-
-    def __init__(self) -> None:
-        self.seconds = perf_counter()
-
-    def elapsed_time(self, end: "_Clock") -> float:
-        return (end.seconds - self.seconds) * 1e3
-
-
-def _now(setup: Setup) -> Any:
-    if not setup.is_cuda:
-        return _Clock()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return stop() / IN_A_ROW
 
 
 # ---- beside
@@ -247,14 +237,12 @@ def _ms_of(setup: Setup, calls: tuple[Call, ...]) -> float:
     for _ in range(setup.rounds):
         torch.cuda.synchronize()
         torch.cuda._sleep(10_000_000)
-        begin = _now(setup)
+        stop = read_clock(setup)
         for stream, call in zip(streams, calls, strict=True):
-            stream.wait_event(begin)
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 call()
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
-        end = _now(setup)
-        torch.cuda.synchronize()
-        found.append(float(begin.elapsed_time(end)))
+        found.append(stop())
     return median(found[2:] or found)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from .libraries import MODULES
+from .recipe import MODULES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -58,7 +58,7 @@ def _measure_workload(
     wire = {name: count_bytes(model, batch) / model_bytes for name, model in models.items()}
     turns = {name: _Turn(partial(run_step, model, batch), policies) for name, (model, policies) in built.items()}
     turns["plain"] = _Turn(partial(run_step, build_plain(shape, precision), batch), {})
-    times = interleave(turns, rounds=3 if job.quick else 20, warmup=1, measure=_time_step)
+    times = interleave(turns, rounds=3 if job.quick else 7, warmup=1, measure=_time_step)
     bare = statistics.median(times.pop("plain"))
     wire_limit = _wire_limit(shape)
     on_link = wire_limit * model_bytes * 8 / (job.megabits * 1e3) if job.megabits else 0.0

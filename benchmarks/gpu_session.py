@@ -1,4 +1,4 @@
-"""Checks and measures all that needs a GPU, in one command of nine minutes on one GPU:
+"""Measures by the protocol and checks all that needs a GPU, in one command of nine minutes on one GPU:
 
     PYTHONUNBUFFERED=1 python -m benchmarks.gpu_session --out FOLDER
 
@@ -7,6 +7,8 @@ exceeds it is killed, with all processes that it has started, and the next part 
 
     part      limit  what it runs; what it decides
     start      30 s  versions; three steps beside a plain model, on simulated ranks and on one of NCCL: is it alive
+    protocol  320 s  PROTOCOL.md: memory and time of whole steps of fsdp2 and torch's FSDP2, each in a process of its
+                     own, and traces for Perfetto
     ways       60 s  tests/one_of_many.py, 44 ways beside a plain model: numbers on real streams and memory
     nccl-2     75 s  tests/cuda/ranks_program.py on two ranks of NCCL that share the GPU: NCCL's sums, grouped calls,
                      gathers in place, offload
@@ -15,19 +17,11 @@ exceeds it is killed, with all processes that it has started, and the next part 
     tests      60 s  tests/cuda: captured steps, pinned copies, waits of the host
     models     60 s  tests/cuda/real_models.py: models of transformers and timm on two ranks of NCCL
     example    40 s  examples/train_gpt.py as it is
-    calls      45 s  launches, copies and waits of a step, by the profiler: do counts on a simulated GPU hold
-    memory    120 s  peaks on the caching allocator, each library in a process of its own: the same for bytes
-    time      110 s  a step on a wire that takes no time, as it is, with fewer buckets, and torch's FSDP2: how gradients
-                     should be cut, and the host's time
-    captured   60 s  a step with clipping and AdamW as a CUDA graph: the device's time without the host's
-    schedules 130 s  whole steps with late steps, embedding by rows and states on the CPU, alone and together
+    calls      90 s  launches, copies and waits of a step, by the profiler: do counts on a simulated GPU hold
+    schedules 110 s  whole steps with late steps, embedding by rows and states on the CPU, alone and together
     beside     25 s  what kernels on two streams cost each other: the price that simulated schedules depend on
-    exposed   100 s  steps on wires of 50 and 450 GB/s, at 20 us a collective: what is hidden
-    kernels    25 s  ways to pack gradients, and AdamW
-    compiled   50 s  blocks compiled by inductor: last, because it may fail
 
-All end after 555 s at most (`--seconds`). `batches`, the largest batch beside FSDP1 and DDP, takes minutes, and runs
-only by name.
+All end after 555 s at most (`--seconds`). What has no time left is left out: name these parts in another session.
 
 Results are in FOLDER at once, in four files: `session.log` has all output, `rows.jsonl` one row of numbers a line,
 `report.md` how parts have ended and tables of the rows, and `parts.tar.gz` what parts have written besides. The last
@@ -62,10 +56,10 @@ from .report import Row, describe_machine, format_table
 SECONDS = 555.0  # of ten minutes, with the time that the machine takes to begin and to return files
 # With less time left than this, no part begins: it takes as long to import torch and to find the GPU.
 LEAST_S = 10.0
-# fsdp2 is compared with all others, of which torch's FSDP2 and the plain model come last.
+# The order of columns.
 COLUMNS = (
-    *("fsdp2", "fsdp2, a graph", "more buckets", "1 piece", "flat", "late", "rows", "late, rows"),
-    *("states on the CPU", "fsdp1", "ddp", "torch", "plain"),
+    *("fsdp2", "torch", "fsdp2-best", "torch-best", "flat", "late", "rows", "late, rows", "states on the CPU"),
+    "plain",
 )
 _TAIL_LINES, _TAIL_LINES_OF_FAILED = 5, 40
 
@@ -160,6 +154,7 @@ def _if_two_ranks_were_fast(ended: Mapping[str, Ended]) -> str:
 
 PARTS: dict[str, Part] = {
     "start": Part(30, lambda facts: (*facts.checker, "-m", "benchmarks.gpu_start", facts.kind)),
+    "protocol": Part(320, _measure("protocol")),
     "ways": Part(60, lambda facts: (*facts.checker, "tests/one_of_many.py", facts.kind)),
     "nccl-2": Part(75, _on_ranks(2), environment=_nccl_log),
     "nccl-4": Part(45, _on_ranks(4), environment=_nccl_log, why_not=_if_two_ranks_were_fast),
@@ -167,16 +162,9 @@ PARTS: dict[str, Part] = {
     "tests": Part(60, _run_tests),
     "models": Part(60, _on_ranks(2, "tests/cuda/real_models.py")),
     "example": Part(40, _run_example),
-    "calls": Part(45, _measure("calls")),
-    "memory": Part(120, _measure("memory")),
-    "time": Part(110, _measure("time")),
-    "captured": Part(60, _measure("captured")),
-    "schedules": Part(130, _measure("schedules")),
+    "calls": Part(90, _measure("calls")),
+    "schedules": Part(110, _measure("schedules")),
     "beside": Part(25, _measure("beside")),
-    "exposed": Part(100, _measure("exposed")),
-    "kernels": Part(25, _measure("kernels")),
-    "compiled": Part(50, _measure("compiled")),
-    "batches": Part(400, _measure("batches"), by_name=True),
     # It hangs, with a child in a session of its own: to try what becomes of both.
     "hang": Part(5, lambda facts: ("-m", "benchmarks.gpu_session_hang", str(facts.files)), by_name=True),
 }
@@ -302,11 +290,10 @@ def format_session(texts: Mapping[str, str], rows: Sequence[Row], notes: Sequenc
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yields the rows that have the same columns. Those of batches differ in theirs, and are one table."""
+    """Yields the rows that have the same columns."""
     tables: dict[frozenset[str], list[Row]] = {}
     for row in rows:
-        columns = frozenset(row.values)
-        tables.setdefault(frozenset({"batch"}) if row.quantity == "largest batch" else columns, []).append(row)
+        tables.setdefault(frozenset(row.values), []).append(row)
     yield from tables.values()
 
 

@@ -33,7 +33,7 @@ def measure_host(job: Job, libraries: Sequence[Library]) -> list[Row]:
     rows = [_calls_row(*case, libraries) for case in cases]
     dist.destroy_process_group()
     start_quiet_group(world_size)
-    rounds = 10 if job.quick else 40
+    rounds = 10 if job.quick else 14
     return rows + [_time_row(*case, libraries, rounds) for case in cases]
 
 

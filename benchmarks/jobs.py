@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from .libraries import processes_of
 from .places import Place
-from .report import Row
+from .report import Row, merge_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 1800  # several times what a job takes on a quiet machine
@@ -18,7 +19,7 @@ TIMEOUT_SECONDS = 1800  # several times what a job takes on a quiet machine
 
 @dataclass(frozen=True)
 class Job:
-    """Describes one suite in fresh processes, one for each rank; rank 0 reports.
+    """Describes one suite in fresh processes, one for each rank and library; rank 0 reports.
 
     Args:
         suite: its name in `suites.SUITES`.
@@ -26,6 +27,7 @@ class Job:
         libraries: names in `libraries.MODULES`.
         pictures: the prefix of the names of picture files. None: no pictures.
         megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
+        turns: how often each library's processes run, in turns. 0: the suite starts a process for each library itself.
         store: path of the file by which ranks find each other.
     """
 
@@ -35,6 +37,7 @@ class Job:
     quick: bool
     pictures: str | None = None
     megabits: int = 0
+    turns: int = 1
     rank: int = 0
     store: str = ""
 
@@ -44,7 +47,22 @@ class Job:
 
 
 def run(job: Job, places: Sequence[Place], folder: Path) -> list[Row]:
-    """Starts the job's processes, one in each place, waits for all, and reads the results of rank 0.
+    """Runs the job of each library in processes of its own, and returns the rows of all.
+
+    Raises:
+        RuntimeError: a process failed, or was late. The message has its output.
+    """
+    rows = []
+    for turn in range(max(job.turns, 1)):
+        for names in processes_of(job.libraries) if job.turns else [job.libraries]:
+            own = folder / f"{turn}-{names[0]}"
+            own.mkdir()
+            rows += _run_processes(replace(job, libraries=names), places, own)
+    return merge_rows(rows)
+
+
+def _run_processes(job: Job, places: Sequence[Place], folder: Path) -> list[Row]:
+    """Starts processes, one in each place, waits for all, and reads the results of rank 0.
 
     Raises:
         RuntimeError: a process failed, or was late. The message has its output.

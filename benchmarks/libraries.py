@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .codecs import CODECS, shard_by_codec
 from .guards import GUARDS
 from .peers import shard_by_ddp, shard_by_fsdp1
+from .recipe import MODULES, shard
 from .simple_fsdp import Dtypes, shard_by_dtensors
 
 # Measure this checkout, not an fsdp2 that happens to be installed.
@@ -27,12 +28,10 @@ class Library:
 
     Args:
         shard: takes a model that has `blocks`, a mesh of one axis, and the dtypes in which to compute and to reduce (or
-            none, for no casts); returns the model to call. It follows the standard recipe, if the library has groups:
-            one per block, the rest in the root.
+            none, for no casts); returns the model to call. fsdp2 and torch's FSDP2 follow recipe.py.
         can_cast: True if it takes dtypes.
         has_more: True if it has two options that torch's FSDP2 lacks, which `shard` then takes, too: a dtype in which
             gradients are sent (`wire_dtype=`) and a planner against padding (`planned=True`).
-        is_unflattened: True if its optimizers step on each parameter by itself, where they could be flattened.
         is_lossy: True if its gradients are not those of the others, because what travels is compressed.
     """
 
@@ -40,27 +39,21 @@ class Library:
     shard: Callable[..., nn.Module]
     can_cast: bool = True
     has_more: bool = False
-    is_unflattened: bool = False
     is_lossy: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        return self.has_more
 
-
-# "torch-again" checks the benchmark itself: beside "torch", every ratio must come out as 1.
-MODULES = {
-    "fsdp2": "fsdp2",
-    "torch": "torch.distributed.fsdp",
-    "torch-again": "torch.distributed.fsdp",
-}
 PEERS = {
     "fsdp1": Library("fsdp1", shard_by_fsdp1),
     "ddp": Library("ddp", shard_by_ddp, can_cast=False),
     "simple": Library("simple", shard_by_dtensors),
 }
-UNFLATTENED = "unflattened"  # fsdp2, whose optimizers step on each parameter by itself
-NAMES = (*MODULES, UNFLATTENED, *GUARDS, *CODECS, *PEERS)
+NAMES = (*MODULES, *GUARDS, *CODECS, *PEERS)
+
+
+def processes_of(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Returns the libraries of each process: one, but variants of fsdp2, which are compared with it, share its own."""
+    shared = tuple(name for name in names if name == "fsdp2" or name in GUARDS or name in CODECS)
+    return [shared] * bool(shared) + [(name,) for name in names if name not in shared]
 
 
 def load_library(name: str) -> Library:
@@ -70,40 +63,30 @@ def load_library(name: str) -> Library:
     if name in CODECS:
         load_library("fsdp2")
         return Library(name, partial(shard_by_codec, name), is_lossy=name != "replicate")
-    if name == UNFLATTENED:
-        return replace(load_library("fsdp2"), name=name, is_unflattened=True)
     if name in GUARDS:
         guarded = load_library("fsdp2")
         return replace(guarded, name=name, shard=partial(_shard_without, guarded, GUARDS[name]))
     if name not in MODULES:
         raise SystemExit(f"unknown library {name!r}: choose from {', '.join(NAMES)}")
-    try:
-        module = importlib.import_module(MODULES[name])
-        return Library(name, partial(_shard_by_recipe, module), has_more=hasattr(module, "cheapest_placement"))
-    except (ImportError, AttributeError) as error:
-        raise SystemExit(
-            f"cannot import fully_shard and MixedPrecisionPolicy from {MODULES[name]!r}: {error}. "
-            f"Run in an environment with torch and a working checkout of this repository, "
-            f"or check the benchmark alone with --libraries torch-again torch."
-        ) from error
+    return Library(name, partial(_shard_by_recipe, name), has_more=name.startswith("fsdp2"))
 
 
 def _shard_by_recipe(
-    library: Any,
+    name: str,
     model: nn.Module,
     mesh: DeviceMesh,
     mixed: Dtypes | None = None,
     wire_dtype: torch.dtype | None = None,
     planned: bool = False,
 ) -> nn.Module:
+    library: Any = importlib.import_module(MODULES[name])
     compute, reduce = mixed or (None, None)
     more = {"wire_dtype": wire_dtype} if wire_dtype else {}
     options = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(compute, reduce, **more)}
     if planned:
         options["shard_placement_fn"] = library.cheapest_placement(mesh)
-    for block in model.blocks:
-        library.fully_shard(block, **options)
-    return library.fully_shard(model, **options)
+    sharded: nn.Module = shard(name, model, **options)
+    return sharded
 
 
 def _shard_without(

@@ -49,7 +49,7 @@ def _memory_curve(precision: str, library: Library, mesh: DeviceMesh) -> list[tu
 
 def _peak_rows(precision: str, world_size: int, libraries: Sequence[Library], mesh: DeviceMesh) -> list[Row]:
     rows = []
-    for label, shape in (("equal blocks", BYTES_SHAPE), ("heavy root", HEAVY_ROOT_SHAPE)):
+    for label, shape in (("equal blocks", BYTES_SHAPE), ("embedding and head", HEAVY_ROOT_SHAPE)):
         peaks = {each.name: _measure_peaks(shape, precision, each, mesh) for each in able(libraries, precision)}
         limits = _peak_limits(precision, world_size) if shape is BYTES_SHAPE else {}
         activations = {FORWARD_PEAK: _measure_peaks(shape, precision, None, mesh)[FORWARD_PEAK]}

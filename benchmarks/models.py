@@ -53,7 +53,7 @@ class Shape:
 
 # Equal blocks whose parameters dwarf the activations, and whose rows divide by every world size up to 512.
 BYTES_SHAPE = Shape(blocks=8, dim=512, hidden=1536, tokens=1)
-# Embedding and head of 4.8 blocks, left in the root as the standard recipe does.
+# Embedding and head of 4.8 blocks together.
 HEAVY_ROOT_SHAPE = Shape(blocks=6, dim=512, hidden=1536, tokens=1, vocab=15872)
 
 

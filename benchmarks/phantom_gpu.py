@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from .places import Place, UnavailableError
+from .recipe import MODULES
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
-LIBRARIES = ("fsdp2", "torch", "torch-again")  # that it can record
 PLAIN = "plain"
 SECONDS = 1500
 
@@ -44,16 +44,35 @@ def open_phantom() -> AbstractContextManager[Sequence[Place]]:
 
 
 def record(libraries: Sequence[str], **options: Any) -> Mapping[str, Record]:
-    """Records a step of the plain model and of each library, in processes that take turns.
+    """Records a step of the plain model and of each library by the protocol, in processes that take turns.
 
     Args:
         options: those of `phantom.record`.
     """
-    arguments = ["-W", "ignore", "-m", "phantom.record"]
+    names = [PLAIN, *(name for name in libraries if name in MODULES)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["-m", "phantom.record", *_written(options), "--out", folder, *names]
+        load().run.run(["-W", "ignore", *arguments], SECONDS)
+        return {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in names}
+
+
+def count_memory(name: str, is_expandable: bool, **options: Any) -> dict[str, list[float]]:
+    """Returns what `phantom.memory` prints of one library.
+
+    Args:
+        is_expandable: if True, the caching allocator has expandable segments.
+        options: those of `phantom.memory`.
+    """
+    segments = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{is_expandable}"}
+    printed = load().run.run(["-W", "ignore", "-m", "phantom.memory", *_written(options), name], SECONDS, **segments)
+    found: dict[str, list[float]] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+def _written(options: Mapping[str, Any]) -> list[str]:
+    """Returns options as they are written, and the one for the groups of the protocol."""
+    arguments = ["--wrapping", "protocol"]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         arguments += [option] * (value is True) if isinstance(value, bool) else [option, str(value)]
-    names = [name for name in libraries if name in LIBRARIES]
-    with tempfile.TemporaryDirectory() as folder:
-        load().run.run([*arguments, "--out", folder, PLAIN, *names], SECONDS)
-        return {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in (PLAIN, *names)}
+    return arguments

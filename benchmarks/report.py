@@ -5,7 +5,7 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +45,33 @@ def timed_row(
     return Row(suite, quantity, setting, medians, rounds, bare, limit)
 
 
+def merge_rows(rows: Iterable[Row]) -> list[Row]:
+    """Joins rows of one quantity and setting, which processes of different libraries, or several turns, have written.
+    Rounds follow each other; the plain model's values and limits become medians.
+    """
+    same: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if row.values:
+            same.setdefault((row.suite, row.quantity, row.setting), []).append(row)
+    return [_merge(key, parts) for key, parts in same.items()]
+
+
+def _merge(key: tuple[str, str, str], parts: Sequence[Row]) -> Row:
+    rounds: dict[str, list[float]] = {}
+    for part in parts:
+        for name, times in part.rounds.items():
+            rounds.setdefault(name, []).extend(times)
+    values = {name: value for part in parts for name, value in part.values.items()}
+    values.update({name: statistics.median(times) for name, times in rounds.items()})
+    bare, limit = (
+        statistics.median(found)
+        if (found := [each for part in parts if (each := getattr(part, what)) is not None])
+        else None
+        for what in ("bare", "limit")
+    )
+    return Row(*key, values, rounds, bare, limit, "; ".join(dict.fromkeys(part.note for part in parts if part.note)))
+
+
 def _format(value: float | None) -> str:
     if value is None:
         return "-"
@@ -53,9 +80,24 @@ def _format(value: float | None) -> str:
     return f"{value:.2f}" if abs(value) >= 0.01 else f"{value:.0e}"
 
 
+def _format_value(row: Row, name: str) -> str:
+    """Formats a value; of a time, the median and, in brackets, the least and the most of all rounds."""
+    times = row.rounds.get(name, ())
+    spread = f" ({_format(min(times))} to {_format(max(times))})" if len(times) > 1 else ""
+    return _format(row.values.get(name)) + spread
+
+
+def _pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields which libraries are compared: the first with each other one, but best only with best."""
+    for name in names[1:]:
+        ours = name.replace("torch", "fsdp2") if name.endswith("-best") else names[0]
+        if ours in names and ours != name:
+            yield ours, name
+
+
 def _format_ratio(row: Row, ours: str, theirs: str) -> str:
     if ours in row.rounds and theirs in row.rounds:
-        # Both met the same disturbance inside a round.
+        # Those of processes that took turns met about the same disturbance.
         ratios = [mine / other for mine, other in zip(row.rounds[ours], row.rounds[theirs], strict=True)]
         return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
     if ours in row.values and row.values.get(theirs):
@@ -71,19 +113,16 @@ def _format_distance(value: float | None, limit: float | None) -> str:
 
 
 def format_table(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Formats one Markdown table, padded for terminals, of the first library and each other one.
-
-    Columns without a number are left out.
-    """
-    ours, *others = names
-    ratios, distances = [f"{ours} / {name}" for name in others], [f"{name} / limit" for name in names]
+    """Formats one Markdown table, padded for terminals: values, then ratios. Columns without a number are left out."""
+    pairs = [*_pairs(names)]
+    ratios, distances = [f"{ours} / {name}" for ours, name in pairs], [f"{name} / limit" for name in names]
     header = ["what", "setting", *names, *ratios, "bare", "limit", *distances]
     cells = [header]
     for row in rows:
-        values = [row.values.get(name) for name in names]
-        ratios = [_format_ratio(row, ours, name) for name in others]
-        distances = [_format_distance(value, row.limit) for value in values]
-        numbers = [*map(_format, values), *ratios, _format(row.bare), _format(row.limit), *distances]
+        values = [_format_value(row, name) for name in names]
+        ratios = [_format_ratio(row, ours, name) for ours, name in pairs]
+        distances = [_format_distance(row.values.get(name), row.limit) for name in names]
+        numbers = [*values, *ratios, _format(row.bare), _format(row.limit), *distances]
         cells.append([row.quantity, row.setting, *numbers])
     columns = [column for column in zip(*cells, strict=True) if any(cell != "-" for cell in column[1:])]
     widths = [max(map(len, column)) for column in columns]

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .jobs import Job
 from .libraries import Library
 from .models import Shape, build_plain, build_sharded, compute_loss, make_batch
 from .quiet_group import start_quiet_group
+from .recipe import clip_function, make_optimizer
 from .report import Row, timed_row
 from .timing import interleave, keep_freed_memory, process_seconds, subtract
 
@@ -65,10 +67,10 @@ def measure_step(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
     rows: list[Row] = []
     keep_freed_memory()
-    for shape, size, rounds in ((MANY_SHAPE, world_size, 40), (LARGE_SHAPE, LARGE_WORLD, 7)):
+    for shape, size, rounds in ((MANY_SHAPE, world_size, 14), (LARGE_SHAPE, LARGE_WORLD, 3)):
         start_quiet_group(size)
         for way in WAYS:
-            rows += _rows(shape, way, libraries, rounds // 4 if job.quick else rounds)
+            rows += _rows(shape, way, libraries, max(2, rounds // 4) if job.quick else rounds)
         dist.destroy_process_group()
     return rows
 
@@ -108,15 +110,10 @@ def _build(library: Library | None, shape: Shape, way: str) -> Training:
         model: Any = build_plain(shape, "fp32")
     else:
         model = build_sharded(shape, "fp32", library, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer: optim.Optimizer = optim.AdamW(model.parameters(), lr=1e-4, **WAYS[way])
-    clip: Callable[[Sequence[nn.Parameter]], Any] = lambda params: nn.utils.clip_grad_norm_(params, 1.0)  # noqa: E731
-    if library is not None and library.is_ours:
-        import fsdp2
-
-        clip = lambda params: fsdp2.clip_grad_norm_(params, 1.0)  # noqa: E731
-        if not library.is_unflattened:
-            fsdp2.flatten_optimizer(optimizer)
-    elif library is not None and library.name == "fsdp1":
+    name = "plain" if library is None else library.name
+    optimizer = make_optimizer(name, model, lr=1e-4, **{"fused": False, **WAYS[way]})
+    clip = partial(clip_function(name), max_norm=1.0)
+    if name == "fsdp1":
         clip = lambda params: model.clip_grad_norm_(1.0)  # noqa: E731
     return Training(model, optimizer, make_batch(shape, "fp32"), clip, fills_gradients=shape is LARGE_SHAPE)
 

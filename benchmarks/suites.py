@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from .adapters import measure_adapters
 from .alignment import measure_alignment
 from .allocator import measure_allocator
 from .batches import measure_batches
-from .cuda import measure_cuda
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
@@ -21,7 +18,8 @@ from .libraries import PEERS, Library
 from .memory import measure_memory
 from .overlap import measure_overlap
 from .phantom_gpu import open_phantom
-from .places import Place, UnavailableError, open_throttled_link
+from .places import Place, open_throttled_link
+from .recipe import ROWS
 from .report import Row
 from .stages import measure_stages
 from .step import measure_step
@@ -44,8 +42,8 @@ class Suite:
         together: True if one job measures all sizes, instead of one each.
         num_ranks: the number of processes of a job.
         megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
+        turns: how often each library is measured, in turns, in processes of its own. 0: the suite sees to that itself.
         peers: further libraries that it can measure, and does by default.
-        needs_gpu: True if it runs on a GPU.
         needs_phantom: True if it runs on the phantom GPU of tests/phantom.
     """
 
@@ -57,8 +55,8 @@ class Suite:
     together: bool = False
     num_ranks: int = 1
     megabits: int = 0
+    turns: int = 1
     peers: tuple[str, ...] = ()
-    needs_gpu: bool = False
     needs_phantom: bool = False
 
     def choose_worlds(self, quick: bool, asked: Sequence[int] | None) -> list[tuple[int, ...]]:
@@ -70,7 +68,7 @@ class Suite:
 
     def choose_libraries(self, asked: Sequence[str] | None) -> tuple[str, ...]:
         """Returns the libraries. The first is compared with each other one."""
-        names = asked or ("fsdp2", "torch", *self.peers)
+        names = asked or (*ROWS, *self.peers)
         return tuple(name for name in names if name not in PEERS or name in self.peers)
 
     def open_places(self) -> AbstractContextManager[Sequence[Place]]:
@@ -79,8 +77,6 @@ class Suite:
         Raises:
             UnavailableError: now or on entry, if this machine lacks what they need.
         """
-        if self.needs_gpu and not torch.cuda.is_available():
-            raise UnavailableError("no CUDA device")
         if self.needs_phantom:
             return open_phantom()
         return open_throttled_link(self.megabits) if self.megabits else nullcontext([Place()] * self.num_ranks)
@@ -92,6 +88,7 @@ _TWO_RANKS: dict[str, Any] = {
     "quick_worlds": (2,),
     "fixed": True,
     "num_ranks": 2,
+    "turns": 3,
     "peers": ("fsdp1", "ddp", "simple"),
 }
 _TWO_OF_24_GB: dict[str, Any] = {
@@ -110,19 +107,21 @@ SUITES = {
         "them, measured in the same rounds. Without saved-tensor hooks: `set_saved_tensor_hooks(False)`, by which "
         "gradients must come in by outputs, as torch's FSDP2 expects them.",
         quick_worlds=(8, 64, 512),
+        turns=3,
         peers=("fsdp1", "ddp", "simple"),
     ),
     "step": Suite(
         measure_step,
         "CPU time of the process in the phases of a training step, on a process group that writes nothing: hooks "
-        "(forward and backward above the plain model's), `clip_grad_norm_`, a step of AdamW, `zero_grad`. `fsdp2`'s "
-        "optimizer is flattened (`flatten_optimizer`), `unflattened` is fsdp2 without that; both clip by fsdp2's "
-        "function. `fsdp1` clips by its own method; `ddp` holds all elements on each rank. Limit: AdamW on one plain "
-        "tensor of as many elements. The last rows are of a rank that holds many elements. Freed memory stays with the "
+        "(forward and backward above the plain model's), `clip_grad_norm_`, a step of AdamW, `zero_grad`. All clip by "
+        "torch's function but `fsdp2-best`, which clips by fsdp2's own, and whose optimizer is flat, and `fsdp1`, "
+        "which clips by its method; `ddp` holds all elements on each rank. Limit: AdamW on one plain tensor of as "
+        "many elements. The last rows are of a rank that holds many elements. Freed memory stays with the "
         "process: which phase would pay for returning it to the system is chance.",
         worlds=(64,),
         quick_worlds=(64,),
-        peers=("unflattened", "fsdp1", "ddp"),
+        turns=3,
+        peers=("fsdp1", "ddp"),
     ),
     "traffic": Suite(
         measure_traffic,
@@ -184,6 +183,7 @@ SUITES = {
         worlds=(8, 512, 4096),
         quick_worlds=(8, 64),
         together=True,
+        turns=3,
         peers=("fsdp1", "ddp", "simple"),
     ),
     "launches": Suite(
@@ -252,31 +252,18 @@ SUITES = {
         "No GPU: the calls of CUDA and NCCL in a step of real sizes, recorded on the phantom GPU (torch's CUDA build, "
         "whose kernels do nothing), are replayed in a model of machines of 8 H100, each with a card of 50 GB/s. "
         "tests/phantom/README.md has its prices and limits: compare libraries, and trust no absolute time. bf16/fp32, "
-        "one sequence; a step is forward, backward, and the memory traffic of AdamW on the shard. Where there are more "
+        "one sequence; a step is forward, backward and fused AdamW, without clipping. Where there are more "
         "ranks than experts, both libraries shard these by their second dimension. Bare: the plain model with the same "
-        "traffic, and nothing sent. Exposed: how long the compute stream waits for it. CPU time of the host: of a "
-        "process on the phantom, without a driver, in turns. In brackets: what fsdp2 is to take at most, in steps of "
-        "torch's FSDP2.",
+        "optimizer, and nothing sent. Exposed: how long the compute stream waits for it. CPU time of the host: of a "
+        "process on the phantom, without a driver, in turns.",
+        turns=0,
         needs_phantom=True,
     ),
     "allocator": Suite(
         measure_allocator,
         "What torch's CUDACachingAllocator holds on the phantom GPU in steady state, each library in a process of its "
         "own; bf16/fp32, one sequence, without an optimizer. Bare: the plain model in bf16, unsharded.",
-        worlds=(8, 64),
+        turns=0,
         needs_phantom=True,
-    ),
-    "cuda": Suite(
-        measure_cuda,
-        "One GPU, and a process group of N ranks that do not exist, whose collectives move nothing. Llama-like models "
-        "(untied, without rotary embeddings), bf16/fp32, one sequence. Launches, copies and waits between streams: "
-        "calls of CUDA in a step beyond the plain model's, per group. Peaks: a library alone, in steady state. Step: "
-        "on the device's clock, if collectives took no time; limit: the plain model in bf16. Exposed: how much "
-        "longer it takes when collectives spin on a wire of so many GB/s; limit: the embedding's and the first "
-        "block's gather and the embedding's reduction, or what the wire takes longer than the plain model. Largest "
-        "batch: of rank 0 of two, with AdamW, in memory capped at 24 GiB. Exact are counts only.",
-        worlds=(64,),
-        quick_worlds=(64,),
-        needs_gpu=True,
     ),
 }

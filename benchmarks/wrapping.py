@@ -47,8 +47,8 @@ def measure_init(job: Job, libraries: Sequence[Library]) -> list[Row]:
 
 
 def _rounds(world_size: int, quick: bool) -> int:
-    """Returns the number of rounds. Torch takes ten seconds a round among thousands of ranks."""
-    return 2 if quick else 11 if world_size <= 64 else 3
+    """Returns the number of rounds of each turn. Torch takes ten seconds a round among thousands of ranks."""
+    return 2 if quick else 4 if world_size <= 64 else 1
 
 
 def _measure_world(world_size: int, label: str, dim: int, libraries: Sequence[Library], rounds: int) -> Row:

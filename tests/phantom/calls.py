@@ -1,4 +1,4 @@
-"""Does on the phantom what the parts `calls` and `memory` of a session on a GPU do, to compare them:
+"""Does on the phantom what the parts `calls` and `protocol` of a session on a GPU do, to compare calls and memory:
 
     python -m phantom.run -m phantom.calls [--dry] [--memory] [--out FOLDER]
 
@@ -11,23 +11,23 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
 from benchmarks import cuda
-from benchmarks.report import format_table
+from benchmarks.report import Row, format_table
 from benchmarks.timing import Call
 
 from . import record
+from .without_numbers import try_optimizers_on_cpu
 
 STEPS = 5  # that are logged: the host's times are the least of them
 
@@ -75,28 +75,40 @@ def choose_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def measure(setup: cuda.Setup, library: str, with_memory: bool, out: Path | None) -> Iterator[Row]:
+    """Yields the rows of one library."""
+    choose_attention()
+    try_optimizers_on_cpu()
+    if with_memory:
+        yield from cuda.measure_protocol(replace(setup, rounds=1, in_a_row=1), library)
+    with mock.patch.object(cuda, "count_calls", partial(count_calls, out=out)):
+        yield from cuda.measure_calls(setup, library)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny models")
     parser.add_argument("--memory", action="store_true", help="also peaks, of each model")
     parser.add_argument("--out", type=Path, help="a folder for records and rows")
+    parser.add_argument("--library", help=argparse.SUPPRESS)  # is one of the processes
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    device = torch.device("cuda", 0)
-    setup = cuda.tiny_setup(device) if args.dry else cuda.Setup(device=device)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[Any] = []
-    if args.memory:  # each library in a process of its own
-        with mock.patch.object(cuda, "ProcessPoolExecutor", partial(ProcessPoolExecutor, initializer=choose_attention)):
-            rows += cuda.measure_memory(setup)
-    choose_attention()
-    with mock.patch.object(cuda, "count_calls", partial(count_calls, out=args.out)):
-        rows += cuda.measure_calls(replace(setup, llamas=dict([*setup.llamas.items()][:1])))
-    print(format_table(rows, setup.names), flush=True)
+    if args.library:
+        device = torch.device("cuda", 0)
+        setup = cuda.tiny_setup(device) if args.dry else cuda.Setup(device=device)
+        rows = [*measure(setup, args.library, args.memory and args.library != "plain", args.out)]
+        args.into.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        return
+    names = ("plain", "fsdp2", "torch")
+    rows = cuda.run_libraries(names)
+    print(format_table(rows, names[1:]), flush=True)
     if args.out:
         (args.out / "rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
     os._exit(0)

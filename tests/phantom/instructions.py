@@ -66,7 +66,7 @@ def train(library: str, args: argparse.Namespace) -> None:
     ids = models.make_ids(shape, args.rows, args.tokens)
 
     def step() -> None:
-        record.run_step(model, ids, None, lambda name: None)
+        record.run_step(model, ids, None, None, lambda name: None)
 
     for _ in range(WARMUP):
         step()

@@ -15,11 +15,11 @@ import importlib
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import recipe
+from benchmarks.turns import run_in_turns, take_turn
+
 from . import models, timeline
 
-MODULES = {"fsdp2": "fsdp2", "torch": "torch.distributed.fsdp", "torch-again": "torch.distributed.fsdp"}
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("embed_by_rows", "beside_forward", "machines", "prefetch_mib"),
+    *("wrapping", "clip", "embed_by_rows", "beside_forward", "prefetch_mib"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -57,10 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep", action="store_true", help="reshard_after_forward=False")
     add("--reshard", type=int, default=0, help="reshard_after_forward: so many ranks hold the parameters together")
     add("--shard-dim", type=int, default=0, help="the dimension by which experts are sharded")
-    add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ...")
+    add(
+        "--wrapping",
+        default="blocks",
+        choices=["blocks", "protocol"],
+        help="groups are blocks and root, or those of benchmarks/PROTOCOL.md",
+    )
+    add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ... (--wrapping blocks)")
     add("--embed-by-rows", action="store_true", help="look rows of the embedding up at their owners: fsdp2 alone")
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
+    add("--clip", action="store_true", help="clip the gradients")
     add("--beside-forward", action="store_true", help="it is flat, and steps beside the next forward: fsdp2 alone")
     add("--prefetch-mib", type=int, default=0, help="gather so many MiB ahead: fsdp2 alone")
     add("--steps", type=int, default=9, help="steps that are logged")
@@ -86,7 +95,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
     if library == "plain":
         model = model if args.fp32 else model.bfloat16()
     else:
-        module = importlib.import_module(MODULES[library])
+        module = importlib.import_module(recipe.MODULES[library])
         options: dict[str, Any] = {"mesh": mesh}
         if not args.fp32:
             reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
@@ -102,12 +111,13 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
         if args.embed_by_rows and library == "fsdp2":
-            of_rows = {name: options[name] for name in ("mesh", "mp_policy", "dp_mesh_dims") if name in options}
+            of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
             importlib.import_module("phantom.without_numbers").send_rows_evenly()
             module.embed_by_rows(model.embedding, **of_rows)
-        for unit in _together([*models.units(model)], args.blocks):
-            module.fully_shard(unit, **options)
-        sharded: Any = module.fully_shard(model, **options)
+        if args.wrapping == "protocol":
+            sharded: Any = recipe.shard(library, model, **options)
+        else:
+            sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
         if args.prefetch_mib and library == "fsdp2":
             sharded.set_prefetch_budget(args.prefetch_mib * 2**20)
     model.to_empty(device=device)
@@ -116,12 +126,6 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         for param in model.parameters():
             (param.to_local() if isinstance(param, DTensor) else param).data.zero_()
     return model, shape
-
-
-def _beside_forward(optimizer: Any) -> Any:
-    """Has it step beside the next forward."""
-    importlib.import_module("phantom.without_numbers").try_optimizers_on_cpu()
-    return importlib.import_module("benchmarks.cuda_wrapping").step_beside_forward(optimizer)
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
@@ -133,12 +137,14 @@ def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
         size = min(most, first + 1)
 
 
-def run_step(model: nn.Module, ids: torch.Tensor, optimizer: Any, mark: Any) -> None:
+def run_step(model: nn.Module, ids: torch.Tensor, optimizer: Any, clip: Any, mark: Any) -> None:
     mark(b"forward")
     loss = F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
     mark(b"backward")
     loss.backward()
     mark(b"optimizer")
+    if clip is not None:
+        clip(model.parameters(), 1.0)
     if optimizer is not None:
         optimizer.step()
     model.zero_grad(set_to_none=True)
@@ -225,18 +231,22 @@ def find_communicators() -> dict[int, list[int]]:
 def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[], object]) -> dict[str, Any]:
     """Trains and logs. It calls `turn` before each step that is measured."""
     model, shape = build(library, args, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if args.optimizer else None
+    optimizer: Any = None
+    if args.optimizer:
+        importlib.import_module("phantom.without_numbers").try_optimizers_on_cpu()
+        optimizer = recipe.make_optimizer(library, model)
     if args.beside_forward and library == "fsdp2":
-        optimizer = _beside_forward(optimizer)
+        optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_beside_forward(optimizer)
     ids = models.make_ids(shape, args.rows, args.tokens)
+    take_step = partial(run_step, model, ids, optimizer, recipe.clip_function(library) if args.clip else None)
     for _ in range(3):
-        run_step(model, ids, optimizer, _mark_nothing)
+        take_step(_mark_nothing)
     gc.collect()
     torch.cuda.empty_cache()
     resting = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        run_step(model, ids, optimizer, _mark_nothing)
+        take_step(_mark_nothing)
     memory = {
         "resting": resting,
         "allocated": torch.cuda.max_memory_allocated(),
@@ -251,17 +261,17 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
             gc.collect()
             runtime.phantom_reset(0)
             begin = time.process_time()
-            run_step(model, ids, optimizer, _mark_nothing)
+            take_step(_mark_nothing)
             cpu_ms.append((time.process_time() - begin) * 1e3)
             gc.collect()
             before: list[Call] = []
             if args.beside_forward:  # forward waits for what this step issues
                 runtime.phantom_reset(1)
-                run_step(model, ids, optimizer, runtime.phantom_mark)
+                take_step(runtime.phantom_mark)
                 runtime.phantom_dump(file.name.encode())
                 before = of_host(read_log(file.name)[1])
             runtime.phantom_reset(1)
-            run_step(model, ids, optimizer, runtime.phantom_mark)
+            take_step(runtime.phantom_mark)
             runtime.phantom_dump(file.name.encode())
             runtime.phantom_reset(0)
             counts, calls = read_log(file.name)
@@ -269,7 +279,7 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
             if before:
                 timeline.link_events(before, steps[-1])
     calls, same = merge(steps)
-    del model, optimizer, ids
+    del model, optimizer, ids, take_step
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -310,37 +320,8 @@ def record_all(args: argparse.Namespace, libraries: Sequence[str], out: pathlib.
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *options_of(args), "--turns", "--out", str(out)]
-    processes = []
-    try:
-        for library in libraries:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            process = subprocess.Popen([*command, library], **pipes)
-            processes.append(process)
-            _wait(process, library)
-        for _ in range(args.steps):
-            for process, library in zip(processes, libraries, strict=True):
-                process.stdin.write(b"\n")
-                process.stdin.flush()
-                _wait(process, library)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_in_turns({library: [*command, library] for library in libraries})
     return {library: json.loads((out / f"{library}.json").read_text()) for library in libraries}
-
-
-def _wait(process: Any, library: str) -> None:
-    """Waits until the process asks for its next turn, or has written its file."""
-    while (line := process.stdout.readline()) not in (b"turn\n", b"written\n"):
-        if not line:
-            raise RuntimeError(f"the process of {library} has ended with status {process.wait()}")
-        sys.stderr.write(line.decode(errors="replace"))
-
-
-def _take_turn() -> None:
-    print("turn", flush=True)
-    if not sys.stdin.readline():
-        os._exit(1)  # whoever gives turns is gone
 
 
 def main() -> None:
@@ -354,8 +335,7 @@ def main() -> None:
         mesh = start(args)
         exec(args.prepare, {})
         (library,) = args.libraries
-        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, _take_turn)))
-        print("written", flush=True)
+        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, take_turn)))
         os._exit(0)  # no other rank takes part in the end of the process group
     for library, result in record_all(args, args.libraries, args.out).items():
         memory = {what: round(nbytes / 2**30, 3) for what, nbytes in result["memory"].items()}

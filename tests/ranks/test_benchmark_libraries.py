@@ -13,6 +13,7 @@ from benchmarks.guards import GUARDS
 from benchmarks.libraries import PEERS, load_library
 from benchmarks.models import PRECISIONS, Shape, able, build_plain, build_sharded, compute_loss, make_batch
 from benchmarks.peers import full_gradients
+from benchmarks.recipe import ROWS
 from helpers import assert_same, assert_same_names, run_checks, world_sizes
 
 SHAPES = {"9 parameters": Shape(blocks=2, dim=6, hidden=10, tokens=3), "1 parameter": Shape(2, 6, hidden=0, tokens=3)}
@@ -22,7 +23,7 @@ TOLERANCE = {"fp32": {"rtol": 1e-5, "atol": 1e-7}, "bf16/fp32": {"rtol": 2e-2, "
 
 @pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
 def test_gradients_are_the_mean_of_what_each_rank_alone_computes(world_size: int) -> None:
-    cases = itertools.product(("fsdp2", "torch", *PEERS, *GUARDS), SHAPES, PRECISIONS)
+    cases = itertools.product((*ROWS, *PEERS, *GUARDS), SHAPES, PRECISIONS)
     run_checks(world_size, [(" ".join(case), functools.partial(check_library, *case)) for case in cases])
 
 

@@ -24,7 +24,7 @@ def test_matrices_are_gathered_and_reduced_without_copies(precision: str) -> Non
     """One cast each way under mixed precision, nothing otherwise; a staging buffer would cost 4 bytes and more."""
     with fake_world(64):
         mesh = dist.init_device_mesh("cpu", (64,))
-        sharded, _ = count_step(build_sharded(SHAPE, precision, load_library("fsdp2"), mesh), SHAPE, precision)
+        sharded, _ = count_step(build_sharded(SHAPE, precision, load_library("fsdp2-best"), mesh), SHAPE, precision)
         plain, _ = count_step(build_plain(SHAPE, precision), SHAPE, precision)
         limit = copy_limit(*(dtype.itemsize for dtype in PRECISIONS[precision]), 64)
     per_parameter = (sharded.copy_bytes - plain.copy_bytes) / SHAPE.numel
@@ -35,6 +35,6 @@ def test_matrices_are_gathered_and_reduced_without_copies(precision: str) -> Non
 @pytest.mark.parametrize("world_size", [3, 7, 32, 64])
 def test_payloads_start_and_end_on_16_bytes(world_size: int) -> None:
     """Blocks of common models, at world sizes at which torch's FSDP2 is off for some."""
-    library = load_library("fsdp2")
+    library = load_library("fsdp2-best")
     with fake_world(world_size):
         assert [name for name in BLOCKS if is_misaligned(name, library)] == []

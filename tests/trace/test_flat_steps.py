@@ -29,7 +29,7 @@ RANKS = 64
 def model() -> Iterator[Any]:
     """With gradients."""
     with fake_world(RANKS):
-        built: Any = build_sharded(SHAPE, "fp32", load_library("fsdp2"), init_device_mesh("cpu", (RANKS,)))
+        built: Any = build_sharded(SHAPE, "fp32", load_library("fsdp2-best"), init_device_mesh("cpu", (RANKS,)))
         for param in built.parameters():
             nn.init.ones_(param)
         compute_loss(built, make_batch(SHAPE, "fp32")).backward()

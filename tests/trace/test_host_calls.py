@@ -45,7 +45,7 @@ def count_step_ops(library: Library | None, shape: Shape, precision: str) -> int
 
 def above_plain(count: Count, blocks: int, label: str, precision: str) -> int:
     shape = replace(HOST_SHAPES[label], blocks=blocks)
-    return count(load_library("fsdp2"), shape, precision) - count(None, shape, precision)
+    return count(load_library("fsdp2-best"), shape, precision) - count(None, shape, precision)
 
 
 @pytest.mark.parametrize(("label", "precision"), CALLS_PER_GROUP)
@@ -78,7 +78,7 @@ def test_calls_do_not_depend_on_the_number_of_ranks(precision: str) -> None:
 @pytest.mark.parametrize("world_size", [8, 512])
 def test_start_up_costs_a_bounded_number_for_each_parameter(world_size: int) -> None:
     """Of `fully_shard` on blocks of 16 parameters and on what holds them, and of the first forward."""
-    library, dim = load_library("fsdp2"), 16
+    library, dim = load_library("fsdp2-best"), 16
     with fake_world(world_size):
         mesh, batch = init_device_mesh("cpu", (world_size,)), make_vectors(dim)
 
@@ -103,7 +103,7 @@ def test_a_step_does_not_ask_for_the_innermost_transform() -> None:
             asked.append(function.__name__)
 
     with fake_world(8):
-        step = build_steady_step(load_library("fsdp2"), replace(HOST_SHAPES["9 parameters"], blocks=2), "fp32")
+        step = build_steady_step(load_library("fsdp2-best"), replace(HOST_SHAPES["9 parameters"], blocks=2), "fp32")
         sys.setprofile(note)
         try:
             step()
@@ -116,7 +116,7 @@ def test_a_step_does_not_ask_for_the_innermost_transform() -> None:
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_an_elementwise_step_costs_what_it_costs_on_plain_parameters(options: dict[str, Any]) -> None:
     """Above that, a few calls for each parameter: on DTensors, Python would dispatch each operation."""
-    library, dim = load_library("fsdp2"), 16
+    library, dim = load_library("fsdp2-best"), 16
 
     def count(blocks: int, is_sharded: bool) -> int:
         model, batch = Chain(dim, blocks), make_vectors(dim)
