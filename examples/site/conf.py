@@ -1,7 +1,8 @@
 """Settings of the documentation site, which Sphinx makes of the Markdown files of this repository.
 
 Run `python -m sphinx -E -W --keep-going -c examples/site . docs` from the root. The pages are the files as they stand.
-Their order comes from two lists: the links of examples/README.md for the guides, and `AFTER_GUIDES` for the rest.
+Their order comes from the links of examples/README.md for the guides, with `AFTER_START` behind their first section,
+and `AFTER_GUIDES` at the end.
 """
 
 import re
@@ -56,8 +57,10 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "planning": ("planning",),
     "tools": (),
 }
+# What most readers look up comes first on its page.
+FIRST = ("fully_shard", "replicate")
+AFTER_START = {"Reference": [f"examples/site/reference/{page}" for page in REFERENCE]}
 AFTER_GUIDES = {
-    "Reference": [f"examples/site/reference/{page}" for page in REFERENCE],
     "Engine": ["fsdp2/ARCHITECTURE", "fsdp2/README", "fsdp2/MODULES"],
     "Numbers": ["benchmarks/README"],
     "Project": [
@@ -81,14 +84,16 @@ def sections_of_guides() -> dict[str, list[str]]:
 
 
 def names_of(page: str) -> list[str]:
-    """Returns the public names that a page of the reference shows, in the order of its modules, functions first."""
-    found: list[tuple[int, bool, str]] = []
+    """Returns the public names that a page of the reference shows: `FIRST`, then in the order of its modules, functions
+    before classes.
+    """
+    found: list[tuple[bool, int, bool, str]] = []
     for name in fsdp2.__all__:
         module = getattr(fsdp2, name).__module__.removeprefix("fsdp2.")
         places = {part: (of, modules.index(part)) for of, modules in REFERENCE.items() for part in modules}
         of, place = places.get(module) or places.get(module.partition(".")[0]) or ([*REFERENCE][-1], 0)
         if of == page:
-            found.append((place, name[0].isupper(), name))
+            found.append((name not in FIRST, place, name[0].isupper(), name))
     return [name for *_, name in sorted(found)]
 
 
@@ -96,7 +101,8 @@ def add_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
     """Adds what no reader of a file sees: the tree of pages below the front page, and the names of the reference."""
     trees: dict[str, list[str]] = {}
     if page == root_doc:
-        trees = {**sections_of_guides(), **AFTER_GUIDES}
+        (start, pages), *others = sections_of_guides().items()
+        trees = {start: pages, **AFTER_START, **dict(others), **AFTER_GUIDES}
     elif page == "benchmarks/README":
         trees = {"Reports": REPORTS}
     for heading, pages in trees.items():

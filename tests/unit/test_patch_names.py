@@ -264,6 +264,38 @@ def test_startup_runs_what_it_hides_and_imports_no_torch(tmp_path: Path) -> None
     assert done.stdout == f"the other one\nFalse {tmp_path / 'sitecustomize.py'}\n"
 
 
+TRAINING = """
+import torch
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Linear(2, 2)
+{shard}
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range({steps}):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+del model, optimizer
+"""
+SHARD = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fully_shard(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "shard", "steps", "says"),
+    [("0", "", 2, True), ("0", SHARD, 2, False), *([("1", "", 2, False), (None, "", 0, False)] if NIGHTLY else [])],
+)
+def test_a_training_that_shards_nothing_is_told(rank: str | None, shard: str, steps: int, says: bool) -> None:
+    """At the end, by the first rank: accelerate leaves FSDP out without a word where there is no accelerator."""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": STARTUP}
+    environment |= {} if rank is None else {"RANK": rank}
+    command = [sys.executable, "-W", "ignore", "-c", TRAINING.format(shard=shard, steps=steps)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("fully_shard was never called in this process") == says
+
+
 FIRST = ("torch.distributed.pipelining", "torch.distributed._composable.replicate_with_fsdp", "torch._dynamo")
 
 

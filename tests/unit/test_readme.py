@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from documents import GUIDES, PATHS, ROOT, anchors, code_blocks, snippets, table_rows, tables_of_guides
+from documents import GUIDES, PATHS, ROOT, SHARED, anchors, code_blocks, snippets, table_rows, tables_of_guides
 from fsdp2.module import public_methods
 from list_modules import FOLDERS as MODULE_FOLDERS
 from list_modules import LIST, list_modules
@@ -44,6 +44,12 @@ def test_tests_that_are_named_exist() -> None:
     parts = [(file, *name.partition("::")) for file, name in found]
     missing = [each for each in parts if each[1] not in TESTS or each[3] not in {"", *names_in(TESTS[each[1]])}]
     assert missing == []
+
+
+def test_guides_link_the_lines_that_their_snippets_share() -> None:
+    """Above the first snippet: a reader of one guide alone would get a NameError."""
+    with_snippets = [path for path in GUIDES if path != SHARED and code_blocks(path)]
+    assert [each.name for each in with_snippets if SHARED.name not in each.read_text().split("```python")[0]] == []
 
 
 def test_each_behaviour_has_a_test_or_a_reason() -> None:

@@ -52,6 +52,10 @@ def test_the_site_has_all_public_names_and_no_others(tmp_path: Path) -> None:
     shown = set[str]()
     for page in (tmp_path / "examples" / "site" / "reference").glob("*.html"):
         shown |= set(re.findall(r'<dt class="sig[^"]*" id="fsdp2\.(?:hf\.|codecs\.)?([\w.]+)"', page.read_text()))
+    first = (tmp_path / "examples" / "site" / "reference" / "sharding.html").read_text()
+    assert re.findall(r'<dt class="sig[^"]*" id="fsdp2\.([\w.]+)"', first)[:2] == ["fully_shard", "replicate"]
+    captions = re.findall(r'class="caption-text">([^<]+)<', (tmp_path / "index.html").read_text())
+    assert captions[:2] == ["Start", "Reference"]
     names = {*fsdp2.__all__, *fsdp2.hf.__all__, *fsdp2.codecs.__all__}
     assert sorted(name for name in shown if "." not in name) == sorted(names)
     assert {f"FSDPModule.{name}" for name in public_methods()} <= shown

@@ -4,6 +4,8 @@ Python runs this file before a program if this folder is on PYTHONPATH: see __ma
 import torch, since most processes that a program starts do not need it.
 """
 
+import atexit
+import os
 import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -33,6 +35,30 @@ def patch(module: ModuleType) -> None:
     import_module(basename(PACKAGE)).patch_torch()
 
 
+def watch_training(optimizers: Any) -> None:
+    """Has this process say at its end that it has trained, and sharded nothing. `optimizers`: torch's module.
+
+    Processes that take no optimizer step say nothing: launchers, workers, programs that only generate.
+    """
+    steps: set[str] = set()  # the hook stays: it can't be removed while torch calls it
+    optimizers.register_optimizer_step_post_hook(lambda *_: steps.add("one"))
+    atexit.register(say_if_unsharded, steps)
+
+
+def say_if_unsharded(steps: set[str]) -> None:
+    if not steps:
+        return
+    distributed = import_module("torch.distributed")
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    rank = distributed.get_rank() if is_initialized else int(os.environ.get("RANK", "0"))
+    module = getattr(sys.modules.get(basename(PACKAGE)), "FSDPModule", None)
+    sharded = [] if module is None else [each for each in module.__subclasses__() if each.__name__.startswith("FSDP")]
+    if rank == 0 and not sharded:
+        what = "fully_shard was never called in this process, and fsdp2 has sharded nothing"
+        where = "accelerate and Trainer call it only where there is an accelerator, and with fsdp_version: 2"
+        print(f"python -m fsdp2: {what}. ({where}.)", file=sys.stderr)
+
+
 def run_hidden_sitecustomize() -> None:
     """Runs another sitecustomize.py, which this one hides."""
     spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if realpath(folder) != HERE])
@@ -44,4 +70,5 @@ NAME = "_fsdp2_when_imported"
 tool = load(NAME, spec_from_file_location(NAME, join(PACKAGE, "bridge", "when_imported.py")))
 for name in ("torch.distributed.fsdp", REPLICATE, "torch.distributed.pipelining.stage"):
     tool.when_imported(name, patch)
+tool.when_imported("torch.optim.optimizer", watch_training)
 run_hidden_sitecustomize()
