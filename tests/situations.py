@@ -1148,6 +1148,23 @@ def head_called_after_reshard(side: Side) -> None:
     side.rows("output", model.head(hidden))
 
 
+@ends(LOUD, "call full_tensor() on it")
+def weights_read_after_forward(side: Side) -> None:
+    """The loss reads the head's weight, which is sharded there"""
+    model = kept_for_backward(side)
+    loss_of(model(side.batch(0)) @ model.head.weight.t()).backward()
+    side.grads("gradients", model)
+
+
+@ends(EXACT)
+def whole_weights_read_after_forward(side: Side) -> None:
+    """The same by `full_tensor()`, as the error says"""
+    model = kept_for_backward(side)
+    hidden, weight = model(side.batch(0)), model.head.weight
+    loss_of(hidden @ (weight.full_tensor() if isinstance(weight, DTensor) else weight).t()).backward()
+    side.grads("gradients", model)
+
+
 @ends(EXACT)
 def interrupt_in_a_head(side: Side) -> None:
     """Ctrl-C while the loss calls the head, in a notebook that trains on"""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..engine.build import Plan
 from ..engine.events import extensions
@@ -18,15 +18,14 @@ from .before_sharding import begin, facts_of
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))
+# Types of attributes that hold no tensors.
+_ATOMS = frozenset((str, bytes, int, float, bool, type(None), FunctionType, MethodType, torch.dtype, torch.device))
 # How deep in lists and dicts an attribute is searched for tensors.
 _DEPTH = 3
 
 
-class _Place(NamedTuple):
-    """Where a parameter is, or was before an inner call sharded it."""
-
-    memory: Memory
-    slot: Slot
+# Identity of a storage -> where parameters lie in it.
+_Places = dict[int, list[tuple[Memory, Slot]]]
 
 
 def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -38,62 +37,77 @@ def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
     Raises:
         ValueError: there are such tensors.
     """
-    places: defaultdict[StorageWeakRef, list[_Place]] = defaultdict(list)
+    places: _Places = {}
     memory = begin(plan).memory
-    for group in [group for state in plan.inside for group in state.groups]:
-        before = facts_of(group).memory
-        for slot in [param.slots[0] for param in group.params]:
-            there = before.get((id(slot.module), slot.name))
-            if there is not None:
-                places[there.storage].append(_Place(there, slot))
+    for there, slot in _sharded_memory(plan):
+        places.setdefault(there.storage.cdata, []).append((there, slot))
     for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
         slot = planned.slots[0]
-        there = memory[id(slot.module), slot.name] = memory_of(parameter)
-        if there is not None:
-            places[there.storage].append(_Place(there, slot))
+        at = memory[id(slot.module), slot.name] = memory_of(parameter)
+        if at is not None:
+            key = at.storage.cdata
+            if key in places:
+                places[key].append((at, slot))
+            else:
+                places[key] = [(at, slot)]
     for shared in places.values():
-        if len(shared) > 1:
+        if shared[1:]:
             _check_parameters(plan, shared)
-    known, sharded = {*map(id, parameters.values())}, extensions().tensor_class
     for module, prefix in plan.names.items():
-        for name, buffer in module._buffers.items():
+        for name in module._buffers:
+            buffer = module._buffers[name]
             if buffer is not None:
                 _check_other(plan, places, fqn(prefix, name), "a buffer", buffer)
-        for name in vars(module).keys() - _USUAL:
-            for path, tensor in _tensors_in(vars(module)[name], name):
-                is_known = id(tensor) in known or isinstance(tensor, sharded) or original_of(tensor) is not None
-                if not is_known and f"{name}_orig" not in module._parameters:  # which old spectral_norm recomputes
-                    _check_other(plan, places, fqn(prefix, path), "an attribute", tensor)
+        for name in module.__dict__:
+            if name not in _USUAL and type(module.__dict__[name]) not in _ATOMS:
+                _check_attribute(plan, places, parameters, module, name)
 
 
-def _check_parameters(plan: Plan, shared: list[_Place]) -> None:
-    """Refuses those of the parameters in one storage that have memory in common."""
-    before: list[_Place] = []
-    for place in sorted(shared, key=lambda each: each.memory.start):
-        before = [each for each in before if each.memory.end > place.memory.start]
-        other = next((each for each in before if each.memory.overlaps(place.memory)), None)
-        before.append(place)
+def _check_attribute(
+    plan: Plan, places: _Places, parameters: Mapping[str, nn.Parameter], module: nn.Module, name: str
+) -> None:
+    if f"{name}_orig" in module._parameters:  # the old spectral_norm computes it in each forward
+        return
+    for path, tensor in _tensors_in(vars(module)[name], name):
+        is_sharded = isinstance(tensor, extensions().tensor_class) or original_of(tensor) is not None
+        if not is_sharded and not any(tensor is each for each in parameters.values()):
+            _check_other(plan, places, fqn(plan.names[module], path), "an attribute", tensor)
+
+
+def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory, Slot]]:
+    """Yields where parameters of inner calls were, before they were sharded."""
+    for group in [group for state in plan.inside for group in state.groups]:
+        memory = facts_of(group).memory
+        for slot in [param.slots[0] for param in group.params]:
+            there = memory.get((id(slot.module), slot.name))
+            if there is not None:
+                yield there, slot
+
+
+def _check_parameters(plan: Plan, shared: Sequence[tuple[Memory, Slot]]) -> None:
+    """Refuses those of the parameters in one storage that have an element in common."""
+    before: list[tuple[Memory, Slot]] = []
+    for there, slot in sorted(shared, key=lambda each: each[0].start):
+        before = [each for each in before if each[0].end() > there.start]
+        other = next((each for each in before if each[0].overlaps(there)), None)
+        before.append((there, slot))
         if other is None:
             continue
-        one, another = (_fqn_below(plan, each.slot) for each in (place, other))
-        if place.memory[:3] == other.memory[:3]:
+        one, another = (_fqn_below(plan, each) for each in (slot, other[1]))
+        if (there.start, there.end()) == (other[0].start, other[0].end()):
             advice = "Tie them as one nn.Parameter, in one group, or copy one of them."
         else:
             advice = "Make one nn.Parameter of all of it, and slice that in forward; or copy one of them."
         raise ValueError(f"{one} and {another} share memory. {advice}")
 
 
-def _check_other(
-    plan: Plan, places: Mapping[StorageWeakRef, list[_Place]], name: str, kind: str, tensor: Tensor
-) -> None:
+def _check_other(plan: Plan, places: _Places, name: str, kind: str, tensor: Tensor) -> None:
     there = memory_of(tensor)
-    if there is None:
-        return
-    for place in places.get(there.storage, ()):
-        if place.memory.overlaps(there):
+    for place, slot in places.get(there.storage.cdata, ()) if there is not None else ():
+        if there is not None and place.overlaps(there):
             raise ValueError(
-                f"{name}, {kind}, and {_fqn_below(plan, place.slot)} share memory, and would not after sharding: "
-                f"{kind} keeps what the parameter is now. Copy it, or compute it in forward."
+                f"{name}, {kind}, and {_fqn_below(plan, slot)} share memory, and would not after sharding: {kind} "
+                "keeps what the parameter is now. Copy it, or compute it in forward."
             )
 
 

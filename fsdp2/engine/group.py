@@ -616,7 +616,7 @@ class FSDPParamGroup:
             return
         if choice is None:
             is_of_root = self.root.group is self or self.root.state in self.users
-            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward
+            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward or self.root.runs_for_loss
         else:
             keeps = choice is False
         if backward_follows and keeps:

@@ -126,6 +126,8 @@ class Root:
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
         # What ends the calls that are served between passes, see served_calls.py, the innermost last.
         self.served: list[Callable[[], None]] = []
+        # A loss calls a part between forward and backward, which needs it first.
+        self.runs_for_loss = False
         # Groups of parts, of which an outer module has read parameters in this pass without calling the part: they
         # stay for backward as its own do.
         self.read_outside: set[FSDPParamGroup] = set()

@@ -24,12 +24,14 @@ def serve_call(module: nn.Module, group: FSDPParamGroup) -> bool:
     """Registers the unsharded parameters of `group` for the call of `module` that begins, if their data is there.
 
     A forward pre-hook of `module` calls it. It does not communicate. Returns False if nothing has changed: the data is
-    freed, or older than the weights.
+    freed, or older than the weights; or the group is conditional, so that other ranks may have freed theirs.
     """
     root, state, in_backward = group.root, group.state, graph_task() != -1
     if not in_backward and root.is_in_backward():  # one that has failed is over
         return False
-    if group.phase is not GATHERED or runs_transform() or not (in_backward or group.is_up_to_date()):
+    if group.phase is not GATHERED or group.settings.conditional or runs_transform():
+        return False
+    if not in_backward and not group.is_up_to_date():
         return False
     if in_backward:  # activation checkpointing runs it again; the group reshards when its gradients are complete
         group.pre_forward(in_backward)

@@ -68,34 +68,43 @@ alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 
 
 class Memory(NamedTuple):
-    """Where a tensor is: the addresses of its first byte and behind its last one, and its strides between them."""
+    """Where a tensor is: its storage, and the address of its first element.
+
+    `part`: None if the tensor fills the storage; else its itemsize, size and strides.
+    """
 
     storage: StorageWeakRef
     start: int
-    end: int
-    itemsize: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    part: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None
 
-    def is_dense(self) -> bool:
-        """Returns True if the tensor has all elements between its first and its last one."""
-        return math.prod(self.size) * self.itemsize == self.end - self.start
+    def end(self) -> float:
+        """Returns the address behind the last element; infinity if the tensor fills the storage."""
+        if self.part is None:
+            return math.inf
+        itemsize, size, stride = self.part
+        return self.start + _span(size, stride) * itemsize
 
     def overlaps(self, other: Memory) -> bool:
         """Returns True if the two tensors have an element in common."""
-        if self.storage != other.storage or self.end <= other.start or other.end <= self.start:
+        if self.storage != other.storage or self.end() <= other.start or other.end() <= self.start:
             return False
-        is_simple = self.is_dense() and other.is_dense()
-        if is_simple or self.itemsize != other.itemsize or 0 in (*self.stride, *other.stride):
+        if self.part is None or other.part is None:
+            return True
+        (itemsize, size, stride), (other_itemsize, other_size, other_stride) = self.part, other.part
+        are_dense = math.prod(size) == _span(size, stride) and math.prod(other_size) == _span(other_size, other_stride)
+        if are_dense or itemsize != other_itemsize or 0 in (*stride, *other_stride):
             return True
         # Columns of one matrix, for example. Of all elements from the first to the last, one tensor marks its own.
         start = min(self.start, other.start)
-        marks = torch.zeros((max(self.end, other.end) - start) // self.itemsize, dtype=torch.bool, device="cpu")
-        own, others = (
-            marks.as_strided(each.size, each.stride, (each.start - start) // each.itemsize) for each in (self, other)
-        )
-        own.fill_(True)
-        return bool(others.any())
+        length = int(max(self.end(), other.end()) - start) // itemsize
+        marks = torch.zeros(length, dtype=torch.bool, device="cpu")
+        marks.as_strided(size, stride, (self.start - start) // itemsize).fill_(True)
+        return bool(marks.as_strided(other_size, other_stride, (other.start - start) // itemsize).any())
+
+
+def _span(size: Iterable[int], stride: Iterable[int]) -> int:
+    """Returns the number of elements in memory from the first to the last one of a tensor."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
 
 
 def memory_of(tensor: Tensor) -> Memory | None:
@@ -104,13 +113,13 @@ def memory_of(tensor: Tensor) -> Memory | None:
     None: the tensor has no elements, no data (meta), or no strides.
     """
     data = tensor if type(tensor) in PLAIN else inner_tensors(tensor)[0]
-    length = data.numel()
-    if length == 0 or data.is_meta or data.layout != torch.strided:
+    nbytes = data.nbytes if data.layout == torch.strided and not data.is_meta else 0
+    if not nbytes:
         return None
-    size, stride, itemsize, start = data.size(), data.stride(), data.element_size(), data.data_ptr()
-    if not data.is_contiguous():
-        length = 1 + sum([(rows - 1) * step for rows, step in zip(size, stride, strict=True)])
-    return Memory(StorageWeakRef(data.untyped_storage()), start, start + length * itemsize, itemsize, size, stride)
+    storage = data.untyped_storage()
+    # Each parameter comes here: `Memory(...)` would be one call more.
+    part = None if storage.nbytes() == nbytes else (data.element_size(), data.size(), data.stride())
+    return tuple.__new__(Memory, (StorageWeakRef(storage), data.data_ptr(), part))
 
 
 def saved_by(node: Any) -> list[Any]:

@@ -7,7 +7,7 @@ when the last of its gradients is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median_low
 from typing import Any
@@ -110,13 +110,33 @@ def _read_parameters(state: FSDPState) -> None:
                 root.read_outside.add(group)
 
 
+def _run_in_same_pass(root: Root, run: Callable[[], Any]) -> Any:
+    """Runs a call of a large submodule between forward and backward, by a loss. A pass of its own would free what the
+    forward has kept for backward. The submodule stays for backward, too: a loss may call it on each of many chunks.
+    """
+    root.enter(root.state)
+    root.depth += 1
+    root.runs_for_loss = True
+    try:
+        return run()
+    finally:
+        root.runs_for_loss = False
+        root.depth -= 1
+        root.leave()
+
+
 @once
 def _own_class(cls: Any) -> Any:
     """Returns the class that a large submodule of class `cls` gets: a subclass with the same name."""
 
     @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run_forward(self.__dict__[_STATE], self, partial(cls.__call__, self), args, kwargs)
+        part: FSDPState = self.__dict__[_STATE]
+        run = partial(run_forward, part, self, partial(cls.__call__, self), args, kwargs)
+        root = part.root
+        if root.running or not root.prefetcher.ran or root.backward is not None:
+            return run()
+        return _run_in_same_pass(root, run)
 
     def get_attribute(self: nn.Module, name: str) -> Any:
         if name in self.__dict__["_parameters"]:

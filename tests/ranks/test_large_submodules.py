@@ -159,6 +159,24 @@ def test_changes_between_steps() -> None:
     check(scenario, frozen=("embed", "head", "norm"))
 
 
+def test_a_loss_calls_the_head() -> None:
+    """On chunks of what the model has returned, with a value without gradients and a checkpoint between."""
+
+    def scenario(run: Run, reshard: bool | None) -> None:
+        model = run.build(Language, skips)
+        recipe(run, model, reshard_after_forward=reshard)
+        optimizer = sgd(model)
+        for step in range(3):
+            hidden = model(run.batch(seed=step))
+            with torch.no_grad():
+                target = model.head(hidden.sin())
+            loss = loss_of(model.head(hidden) - target) + loss_of(model.head(hidden.cos()))
+            loss = loss + loss_of(checkpoint(model.head, hidden.tanh(), use_reentrant=False))
+            run.step(f"step {step}", model, optimizer, loss)
+
+    check(scenario, reshard=(None, False, True))
+
+
 def fail(*_: Any) -> None:
     raise ValueError("on purpose")
 

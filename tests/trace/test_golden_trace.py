@@ -48,6 +48,28 @@ class WithLoss(Root):
         return in_text(lines)
 
 
+class WithChunks(Root):
+    """A loss calls its head on two chunks of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        return self.b2(self.b1(self.b0(x * self.scale)))
+
+    def trace_of_second_iteration(self) -> str:
+        for module in (*self.blocks(), self):
+            fully_shard(module)
+        lines = record(self)
+        for _ in range(2):
+            lines.clear()
+            chunks = self(torch.ones(2, 4)).chunk(2)
+            sum(self.head(chunk).sum() for chunk in chunks).backward()
+        return in_text(lines)
+
+
 def trace_of_second_iteration(model: Root, **kwargs: object) -> str:
     for module in (*model.blocks(), model):
         fully_shard(module, **kwargs)
@@ -140,6 +162,34 @@ back root, free head, reduce head 128, gather b1 128
 back b2, free b2, reduce b2 128, gather b0 128
 back b1, free b1, reduce b1 128
 back b0, free b0, reduce b0 128, free root""",
+            )
+
+    def test_a_loss_calls_the_head(self) -> None:
+        """Unsharded parameters that stay for backward serve the calls. A large head is gathered at the first one."""
+        self.assertExpectedInline(
+            WithChunks().trace_of_second_iteration(),
+            """\
+gather root 128, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1
+run b2
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128, free root, reduce root 128""",
+        )
+        with mock.patch.object(large_submodules, "MIN_BYTES", 1):
+            self.assertExpectedInline(
+                WithChunks().trace_of_second_iteration(),
+                """\
+gather root 64, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 128
+run b1, free b1, gather head 128
+run b2, free b2, free head, gather head 128, free head, reduce head 128, gather b2 128, gather b1 128
+back b2, free b2, reduce b2 128, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128, free root, reduce root 64""",
             )
 
     def test_full_params_in_forward(self) -> None:
