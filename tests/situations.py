@@ -3655,7 +3655,8 @@ class PlainStates(torch.optim.Optimizer):
             gradient, state = local(param.grad), self.state[param]
             state["number"] = state.get("number", torch.zeros(1)) + 1
             if self.of_rows:
-                kept = gradient = state.setdefault("kept", torch.zeros_like(gradient)).mul_(0.5).add_(gradient)
+                kept = local(state.setdefault("kept", torch.zeros_like(gradient)))
+                gradient = kept.mul_(0.5).add_(gradient)
             else:
                 full = whole(param.grad)
                 kept = state.setdefault("kept", torch.ones(4))

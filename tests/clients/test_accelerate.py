@@ -185,6 +185,30 @@ def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
     run_checks(4, [("replicates", partial(trains, implementation, expected, mesh=mesh))])
 
 
+def continues(expected: dict[str, Tensor], is_moved: bool) -> None:
+    """`is_moved`: prepare makes other parameters, on meta first; errors say to load what the optimizer had before."""
+    with using("fsdp2"):
+        model, optimizer = fresh()
+        for batch in batches()[:2]:
+            mean_loss(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = optimizer.state_dict()
+        accelerator = make_accelerator(cpu_ram_efficient_loading=is_moved)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if is_moved:
+            with pytest.raises(RuntimeError, match=r"would begin anew\. Call states = optimizer\.state_dict"):
+                optimizer.step()
+            optimizer.load_state_dict(states)
+        train(accelerator, model, optimizer, batches()[2:]).assert_like(second_half(expected))
+
+
+def test_an_optimizer_that_has_stepped_goes_on_with_its_states() -> None:
+    """With torch's FSDP2 its momenta begin anew."""
+    expected = alone(trained_plainly)
+    run_checks(2, [(f"{moved=}", partial(continues, expected, moved)) for moved in (False, True)], timeout=120)
+
+
 def test_keys_of_files_for_fsdp1() -> None:
     """The guide of accelerate says of a key what `accelerate to-fsdp2` makes of it, but for replicas."""
     from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING, convert_config_to_fsdp2

@@ -17,6 +17,7 @@ from situations import SITUATIONS
 ENDS_OF_REPLICAS = {
     "data_of_shards_written": (EXACT, ""),
     "another_collective_before_backward": (LOUD, "all_gather: expected None"),
+    "states_of_own_rows_in_a_distributed_checkpoint": (EXACT, ""),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore")
