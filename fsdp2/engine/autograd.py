@@ -76,13 +76,20 @@ class SavedTensors:
         if others is None or not compat.are_of_checkpointing(others[0]):
             pack = self._pack
             hooks = saved_tensors_hooks(pack, self._unpack)
-            hooks.__enter__()
-            self._in_force.append((depth, pack, hooks, others))
+            try:
+                hooks.__enter__()
+                self._in_force.append((depth, pack, hooks, others))
+            except BaseException:  # Ctrl-C
+                active = compat.top_saved_tensor_hooks(False)
+                if self._in_force[-1][1] is not pack and active is not None and active[0] is pack:
+                    hooks.__exit__()
+                raise
             self.depth, self.pack, self._others = depth, pack, others
 
-    def deactivate(self) -> None:
-        """Takes out of force what was put in force last."""
-        self._in_force.pop()[2].__exit__()
+    def deactivate(self, depth: int) -> None:
+        """Takes out of force what was put in force when more than `depth` forwards ran."""
+        while self._in_force[-1][0] > depth:
+            self._in_force.pop()[2].__exit__()
         self.depth, self.pack, _, self._others = self._in_force[-1]
 
     def are_on_top(self) -> bool:

@@ -723,8 +723,9 @@ class JoinConsensus(Consensus):
             _set_modes(modules, modes)
             with torch.set_grad_enabled(has_grad):
                 root.begin_pass()
-                root.enter(root.state)
+                num_running = len(root.running)
                 try:
+                    root.enter(root.state)
                     if self._follow_until(_FORWARD_END):
                         self._share_counters()
                         root.notify(root.events.pass_ended)
@@ -732,7 +733,7 @@ class JoinConsensus(Consensus):
                         for notify in root.events.pass_failed:
                             notify(root, False)
                 finally:
-                    root.leave()
+                    root.leave(num_running)
         finally:
             _set_modes(modules, before)
 
