@@ -304,7 +304,7 @@ class Root:
 
     def leave(self, num_running: int) -> None:
         """Ends the uses, which may have failed, behind the first `num_running`. To call it again changes nothing."""
-        if self.saved_tensors.depth > num_running:
+        if self.saved_tensors.in_force[-1][0] > num_running:
             self.saved_tensors.deactivate(num_running)
         while len(self.running) > num_running:
             state = self.running.pop()
