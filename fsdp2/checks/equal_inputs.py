@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..engine.checksum import joint_checksum, values_of
 from ..engine.compare_ranks import ComparedNumbers, Comparison
-from ..engine.compat import runs_transform
+from ..engine.compat import runs_transform, storage_id
 from ..engine.mesh import DataMesh
 from ..engine.nested import tensors_in
 from ..engine.root import Root
@@ -43,7 +43,8 @@ class EqualInputs(RankCheck):
             return
         root.take_inputs, self._has_inputs = None, True
         with torch.no_grad():
-            parts = [part for tensor in tensors_in(args, kwargs) for part in values_of(tensor) if part.numel() > 1]
+            tensors = [tensor for tensor in tensors_in(args, kwargs) if storage_id(tensor) != -1]
+            parts = [part for tensor in tensors for part in values_of(tensor) if part.numel() > 1]
             varied = [(part != part.reshape(-1)[0]).any() for part in parts]
             if varied:
                 self._has_data = torch.stack([each.to(varied[0].device) for each in varied]).any().long()

@@ -58,9 +58,10 @@ class SavedTensors:
         self.owners: dict[int, FSDPParamGroup] = {}
         # Called when autograd is about to save weights while the hooks are not in force.
         self.before_absence = before_absence
-        # Above those that hold for no forward: (depth, pack hook, context, other hooks that were in force before).
-        self._in_force: list[tuple[int, Any, Any, Any]] = [(0, None, None, None)]
-        self.depth, self.pack, _, self._others = self._in_force[-1]
+        # Above those that hold for no forward: (depth, pack hook, context, other hooks that were in force before). The
+        # last entry counts: Ctrl-C may come before the attributes below are set.
+        self.in_force: list[tuple[int, Any, Any, Any]] = [(0, None, None, None)]
+        self.depth, self.pack, _, self._others = self.in_force[-1]
 
     def activate(self, depth: int) -> None:
         """Puts the hooks in force above all others, unless none may be (in `torch.func.grad`), or those of activation
@@ -76,14 +77,21 @@ class SavedTensors:
         if others is None or not compat.are_of_checkpointing(others[0]):
             pack = self._pack
             hooks = saved_tensors_hooks(pack, self._unpack)
-            hooks.__enter__()
-            self._in_force.append((depth, pack, hooks, others))
+            try:
+                hooks.__enter__()
+                self.in_force.append((depth, pack, hooks, others))
+            except BaseException:  # Ctrl-C
+                active = compat.top_saved_tensor_hooks(False)
+                if self.in_force[-1][1] is not pack and active is not None and active[0] is pack:
+                    hooks.__exit__()
+                raise
             self.depth, self.pack, self._others = depth, pack, others
 
-    def deactivate(self) -> None:
-        """Takes out of force what was put in force last."""
-        self._in_force.pop()[2].__exit__()
-        self.depth, self.pack, _, self._others = self._in_force[-1]
+    def deactivate(self, depth: int) -> None:
+        """Takes out of force what was put in force when more than `depth` forwards ran."""
+        while self.in_force[-1][0] > depth:
+            self.in_force.pop()[2].__exit__()
+        self.depth, self.pack, _, self._others = self.in_force[-1]
 
     def are_on_top(self) -> bool:
         """Returns True if these hooks, and no other hooks on top of them, are called."""

@@ -126,6 +126,24 @@ def sharding_axes(mesh: DeviceMesh, placements: Sequence[Any]) -> tuple[Axis, ..
 _last_default: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
+def initialise() -> None:
+    """Initialises the default process group if there is none, from what torchrun sets.
+
+    Raises:
+        RuntimeError: there is none, and torchrun has not started the program.
+    """
+    if dist.is_initialized():
+        return
+    try:
+        dist.init_process_group()
+    except ValueError as error:
+        raise RuntimeError(
+            "there is no process group, and none can be made: torchrun has not started this program. Call "
+            "torch.distributed.init_process_group(backend, rank=..., world_size=..., init_method=...) first, or start "
+            f"the program by torchrun --nproc-per-node=N. ({error})"
+        ) from error
+
+
 def default_mesh() -> DeviceMesh:
     """Returns a mesh of all ranks, on the accelerator if there is one; initialises the default process group.
 
@@ -133,8 +151,7 @@ def default_mesh() -> DeviceMesh:
     DTensor's operations down.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if not dist.is_initialized():
-        dist.init_process_group()
+    initialise()
     group, kind = dist.group.WORLD, accelerator.type if accelerator else "cpu"
     assert group is not None, "just initialised"
     last = _last_default.get(group)

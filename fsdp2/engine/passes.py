@@ -74,8 +74,7 @@ def reset(root: Root) -> None:
         state.running = 0
     root.running.clear()
     root.depth = 0
-    while root.saved_tensors.depth:
-        root.saved_tensors.deactivate()
+    root.saved_tensors.deactivate(0)
     for group in root.groups:
         group.reshard_if_idle()
 

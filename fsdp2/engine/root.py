@@ -306,7 +306,10 @@ class Root:
             group.parameters.follow_if_changed()
 
     def enter(self, state: FSDPState) -> None:
-        """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes."""
+        """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes.
+
+        An exception (Ctrl-C, for example) may end it anywhere; the caller calls `leave` then, too.
+        """
         self.running.append(state)
         state.running += 1
         if len(self.running) == 1:
@@ -317,11 +320,13 @@ class Root:
             if active is None or active[0] is not self.saved_tensors.pack:
                 self.saved_tensors.activate(len(self.running))
 
-    def leave(self) -> None:
-        """Ends the innermost use, which may have failed."""
-        if self.saved_tensors.depth >= len(self.running):
-            self.saved_tensors.deactivate()
-        self.running.pop().running -= 1
+    def leave(self, num_running: int) -> None:
+        """Ends the uses, which may have failed, behind the first `num_running`. To call it again changes nothing."""
+        if self.saved_tensors.in_force[-1][0] > num_running:
+            self.saved_tensors.deactivate(num_running)
+        while len(self.running) > num_running:
+            state = self.running.pop()
+            state.running = self.running.count(state)
         if not self.running:
             for state, backward_follows in self.forward.unfinished.items():
                 state.post_forward(backward_follows, has_run=True)

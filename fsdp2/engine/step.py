@@ -75,47 +75,53 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
         if root.take_inputs is not None:
             root.take_inputs(root, args, kwargs)
     handed: list[HandedInputs] = []
-    root.enter(state)
-    root.depth += 1
+    num_running, depth = len(root.running), root.depth
     try:
-        args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
-        output = forward(*args, **kwargs)
-        for inputs in reversed(handed):
-            output = inputs.take_back(module, output)
-        if not in_backward:
-            for group in state.used:
-                group.parameters.take_requires_grad()
-            for notify in root.events.forward_ended:
+        try:
+            root.enter(state)
+            root.depth = depth + 1
+            args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
+            output = forward(*args, **kwargs)
+            for inputs in reversed(handed):
+                output = inputs.take_back(module, output)
+            if not in_backward:
                 for group in state.used:
-                    notify(group, handed)
-            if root.consensus is not None:
-                output = root.consensus.after_forward(state, (args, kwargs), output)
-            if root.depth == 1:
-                root.notify(root.events.pass_ended)
-        output = after_forward(state, module, output, in_backward)
-    except BaseException:
-        for inputs in reversed(handed):
-            with suppress(RuntimeError):
-                inputs.take_back(module)
-        _fail(state, module, in_backward)
+                    group.parameters.take_requires_grad()
+                for notify in root.events.forward_ended:
+                    for group in state.used:
+                        notify(group, handed)
+                if root.consensus is not None:
+                    output = root.consensus.after_forward(state, (args, kwargs), output)
+                if depth == 0:
+                    root.notify(root.events.pass_ended)
+            output = after_forward(state, module, output, in_backward)
+        except BaseException:
+            for inputs in reversed(handed):
+                with suppress(RuntimeError):
+                    inputs.take_back(module)
+            _fail(state, module, in_backward, depth == 0)
+            raise
+        finally:
+            root.depth = depth
+            root.leave(num_running)
+    except BaseException:  # Ctrl-C may have ended the lines above. To leave again changes nothing.
+        root.depth = depth
+        root.leave(num_running)
         raise
-    finally:
-        root.depth -= 1
-        root.leave()
     output_dtype = state.policy.output_dtype
     return output if output_dtype is None else cast_floating(output, output_dtype)
 
 
-def _fail(state: FSDPState, module: nn.Module, in_backward: bool) -> None:
+def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: bool) -> None:
     root = state.root
-    if root.consensus is not None and root.depth == 1 and not in_backward:
+    if root.consensus is not None and is_outermost and root.running and not in_backward:
         root.consensus.pass_failed(False)
     for group in state.used:
         group.parameters.take_requires_grad()
     for notify in root.events.forward_failed:
         for group in state.used:
             notify(group)
-    if root.depth == 1:
+    if is_outermost:
         root.read_outside.clear()
         for notify in root.events.pass_failed:
             notify(root, False)

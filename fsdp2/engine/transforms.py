@@ -92,7 +92,7 @@ def _disable(error_message: str) -> Iterator[None]:
     if isinstance(hooks_of_ours, SavedTensors):
         hooks_of_ours.before_absence()
         depth = hooks_of_ours.depth
-        hooks_of_ours.deactivate()
+        hooks_of_ours.deactivate(depth - 1)
         try:
             with _disable(error_message):
                 yield

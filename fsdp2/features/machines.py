@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..engine.meshes import default_mesh
+from ..engine.meshes import default_mesh, initialise
 from ..engine.rank_facts import gather_by_rank
 
 _SIZE, _RANK = "LOCAL_WORLD_SIZE", "LOCAL_RANK"
@@ -40,9 +40,11 @@ def hsdp_mesh(device_type: str | None = None, *, ranks_per_replica: int | None =
     """
     if isinstance(ranks_per_replica, bool) or not isinstance(ranks_per_replica, (int, type(None))):
         raise TypeError(f"ranks_per_replica: expected an int or None, got {ranks_per_replica!r}")
+    if ranks_per_replica is not None and ranks_per_replica < 1:
+        raise ValueError(f"ranks_per_replica: expected at least 1, got {ranks_per_replica}")
     kind, world_size, size = _machines(device_type)
     count = size if ranks_per_replica is None else ranks_per_replica
-    if count < 1 or size % count:
+    if size % count:
         raise ValueError(f"ranks_per_replica: expected a divisor of the {size} ranks of a machine, got {count}")
     return init_device_mesh(kind, (world_size // count, count), mesh_dim_names=("replicate", "shard"))
 
@@ -52,8 +54,7 @@ def _kind_and_world(device_type: str | None) -> tuple[str, int]:
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(f"device_type: expected a str or None, got {device_type!r}")
     kind = device_type or default_mesh().device_type
-    if not dist.is_initialized():
-        dist.init_process_group()
+    initialise()
     return kind, dist.get_world_size()
 
 

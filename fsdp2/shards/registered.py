@@ -44,8 +44,8 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
                 if not in_backward and group.root not in inside:
                     group.reshard_stale()
                 if group.state not in used:
-                    group.root.enter(group.state)
                     used[group.state] = _Use(group.state)
+                    group.root.enter(group.state)
                 used[group.state].add(group, was_kept)
                 group.start_unshard(for_backward=in_backward)
             for group in groups:
@@ -68,7 +68,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
             for state in reversed(used):
                 if not in_backward:
                     used[state].settle(failed or bool(written))
-                state.root.leave()
+                state.root.leave(used[state].num_running)
             for use in used.values() if not in_backward else ():
                 use.settle_shared(failed or bool(written))
     refuse_written(written)
@@ -79,6 +79,7 @@ class _Use:
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state
+        self.num_running = len(state.root.running)
         self._groups: list[FSDPParamGroup] = []
         self._was_kept = False
 

@@ -1,7 +1,11 @@
 """Follows the advice about axes of meshes that share what rests, and about codecs of gathers and of replicas."""
 
 import copy
+import os
+import tempfile
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -9,6 +13,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionS
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
@@ -41,6 +46,27 @@ def axes_that_share_what_rests() -> None:
     mesh = axes(2, 1)
     refused(lambda: named(mesh, shard="outer", shard_at_rest="inner"), ValueError)
     train(named(axes(2, 1), shard="inner", shard_at_rest="outer"), build())
+
+
+@follows("Call torch.distributed.init_process_group(backend, rank=..., world_size=..., init_method=...) first", ranks=1)
+def without_a_process_group() -> None:
+    dist.destroy_process_group()
+    calls: list[Callable[[], Any]] = [
+        lambda: shard(build()),
+        lambda: fsdp2.replicate(build()),
+        lambda: fsdp2.embed_by_rows(torch.nn.Embedding(4, 4)),
+        lambda: fsdp2.sync_module_states(build()),
+        fsdp2.hsdp_mesh,
+        lambda: fsdp2.hsdp_mesh("cpu"),
+    ]
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        for call in calls:
+            refused(call, RuntimeError)
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
+    train(shard(build()), build())
 
 
 @follows("Leave shard_at_rest out to keep another part", ranks=4)

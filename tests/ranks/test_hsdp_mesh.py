@@ -41,11 +41,14 @@ def one_machine() -> None:
     with told(4, dist.get_rank()):
         assert fsdp2.hsdp_mesh().mesh.tolist() == [[0, 1, 2, 3]]
         assert fsdp2.hsdp_mesh("cpu", ranks_per_replica=2).mesh.tolist() == [[0, 1], [2, 3]]
-        for count in (3, 8, 0, -1):
+        for count in (3, 8):
             with pytest.raises(ValueError, match="expected a divisor of the 4 ranks of a machine"):
                 fsdp2.hsdp_mesh(ranks_per_replica=count)
-        with pytest.raises(TypeError, match="ranks_per_replica"):
-            fsdp2.hsdp_mesh(ranks_per_replica="2")  # type: ignore[arg-type]
+    for count in (0, -1):  # also where no launcher has said how many ranks there are
+        with pytest.raises(ValueError, match="ranks_per_replica: expected at least 1"):
+            fsdp2.hsdp_mesh(ranks_per_replica=count)
+    with pytest.raises(TypeError, match="ranks_per_replica"):
+        fsdp2.hsdp_mesh(ranks_per_replica="2")  # type: ignore[arg-type]
 
 
 def what_is_wrong_is_told_on_all_ranks() -> None:
