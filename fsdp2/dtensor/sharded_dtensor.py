@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from ..engine import saved_shards
 from ..engine.compat import local_of, new_dtensor, set_grad_dtype
-from ..engine.nested import map_tensors, tensors_in
+from ..engine.nested import map_tensors
 from ..engine.once import once
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
@@ -140,6 +140,7 @@ class _Value:
                 each.__class__ = ShardedDTensor  # type: ignore[assignment]
 
 
+# The attribute of an UnreducedDTensor that holds its _Value.
 _VALUE = "_reduced_value"
 
 
@@ -165,14 +166,19 @@ class UnreducedDTensor(ShardedDTensor):
             if isinstance(each, UnreducedDTensor):
                 each._reduced()
                 each._value().put_into_tensors()
-        args, kwargs = map_tensors(args, _known_value_of), map_tensors(kwargs, _known_value_of)
         if op in _JOINS:
-            args = (_reduced_where_unlike(args[0]), *args[1:])
-        unreduced = [each for each in tensors_in(args, kwargs) if isinstance(each, UnreducedDTensor)]
-        if op in _JOINS or (op in _LINEAR and all(map(_is_sum, unreduced))):
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        if op is _aten._local_scalar_dense.default and unreduced and unreduced[0].dtype != torch.bool:
-            raise _error_of_unreduced(spec_of(unreduced[0]), "item")
+            joined = _reduced_where_unlike(
+                [_known_value_of(each) if _VALUE in vars(each) else each for each in args[0]]
+            )
+            return super().__torch_dispatch__(op, types, (joined, *args[1:]), kwargs)
+        if op in _LINEAR:
+            args = tuple(map(_known_value_of, args))
+            if all(_is_sum(each) for each in args if isinstance(each, UnreducedDTensor)):
+                return super().__torch_dispatch__(op, types, args, kwargs)
+        elif (
+            op is _aten._local_scalar_dense.default and args[0].dtype != torch.bool and args[0]._value().reduced is None
+        ):
+            raise _error_of_unreduced(spec_of(args[0]), "item")
         return op(*map_tensors(args, _reduced_value_of), **map_tensors(kwargs, _reduced_value_of))
 
     def full_tensor(self, **options: Any) -> Tensor:
@@ -204,10 +210,10 @@ class UnreducedDTensor(ShardedDTensor):
         return value.reduced
 
 
-def _known_value_of(tensor: Tensor) -> Tensor:
-    """Returns the reduced value of an UnreducedDTensor that an operation has needed before; else the tensor itself."""
-    known = tensor._value().reduced if isinstance(tensor, UnreducedDTensor) else None
-    return tensor if known is None else known
+def _known_value_of(operand: Any) -> Any:
+    """Returns the reduced value of an UnreducedDTensor that an operation has needed before; else the operand itself."""
+    value = vars(operand).get(_VALUE) if isinstance(operand, UnreducedDTensor) else None
+    return operand if value is None or value.reduced is None else value.reduced
 
 
 def _reduced_value_of(tensor: Tensor) -> Tensor:

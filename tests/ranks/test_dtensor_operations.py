@@ -335,7 +335,7 @@ def test_a_penalty_is_one_reduction() -> None:
     run_ranks(2, body)
 
 
-NUMBERS: dict[str, Callable[[Any], Any]] = {
+OF_ONE: dict[str, Callable[[Any], Any]] = {
     "sum": lambda t: t.sum(),
     "norms": lambda t: t.norm(dim=0),
     "count": lambda t: (t > 0).sum(),
@@ -356,7 +356,7 @@ def test_only_writes_change_a_number_that_ranks_have_parts_of() -> None:
     def body(rank: int, _: int) -> None:
         correct_torch()
         (own,) = distributed([SIGNED], Shard(0))
-        for kind, compute in NUMBERS.items():
+        for kind, compute in OF_ONE.items():
             number, other, plain = compute(own), compute(2 * own), compute(SIGNED)
             before, part = (type(number), number.placements), number.to_local().clone()
             for name, use in USES.items():

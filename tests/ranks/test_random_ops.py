@@ -133,6 +133,8 @@ def test_rrelu_in_training_takes_plain_tensors_only() -> None:
         own = distributed(PLAIN.clone() - 0.5, Shard(0))
         with pytest.raises(NotImplementedError, match=r"rrelu of a DTensor.*full_tensor"):
             nn.functional.rrelu(own, training=True)
+        if torch.__version__ < "2.13":
+            return  # which has no rrelu of DTensors at all
         got = nn.functional.rrelu(own, training=False).full_tensor()
         assert_same(got, nn.functional.rrelu(PLAIN - 0.5, training=False), 0, 0, "rrelu")
 

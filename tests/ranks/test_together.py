@@ -124,7 +124,11 @@ def ways(size: int) -> list[dict[str, Any]]:
     return [{"reshard": reshard} for reshard in (None, False, size // 2)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+# Four ranks have groups in an order of their own (`shard_across`), which torch sorted before 2.13.
+SIZES = [2, 4] if torch.__version__ >= "2.13" else [2]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_bits_are_those_of_the_default(size: int) -> None:
     def body(rank: int, size: int) -> None:
         mesh_of.cache_clear()
@@ -138,7 +142,7 @@ def test_bits_are_those_of_the_default(size: int) -> None:
     run_ranks(size, body)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_bits_and_order_on_a_device(size: int) -> None:
     """On streams, whose clocks find races, and with steps that are beside."""
 
