@@ -40,7 +40,7 @@ def install() -> None:
         observers=(
             join_others.make_watch,  # ahead of all that communicates
             unnoticed_writes.make_unnoticed_writes,
-            lambda root: named_comm.Goodbyes(),
+            named_comm.Goodbyes,
             tools_when_needed.make_audit,
             lambda root: tools_when_needed.Summary(),
             lambda root: out_of_memory.OutOfMemory(),
