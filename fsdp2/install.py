@@ -38,7 +38,7 @@ def install() -> None:
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(
             unnoticed_writes.make_unnoticed_writes,
-            lambda root: named_comm.Goodbyes(),
+            named_comm.Goodbyes,
             tools_when_needed.make_audit,
             lambda root: tools_when_needed.Summary(),
             lambda root: out_of_memory.OutOfMemory(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 import zlib
@@ -9,24 +10,32 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.comm import Purpose, Work
-from .headers import HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
+from ..engine.root import Root
+from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
 # follows them.
 _HEADER_TAG = 0x0F5D_0000
 _DATA_TAG = 0x4000_0000
+# Tag of messages that only find out to which ranks there are connections.
+_PROBE_TAG = 0x0F5E_0000
+_CLOSED = re.compile("closed|reset by peer|broken pipe|refused", re.IGNORECASE)
+
+
+def roots_of(purposes: Iterable[Purpose]) -> list[Root]:
+    """Returns the roots whose collectives these are."""
+    return [root for root in dict.fromkeys(purpose.root() for purpose in [*purposes]) if root is not None]
 
 
 def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
-    for purpose in [*purposes]:
-        root = purpose.root()
-        if root is not None:
-            root.note_out_of_step()
+    for root in roots_of(purposes):
+        root.note_out_of_step()
 
 
 class Exchange:
@@ -70,7 +79,7 @@ class Exchange:
                 for work in works:
                     work.wait()
         except RuntimeError as error:
-            error.args = (f"{error}{self._conversation.table(self, set(self.rows))}",)
+            error.args = (str(error) + self._conversation.table(self, set(self.rows), str(error)),)
             raise
 
     def receive(self) -> tuple[set[int], str]:
@@ -92,7 +101,7 @@ class Exchange:
 
     def fail(self, error: RuntimeError) -> None:
         """Says in the message of an error where ranks are: the collective could not even be begun."""
-        error.args = (f"{error}{self._conversation.table(self, set())}",)
+        error.args = (str(error) + self._conversation.table(self, set(), str(error)),)
         self._conversation.give_up([self], str(error))
 
 
@@ -102,16 +111,17 @@ class Conversation:
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
-    `group`: a weak reference to the process group. `purposes`: those of its collectives. `partings`: the goodbyes that
-    this rank has sent, until all ranks have.
+    `group`: a weak reference to the process group. `purposes`: those of its collectives. `goodbye`: what this rank says
+    when it leaves. `partings`: the goodbyes that this rank has sent, until all ranks have.
     """
 
     def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
-        self._group, self._purposes = group, purposes
+        self._group, self.purposes, self.goodbye = group, purposes, GOODBYE
         self._pending: deque[Exchange] = deque()
         self._errors = 0
         self._sequence = 0
-        self._last = ("nothing yet", time.monotonic())
+        # What all ranks were doing when they last compared headers, and when that was.
+        self._last: tuple[str, float] | None = None
         self.partings: list[Work] = []
         # Sent before the last error: those who left earlier take it when they come back.
         self._left_behind: list[Work] = []
@@ -133,10 +143,10 @@ class Conversation:
             exchange.is_compared = True
             came, problem = exchange.receive()
             if problem:
-                self.give_up([exchange], problem + self.table(exchange, came))
+                self.give_up([exchange], problem + self.table(exchange, came, problem))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
-                    tell_out_of_step(self._purposes)
+                    tell_out_of_step(self.purposes)
                 with suppress(RuntimeError):  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}
@@ -156,7 +166,7 @@ class Conversation:
 
     def give_up(self, begun: Sequence[Exchange], error: str) -> None:
         """Drops those collectives, and all whose headers are still to be compared: they will not happen."""
-        self._left_behind, self.partings = self.partings, []
+        self._left_behind, self.partings, self.goodbye = self.partings, [], GOODBYE
         for each in (*begun, *self._pending):
             self._left_behind += each.sent
             each.is_compared, each.error = True, error
@@ -165,16 +175,32 @@ class Conversation:
         self._errors += 1
         self._sequence = self._errors
 
-    def table(self, exchange: Exchange, came: set[int]) -> str:
-        """Returns where each rank was, as far as headers have told."""
-        doing, (last, since) = without_sizes(exchange.header.text), self._last
-        elsewhere = f"not there; {time.monotonic() - since:.1f} s ago it was {without_sizes(last)}"
-        lines = []
+    def table(self, exchange: Exchange, came: set[int], problem: str) -> str:
+        """Returns where each rank was, as far as headers have told. `problem`: the error of a message."""
+        ended = self._find_ended() if _CLOSED.search(problem) else set()
+        doing, before = without_sizes(exchange.header.text), ""
+        if self._last is not None:
+            before = f"; {time.monotonic() - self._last[1]:.1f} s ago it was {without_sizes(self._last[0])}"
+        own, lines = self._own_rank(), []
         for i, rank in enumerate(self._ranks()):
-            is_own = i == self._own_rank()
-            lines.append(f"  rank {rank}: {doing if is_own or i in came else elsewhere}{' (this one)' * is_own}")
-        absent = [rank for i, rank in enumerate(self._ranks()) if i not in came and i != self._own_rank()]
-        return "\n".join([_not_begun(exchange.purpose, absent) + TABLE, *lines])
+            elsewhere = f"its process has ended{before}" if i in ended else f"has not come{before}"
+            lines.append(
+                f"  rank {rank}: {doing if i == own or i in came - ended else elsewhere}{' (this one)' * (i == own)}"
+            )
+        missing = ended or {*range(len(lines))} - came - {own}
+        names = [str(rank) for i, rank in enumerate(self._ranks()) if i in missing]
+        return "\n".join([_hint(exchange.purpose, names, bool(ended)) + TABLE, *lines])
+
+    def _find_ended(self) -> set[int]:
+        """Returns the ranks to which connections are closed."""
+        group, found, nothing = self._group(), set(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        assert group is not None, "its messages are under way"
+        for i in {*range(group.size())} - {group.rank()}:
+            try:
+                group.send([nothing], i, _PROBE_TAG)
+            except RuntimeError:
+                found.add(i)
+        return found
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._group())
@@ -185,12 +211,18 @@ class Conversation:
         return group.rank()
 
 
-def _not_begun(purpose: Purpose, absent: Sequence[int]) -> str:
-    """Returns what to ask where ranks are absent at the first gather of a forward pass; else an empty text."""
+def _hint(purpose: Purpose, names: Sequence[str], have_ended: bool) -> str:
+    """Returns what to look at where ranks have ended, or are absent at the first gather of a forward pass."""
     root = purpose.root()
-    if not absent or root is None or root.where()[0] != "forward" or root.prefetcher.has_begun:
+    is_between = root is not None and root.where()[0] == "forward" and not root.prefetcher.has_begun
+    if not names or not (have_ended or is_between):
         return ""
-    who, asks = f"rank {absent[0]} has", "has it"
-    if len(absent) > 1:
-        who, asks = f"ranks {', '.join(map(str, absent))} have", "have they"
-    return f"\n{who} not begun step {root.num_backwards + 1}: {asks} fewer batches? See fsdp2.even_batches."
+    ranks, have, do, they = f"rank {names[0]}", "has", "does", "it"
+    if len(names) > 1:
+        ranks, have, do, they = f"ranks {', '.join(names)}", "have", "do", "they"
+    step = f" not begun step {root.num_backwards + 1}" if is_between and root is not None else ""
+    ended = f"The process of {ranks} has ended: see its log." if have_ended else ""
+    if not is_between:
+        return f"\n{ended}"
+    question = f"is a call under `if rank == 0:`, or {do} {they} leave a loop earlier?"
+    return "\n" + " ".join(filter(None, [ended, f"{ranks[0].upper()}{ranks[1:]} {have}{step}: {question}"]))

@@ -93,10 +93,17 @@ def _doing(purpose: Purpose, kind: str) -> str:
     return f"{kind} {name}" if len(name) <= _LONGEST_NAME else f"{kind} ...{name[-_LONGEST_NAME:]}"
 
 
-_LEFT = "out of step with others, see its error"
-_GOODBYE = (bytes(_DIGEST_NBYTES) + _LEFT.encode()).ljust(HEADER_NBYTES, b"\0")
-GOODBYE = Header.holding(_LEFT, torch.frombuffer(bytearray(_GOODBYE), dtype=torch.uint8))
-"""The header that a rank sends last when ranks are out of step, before all begin again."""
+RAISED = "raised "
+_NO_DIGEST = bytes(_DIGEST_NBYTES)
+
+
+def goodbye(text: str = "out of step with others, see its error") -> Header:
+    """Returns the header that a rank sends last when ranks are out of step, before all begin again."""
+    data = (_NO_DIGEST + text.encode()[: HEADER_NBYTES - _DIGEST_NBYTES]).ljust(HEADER_NBYTES, b"\0")
+    return Header.holding(text, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+GOODBYE = goodbye()
 
 
 def differ(message: Tensor, own: Header) -> bool:
@@ -153,6 +160,8 @@ def trainable_remark(flags: Sequence[bool]) -> str:
 
 def _cause(texts: Mapping[int, str]) -> str:
     """Returns what is the reason, or may be. `texts`: rank -> the text of its header."""
+    if any(text.startswith(RAISED) for text in texts.values()):
+        return "See the log of the rank that has raised."
     remarks = {rank: remark for rank, text in texts.items() if (remark := _remark_in(text))}
     if len(set(remarks.values())) > 1:
         (first, expected), *_ = remarks.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -9,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, divide_before
+from ..engine.collectives import make_comm
+from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, compare_first, divide_before
+from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
+from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
-from .conversation import Exchange
-from .headers import GOODBYE, HEADER_NBYTES, Headers, differ
+from .conversation import Conversation, Exchange, roots_of
+from .headers import GOODBYE, HEADER_NBYTES, RAISED, Headers, differ, goodbye
 from .watched_groups import watched
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
@@ -30,7 +35,8 @@ class NamedPairwiseComm(PairwiseComm):
         known = watched(group)
         known.purposes.add(purpose)
         purpose.named_comms.add(self)
-        self._conversation, self._headers = known.conversation, Headers(purpose)
+        self.conversation: Conversation = known.conversation
+        self._headers = Headers(purpose)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
         self._max_rider = MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
@@ -58,7 +64,7 @@ class NamedPairwiseComm(PairwiseComm):
         incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
-        header, conversation = self._headers.of(kind, tensors, what), self._conversation
+        header, conversation = self._headers.of(kind, tensors, what), self.conversation
         if conversation.partings:
             conversation.come_back(self._take_leave)
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
@@ -84,10 +90,11 @@ class NamedPairwiseComm(PairwiseComm):
 
     def leave(self) -> None:
         """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
-        if not self._conversation.partings:
-            tag = self._conversation.header_tag
+        conversation = self.conversation
+        if not conversation.partings:
+            data, tag = conversation.goodbye.data, conversation.header_tag
             with suppress(RuntimeError):  # a peer is gone
-                self._conversation.partings = [self.group.send([GOODBYE.data], to, tag) for to, _ in self._peers]
+                conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
 
     def _take_leave(self, begun: Sequence[Exchange]) -> None:
         """Waits, as ranks are out of step since the first of `begun`, until nothing is under way to this rank.
@@ -109,19 +116,79 @@ class NamedPairwiseComm(PairwiseComm):
             agrees = agrees and not differ(exchange.rows[source], exchange.header)
             for work in exchange.rest[source] if agrees else ():
                 work.wait()
-        message, tag = torch.zeros(self.longest_first, dtype=torch.uint8, device="cpu"), self._conversation.header_tag
+        message, tag = torch.zeros(self.longest_first, dtype=torch.uint8, device="cpu"), self.conversation.header_tag
         message[0] = 1  # no goodbye yet
         while differ(message, GOODBYE):
             self.group.recv([message], source, tag).wait()
 
 
 class Goodbyes(Observer):
-    """Says goodbye, when ranks are out of step, to all with whom a root has collectives: ranks of other axes wait."""
+    """Says goodbye to all with whom a root has collectives: when ranks are out of step, because ranks of other axes
+    wait; and when a pass raises on this rank, because others may wait for the rest of it. They raise at once, whatever
+    this rank does next, and have ended the same step.
+
+    An evaluation that raises says nothing: others may have all that they need of it. A rank that raises between forward
+    and backward, where nothing sees it, is noticed when it begins the next forward. If there was no backward in
+    between, or if ranks were out of step, they compare first that they begin one: others may still be in backward, and
+    raise.
+    """
+
+    def __init__(self, root: Root) -> None:
+        # The innermost group whose forward has raised in a pass.
+        self._failed: FSDPParamGroup | None = None
+        # How many backward passes had ended when the last pass began.
+        self._num_backwards = 0
+        # Ranks were out of step since then.
+        self._is_told = False
+        self._purpose = Purpose("a forward")
+        self._purpose.root = weakref.ref(root)
+
+    def pass_began(self, root: Root) -> None:
+        before, self._num_backwards = self._num_backwards, root.num_backwards
+        if not self._is_told and (not root.forward.has_grad or root.num_backwards != before):
+            return
+        self._is_told = False
+        if root.consensus is not None:
+            return
+        try:
+            self._begin_together(root)
+        except RuntimeError:
+            if not root.is_out_of_step:
+                raise
+            root.begin_anew()
+            self._is_told = False
+            self._begin_together(root)
+
+    def _begin_together(self, root: Root) -> None:
+        mesh = root.group.mesh
+        nothing = torch.empty(0, device=mesh.device)
+        for group in mesh.axis_groups:
+            compare_first(make_comm(group, mesh.device, self._purpose), "beginning", nothing)
 
     def out_of_step(self, root: Root) -> None:
+        self._is_told = True
         for group in root.groups:
             for comm in group.purpose.named_comms:
                 comm.leave()
+
+    def forward_failed(self, group: FSDPParamGroup) -> None:
+        self._failed = self._failed or group
+
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
+        error, group, self._failed = sys.exc_info()[1], self._failed, None
+        if error is None or root.is_out_of_step or root.consensus is not None:
+            return  # a user drops everything; others know; or they are told by the consensus
+        if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
+            return  # a recomputation that raises is no failure yet
+        where = "backward" if in_backward or group is None else f"the forward of {group.purpose.label}"
+        text = " ".join(f"{RAISED}{type(error).__name__} in {where}: {error}".split())
+        conversations = {comm.conversation for group in root.groups for comm in group.purpose.named_comms}
+        for each in conversations:
+            each.goodbye = goodbye(text)
+        # Roots that share a process group meet others there in one order.
+        for other in roots_of(purpose for each in conversations for purpose in each.purposes):
+            other.has_failed = True
+            other.note_out_of_step()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

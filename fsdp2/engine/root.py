@@ -104,6 +104,8 @@ class Root:
         self.changed: set[FSDPParamGroup] = set()
         # Ranks were out of step: what this one has recorded may differ from what others have.
         self.is_out_of_step = False
+        # Ranks were out of step because a pass has raised on this one.
+        self.has_failed = False
         # Groups whose memory could not be freed because something had a view of it.
         self.viewed: set[FSDPParamGroup] = set()
         # Groups whose memory a forward has left for a reader in backward that nothing else notices.
@@ -293,7 +295,7 @@ class Root:
 
     def _forget(self) -> None:
         """Forgets what was recorded, and drops gathers that never were."""
-        self.is_out_of_step = False
+        self.is_out_of_step = self.has_failed = False
         self.prefetcher.forget_order()
         for group in self.groups:
             with suppress(RuntimeError):

@@ -284,4 +284,4 @@ class SkipWatch(BlockWatch):
         self.is_told = False
 
     def out_of_step(self, root: Root) -> None:
-        self.is_told = True
+        self.is_told = self.is_told or not root.has_failed

@@ -3,12 +3,13 @@
 If a rank does not come, or has died, the others report where each rank was, as soon as the process group times out.
 """
 
+import itertools
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,23 +82,23 @@ class OnPurpose(Exception):
 
 
 def raise_on_purpose(*_: Any) -> None:
-    raise OnPurpose
+    raise OnPurpose("bad sample")
 
 
-def goes_on_after_an_exception(model: Net, x: Tensor) -> None:
-    handle = model.layers[2].register_forward_pre_hook(raise_on_purpose)
-    with pytest.raises(OnPurpose):
-        train(model, x)
-    handle.remove()
-    train(model, x)
+def raises_in(register: str, fails: Callable[..., Any] = raise_on_purpose) -> Callable[[Net, Tensor], None]:
+    def stray(model: Net, x: Tensor) -> None:
+        handle = getattr(model.layers[2], register)(fails)
+        try:
+            train(model, x)
+        finally:
+            handle.remove()
+
+    return stray
 
 
-def goes_on_after_an_exception_in_backward(model: Net, x: Tensor) -> None:
-    handle = model.layers[2].register_full_backward_hook(raise_on_purpose)
-    with pytest.raises(OnPurpose):
-        train(model, x)
-    handle.remove()
-    train(model, x)
+def raises_in_the_loss(model: Net, x: Tensor) -> None:
+    loss_of(model(x))
+    raise_on_purpose()
 
 
 def in_order(*order: int) -> Callable[[Net, Tensor], None]:
@@ -138,8 +139,9 @@ def freezes_a_bias(model: Net, x: Tensor) -> None:
 _BEGINS = "rank 2: (?:gathering|all-reducing what checks compare)"
 
 STRAYS: dict[str, tuple[Callable[[Net, Tensor], None], str]] = {
-    "goes on after an exception": (goes_on_after_an_exception, _BEGINS),
-    "in backward": (goes_on_after_an_exception_in_backward, _BEGINS),
+    "raises": (raises_in("register_forward_hook"), "rank 2: raised OnPurpose in the forward of layers.2: bad sample"),
+    "raises in backward": (raises_in("register_full_backward_hook"), "rank 2: raised OnPurpose in backward"),
+    "raises in the loss": (raises_in_the_loss, "rank 2: beginning a forward"),
     "another order": (in_order(1, 0, 2, 4, 5), "rank 2: gathering"),
     "leaves one out": (in_order(0, 1, 4, 5), "ranks 0, 1: gathering layers.2.*rank 2: gathering layers.1"),
     # What follows is the same on all ranks, and is gathered ahead.
@@ -160,8 +162,11 @@ def plain(width: int) -> list[tuple[str, str, Any]]:
     return run.shown
 
 
-def strays_one_by_one(run: Run, width: int, level: int, **options: Any) -> list[str]:
-    """Each time the last rank does something else; then all train, which is compared. No barrier is in between."""
+def strays_one_by_one(run: Run, width: int, level: int, *, named: bool = True, **options: Any) -> list[str]:
+    """Each time the last rank does something else; then all train, which is compared. No barrier is in between.
+
+    `named`: a rank that raises says so; else it begins the next forward, which others find.
+    """
     model = build(run, width, **options)
     model.set_debug_level(level)
 
@@ -177,8 +182,11 @@ def strays_one_by_one(run: Run, width: int, level: int, **options: Any) -> list[
         try:
             (stray if run.rank == run.world_size - 1 else train)(model, run.batch(width, seed=100 + i, rows=ROWS))
             problems.append(f"{name}: nothing was raised")
+        except OnPurpose:
+            pass
         except RuntimeError as error:
-            if not re.search("ranks are out of step.*" + ("" if options else expected), str(error)):
+            says = expected if named and not options else ""
+            if not re.search(f"ranks are out of step.*{says}", str(error)):
                 problems.append(f"{name}: {error}")
         if time.monotonic() - start > SOON_S:
             problems.append(f"{name}: took {time.monotonic() - start:.0f} s")
@@ -210,7 +218,8 @@ def test_all_ranks_raise_and_the_next_step_is_exact(width: int) -> None:
             return problems
         problems += [f"level 1: {text}" for text in strays_one_by_one(new(rank), width, 1)]
         with coalesced():
-            return problems + [f"coalesced: {text}" for text in strays_one_by_one(new(rank), width, 1)]
+            headerless = strays_one_by_one(new(rank), width, 1, named=False)
+            return problems + [f"coalesced: {text}" for text in headerless]
 
     def new(rank: int) -> Run:
         return Run(rank, 3, expected)
@@ -229,6 +238,62 @@ def test_replicas_of_ranks_that_are_out_of_step_raise_too() -> None:
         return [f"level {level}: {text}" for level, texts in runs.items() for text in texts]
 
     assert_none_differ(run_ranks(4, body, timeout=120))
+
+
+def own_sum() -> None:
+    total = torch.ones(3, dtype=torch.int64)
+    dist.all_reduce(total)
+    assert total.tolist() == [2] * 3
+
+
+def test_a_rank_that_raises_may_wait_in_a_collective_of_its_own() -> None:
+    """The others raise at once, and come to that collective, too. All have ended the same step. Another model on the
+    same process group goes on, too.
+    """
+    places = ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook")
+    recoveries = (lambda: None, dist.barrier, own_sum)
+
+    def trained(run: Run, raises: bool) -> list[tuple[str, str, Any]]:
+        models = [build(run, 4), build(run, 4)]
+        for number, (place, recover) in enumerate(itertools.product(places, recoveries)):
+            model, x = models[number % 2], run.batch(4, seed=100 + number)
+            if raises and run.rank == 0:
+                with pytest.raises(OnPurpose):
+                    raises_in(place)(model, x)
+            elif raises:
+                assert "rank 0: raised OnPurpose in" in error_of(lambda model=model, x=x: train(model, x))
+            if raises:
+                recover()
+            for each in models:
+                each.zero_grad()
+                train(each, run.batch(4, seed=number))
+                run.grads(f"step {number}", each)
+        return run.shown
+
+    expected = alone(lambda: trained(Run(), raises=False))
+
+    def body(rank: int, size: int) -> list[str]:
+        run = Run(rank, size, expected)
+        trained(run, raises=True)
+        return run.different
+
+    assert_none_differ(run_ranks(2, body, timeout=3 * SOON_S))
+
+
+def test_an_evaluation_that_raises_on_one_rank_disturbs_no_other() -> None:
+    """It has all that the others need of it. Ranks evaluate different numbers of samples so."""
+
+    def body(rank: int, size: int) -> None:
+        model = build(Run(rank, size, []), 4)
+        handle = model.register_forward_hook(raise_on_purpose) if rank == 0 else None
+        with torch.no_grad(), pytest.raises(OnPurpose) if rank == 0 else nullcontext():
+            model(torch.ones(1, 4, dtype=torch.float64))
+        if handle is not None:
+            handle.remove()
+        with torch.no_grad():
+            model(torch.ones(1, 4, dtype=torch.float64))
+
+    run_ranks(2, body, timeout=3 * SOON_S)
 
 
 def error_of(step: Callable[[], object]) -> str:
@@ -433,7 +498,7 @@ def assert_tells_where(text: str, rank: int, level: int) -> None:
     pattern = {
         # The last rank has begun to gather what follows the layer in which it stopped. If it has died, others may not
         # have heard of that.
-        0: rf"rank {others + 2}: not there; \d\.\d s ago it was gathering layers\.[24]",
+        0: rf"rank {others + 2}: (has not come|its process has ended); \d\.\d s ago it was gathering layers\.[24]",
         1: rf"rank {others + 2}: gathering layers\.4 \(forward, step 1\), since \d\.\d s",
     }[level]
     assert "Where each rank was:" in text, text
@@ -442,17 +507,17 @@ def assert_tells_where(text: str, rank: int, level: int) -> None:
     assert re.search(r"\(while gathering layers\.[45], \d+ bytes; forward, step 1\)", text), text
 
 
-def test_ranks_that_sleep_or_have_raised_are_named(tmp_path: Path) -> None:
+def test_ranks_that_sleep_are_named(tmp_path: Path) -> None:
     def body(rank: int, size: int) -> str:
         def sleep() -> None:
             while not all((tmp_path / str(other)).exists() for other in (rank - 2, rank - 1)):
                 time.sleep(0.05)
 
-        text = fate(rank, (0, 1, 0, 1), sleep if rank < 6 else raise_on_purpose)
+        text = fate(rank, (0, 1), sleep)
         (tmp_path / str(rank)).touch()
         return text
 
-    for rank, text in enumerate(run_ranks(12, body, timeout=60)):
+    for rank, text in enumerate(run_ranks(6, body, timeout=60)):
         if rank % 3 < 2:
             assert_tells_where(text, rank, rank // 3 % 2)
 
