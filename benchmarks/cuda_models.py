@@ -1,7 +1,5 @@
-"""Defines models of real sizes for the suite cuda: one like Llama (without rotary embeddings), and GPT-2."""
+"""Defines a model of real sizes for a GPU: Llama, without rotary embeddings."""
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,75 +78,6 @@ class Llama(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
-        return self.head(self.norm(x))
-
-
-@dataclass(frozen=True)
-class GPTShape:
-    blocks: int
-    dim: int
-    heads: int
-    vocab: int = 50257
-    tokens: int = 1024
-    positions: int = 1024
-
-
-GPTS = {"GPT-2 Large": GPTShape(36, 1280, 20), "GPT-2 XL": GPTShape(48, 1600, 25)}
-
-
-class GPTBlock(nn.Module):
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__()
-        dim = shape.dim
-        self.heads = shape.heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class EagerGPTBlock(GPTBlock):
-    """Computes as transformers did in 2022: attention and GELU operation by operation, with dropout."""
-
-    mask: Tensor
-
-    def __init__(self, shape: GPTShape) -> None:
-        super().__init__(shape)
-        self.dropout = nn.Dropout(0.1)
-        self.register_buffer("mask", torch.ones(shape.positions, shape.positions, dtype=torch.bool).tril())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-        scores = torch.where(self.mask[: x.shape[1], : x.shape[1]], scores, torch.finfo(x.dtype).min)
-        mixed = self.dropout(torch.softmax(scores, dim=-1)) @ v
-        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
-        hidden = self.up(self.norm2(x))
-        hidden = 0.5 * hidden * (1.0 + torch.tanh((2 / math.pi) ** 0.5 * (hidden + 0.044715 * torch.pow(hidden, 3.0))))
-        return x + self.dropout(self.down(hidden))
-
-
-class GPT(nn.Module):
-    """Is GPT-2. Embedding and head are one parameter."""
-
-    def __init__(self, shape: GPTShape, make_block: Callable[[GPTShape], nn.Module] = GPTBlock) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocab, shape.dim)
-        self.positions = nn.Embedding(shape.positions, shape.dim)
-        self.blocks = nn.ModuleList(make_block(shape) for _ in range(shape.blocks))
-        self.norm = nn.LayerNorm(shape.dim)
-        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
         return self.head(self.norm(x))
 
 

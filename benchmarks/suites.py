@@ -3,13 +3,10 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from .adapters import measure_adapters
 from .alignment import measure_alignment
 from .allocator import measure_allocator
-from .batches import measure_batches
 from .gloo_group import measure_gloo
 from .host import measure_host
 from .jobs import Job
@@ -21,11 +18,9 @@ from .phantom_gpu import open_phantom
 from .places import Place, open_throttled_link
 from .recipe import ROWS
 from .report import Row
-from .stages import measure_stages
 from .step import measure_step
 from .timeline import measure_timeline
 from .traffic import measure_traffic
-from .units import measure_units
 from .wrapping import measure_init
 
 
@@ -91,13 +86,6 @@ _TWO_RANKS: dict[str, Any] = {
     "turns": 3,
     "peers": ("fsdp1", "ddp", "simple"),
 }
-_TWO_OF_24_GB: dict[str, Any] = {
-    "worlds": (2,),
-    "quick_worlds": (2,),
-    "fixed": True,
-    "peers": ("fsdp1", "ddp"),
-}
-
 SUITES = {
     "host": Suite(
         measure_host,
@@ -194,58 +182,6 @@ SUITES = {
         "unless all are alike, as in torch 2.13. A reduction is what a training step takes beside two gathers.",
         worlds=(8, 64, 1024),
         quick_worlds=(8,),
-    ),
-    "batches": Suite(
-        partial(measure_batches, label="GPT-2 Large"),
-        "The largest batch of GPT-2 on 2 ranks of 24 GB, of which 22.78 GiB are usable, in fp32 with AdamW (foreach). "
-        "Counted on a simulated GPU, whose tensors have sizes but no memory: bytes of storages that are alive, of the "
-        "device and of the host apart, in a step (forward, backward, optimizer) in steady state; a step of the batch "
-        "that is shown fits, and one of a row more does not. Not counted: workspaces of kernels, and fragmentation. "
-        "Published are numbers of transformers and accelerate of 2022 on two Titan RTX, with FSDP1, wrapped by size "
-        "(0: out of memory; 20 with units of 1M parameters, 22 with 2K). Here each block is a group, unless a row says "
-        "otherwise, and embedding and head, one parameter, stay in the root. Gradients: in 2022 `zero_grad` set them "
-        "to zero; today it frees them. The published length of sequences is not known: 160 tokens are chosen, with "
-        "which a row takes about what the published numbers imply (1.06 GiB of GPT-2 Large). The model computes as "
-        "transformers did then: attention and GELU operation by operation, with dropout, logits kept.",
-        **_TWO_OF_24_GB,
-    ),
-    "batches-xl": Suite(
-        partial(measure_batches, label="GPT-2 XL"),
-        "The same of GPT-2 XL (48 blocks of width 1600).",
-        **_TWO_OF_24_GB,
-    ),
-    "units": Suite(
-        measure_units,
-        "The peak of a step of GPT-2 Large against the modules that are groups of their own: none, each block, and "
-        "modules with so many parameters that are in no smaller such module, as FSDP1's `size_based_auto_wrap_policy` "
-        "chooses them. Counted as in the suite batches, with one sequence of 160 tokens. DDP has no groups: its number "
-        "is the same in each row. Published (BERT) is only an order: DDP most, then one group, 1M, 2K.",
-        worlds=(8,),
-        quick_worlds=(8,),
-        peers=("fsdp1", "ddp"),
-    ),
-    "adapters": Suite(
-        measure_adapters,
-        "LoRA (rank 16 on all linear layers of blocks, all else frozen) with adapters in the groups of their blocks, "
-        "and with each adapter matrix as a group of its own, as peft's policy for FSDP1 has it. Counted as in the "
-        "suite batches, with one sequence of GPT-2 Large. Time: CPU time of the process for forward, backward and "
-        "zero_grad of a tiny model, above the plain model's, on a process group that writes nothing, interleaved. "
-        "Published: 0.941 s and 16 GB in the groups of blocks, 1.229 s and 19 GB apart.",
-        worlds=(8,),
-        quick_worlds=(8,),
-    ),
-    "stages": Suite(
-        measure_stages,
-        "Bytes that a rank sends and holds, per parameter, in fp32 with AdamW, counted on torch's fake process group "
-        "and the CPU's allocator; equal blocks. Limit: the published formulas (in units of 4 (N-1)/N bytes, DDP and "
-        "stages 1 and 2 send 2, stage 3 sends 3; of 16 bytes, 4 are the parameter, 4 the gradient, 8 AdamW's state). "
-        "Stage 1: `reshard_after_forward=False`; for all micro-batches but the last "
-        "`set_requires_gradient_sync(False)` and `set_reshard_after_backward(False)`. Stage 2 is the same without "
-        "`set_requires_gradient_sync`. Column ddp: stage 0 is DDP; stage 1 is DDP with ZeroRedundancyOptimizer, "
-        "which gives each rank whole parameters (held is what the first rank holds), and broadcasts them.",
-        worlds=(8, 64),
-        quick_worlds=(8,),
-        peers=("ddp",),
     ),
     "timeline": Suite(
         measure_timeline,

@@ -7,6 +7,7 @@ are freed, and whatever the library keeps.
 """
 
 import gc
+import importlib
 import os
 import sys
 import time
@@ -16,18 +17,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cuda_models import Llama, LlamaShape, make_ids, run_lm_step
-from benchmarks.cuda_wrapping import Recipe, materialise, wrap
+from benchmarks.cuda_wrapping import materialise
+from benchmarks.recipe import MODULES, shard
 
 SHAPE = LlamaShape(blocks=4, dim=512, heads=8, kv_heads=8, hidden=2048, vocab=32000, tokens=256)
 RANKS = 8
 
 
-def train_and_delete(name: str, mesh: dist.DeviceMesh, recipe: Recipe) -> tuple[int, bool]:
+def train_and_delete(name: str, mesh: dist.DeviceMesh, is_offloaded: bool) -> tuple[int, bool]:
     """Returns the bytes that are allocated afterwards, and whether the model is alive."""
     with torch.device("meta"):
         model = Llama(SHAPE)
-    device = torch.device("cpu" if recipe.offload else "cuda", 0)
-    model = materialise(wrap(name, model, mesh, recipe), device)
+    library = importlib.import_module(MODULES[name])
+    options = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    if is_offloaded:
+        options["offload_policy"] = library.CPUOffloadPolicy()
+    model = materialise(shard(name, model, **options), torch.device("cpu" if is_offloaded else "cuda", 0))
     ids = make_ids(SHAPE.vocab, 1, SHAPE.tokens, torch.device("cuda", 0))
     for _ in range(3):
         run_lm_step(model, ids)
@@ -48,7 +53,7 @@ def main(name: str, *options: str) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS, device_id=device)
     mesh = dist.init_device_mesh("cuda", (RANKS,))
     for turn in range(3):
-        left, is_alive = train_and_delete(name, mesh, Recipe(offload="offload" in options))
+        left, is_alive = train_and_delete(name, mesh, "offload" in options)
         print(f"{name} {turn}: {left} bytes stay, the model is {'alive' if is_alive else 'gone'}", flush=True)
 
 

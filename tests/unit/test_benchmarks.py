@@ -8,10 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,31 +18,27 @@ import torch
 import torch.distributed as dist
 
 import one_of_many
-from benchmarks import adapters, batches, claims, instructions, units
+from benchmarks import claims, instructions
 from benchmarks.__main__ import format_report, main, measure, parse_arguments, plan_jobs
 from benchmarks.allocator import allocator_rows
 from benchmarks.cuda import Stage, kind_of_call, measure_calls, measure_protocol, tiny_setup
 from benchmarks.cuda_group import start_wire_group
-from benchmarks.cuda_models import GPT, GPTShape, Llama, make_ids, run_lm_step
-from benchmarks.cuda_wrapping import Recipe, wrap
+from benchmarks.cuda_models import Llama, run_lm_step
 from benchmarks.gloo_group import largest_difference
 from benchmarks.host import build_step
 from benchmarks.libraries import PEERS, load_library, processes_of
-from benchmarks.meters import AllocationMeter
 from benchmarks.models import Shape, build_sharded
 from benchmarks.overlap import floor_seconds
 from benchmarks.places import UnavailableError, open_throttled_link
 from benchmarks.recipe import ROWS, clip_function, make_optimizer, shard, shard_as_torchtitan
 from benchmarks.report import Row, format_table, merge_rows, timed_row
-from benchmarks.simulated_gpu import simulated_gpu
-from benchmarks.stages import STAGES, count_stage
 from benchmarks.suites import SUITES
 from benchmarks.timed_group import Clock, Link, SimulatedClock, start_timed_group
 from benchmarks.timeline import timeline_rows
 from benchmarks.timing import repeat
 from benchmarks.traffic import count_step
 from benchmarks.turns import run_in_turns
-from helpers import NIGHTLY, fake_world
+from helpers import fake_world
 
 SHAPE = Shape(blocks=2, dim=8, hidden=16, tokens=3)
 
@@ -330,7 +323,8 @@ def test_it_runs_and_writes_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_both_libraries_are_wrapped_as_torchtitan_does() -> None:
     """The embedding, each block, norm and head together, which stay unsharded, and the root."""
     (shape,) = ON_CPU.llamas.values()
-    tied = GPT(TINY_GPT)
+    tied = Llama(shape)
+    tied.head.weight = tied.embedding.weight
     for model, ends in ((Llama(shape), [["embedding"], ["norm", "head"]]), (tied, [["embedding", "norm", "head"]])):
         names = {module: name for name, module in model.named_modules()}
         calls: list[tuple[list[str], Any]] = []
@@ -462,151 +456,3 @@ def test_a_way_that_fails_costs_no_others(monkeypatch: pytest.MonkeyPatch, capsy
     told, _ = capsys.readouterr()
     assert told.count("as the plain model") == 2 * (len(ways) - 1)
     assert "one of 8 simulated ranks, divided by 3: FAILED: step 0: " in told
-
-
-TINY_GPT = GPTShape(blocks=2, dim=32, heads=4, vocab=128, tokens=8, positions=8)
-TINY_BUDGET = 3e6
-ALL_LIBRARIES = ["fsdp2", "torch", "fsdp1", "ddp"]
-BATCHES = [
-    ("ddp", "DDP"),
-    ("fsdp1", "FULL_SHARD + offload"),
-    ("fsdp2", "FULL_SHARD + offload"),
-]
-
-
-@pytest.fixture(scope="module")
-def counted() -> dict[str, Any]:
-    """Counts all in one new process: it must not have run a backward before it knows a simulated GPU, which stays."""
-    if not NIGHTLY:
-        pytest.skip("it takes 15 s: run with FSDP2_NIGHTLY=1")
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(count_all).result(timeout=150)
-
-
-def count_all() -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # torch's, about FSDP1 and DDP
-    found = {case: find_and_count_directly(*case) for case in BATCHES}
-    found_rows = list(batches.batch_rows("batches", "GPT-2 XL", TINY_GPT, {"ddp"}, TINY_BUDGET))
-    units.UNITS = dict(list(units.UNITS.items())[:2])
-    peaks = units.unit_rows(["fsdp2"], TINY_GPT, 4, "tiny")
-    ways = [*adapters.count_rows(["fsdp2"], TINY_GPT, 4, "tiny"), *adapters.time_rows(["fsdp2"], 4, rounds=1)]
-    memory = {name: count_with_and_without_memory(name) for name in ALL_LIBRARIES}
-    return {"batches": found, "rows": found_rows, "units": peaks, "adapters": ways, "memory": memory}
-
-
-def count_with_and_without_memory(name: str) -> list[tuple[int, int]]:
-    """Returns what a rank holds between steps, and the peak of one: counted without memory, and what is allocated."""
-    start_wire_group(2, torch.device("cpu", 0))
-    with AllocationMeter() as real:
-        step = train_on_cpu(name, dist.init_device_mesh("cpu", (2,)))
-        with real.region("step"):
-            step()
-    del step
-    dist.destroy_process_group()
-    with simulated_gpu(2, "cpu") as (mesh, meter, _):
-        step = train_on_cpu(name, mesh)
-        resting = meter.live["cpu"]
-        meter.start_region()
-        step()
-        del step
-    return [(resting, real.allocated_before("step")), (meter.peak["cpu"], real.peak_during("step"))]
-
-
-def train_on_cpu(name: str, mesh: dist.DeviceMesh) -> Callable[[], None]:
-    """Returns a step, of which two were taken already."""
-    model = wrap(name, batches.EagerGPT(TINY_GPT), mesh, Recipe(casts=False))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-
-    def step() -> None:
-        loss, _ = model(make_ids(TINY_GPT.vocab, 3, TINY_GPT.tokens, torch.device("cpu")))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    repeat(2, step)
-    return step
-
-
-def find_and_count_directly(name: str, kind: str) -> tuple[int, list[int], dict[str, int]]:
-    """Returns the batch that is found, its peak and that of a row more, counted once more, and what rests where."""
-    recipe = dataclasses.replace(batches.KINDS[kind][0], casts=False)
-    with simulated_gpu(batches.RANKS) as (mesh, meter, _):
-        training = batches.build(name, TINY_GPT, recipe, mesh, meter)
-        resting = dict(meter.live)
-        found = batches.find_largest(training.peak_bytes, TINY_BUDGET)
-        training.peaks.clear()
-        peaks = [training.peak_bytes(found + more) for more in (1, 0)]
-        del training
-    return found, peaks, resting
-
-
-@pytest.mark.parametrize("name", ALL_LIBRARIES)
-def test_bytes_counted_without_memory_are_those_allocated(counted: dict[str, Any], name: str) -> None:
-    """But for those of kernels (some sum in memory of their own) and of fsdp2's checks, 5 % of so small a model."""
-    for without_memory, real in counted["memory"][name]:
-        assert without_memory <= real <= (1.05 if name == "fsdp2" else 1.001) * without_memory
-
-
-@pytest.mark.parametrize(("name", "kind"), BATCHES)
-def test_the_batch_that_is_found_fits_and_one_more_does_not(counted: dict[str, Any], name: str, kind: str) -> None:
-    """Offloaded training rests on the host: parameters and AdamW's state (FSDP1's gradients, too), a half of them."""
-    found, (one_more, itself), resting = counted["batches"][name, kind]
-    assert found > 0
-    assert itself <= TINY_BUDGET < one_more
-    numel = sum(param.numel() for param in GPT(TINY_GPT).parameters())
-    masks = TINY_GPT.blocks * TINY_GPT.positions**2
-    if "offload" in kind:
-        assert resting["gpu"] == masks
-        assert resting["cpu"] == pytest.approx((16 if name == "fsdp1" else 12) * numel / 2, rel=0.01)
-    else:
-        held = 16 if name == "ddp" else 12 / 2  # DDP has buckets, too
-        assert resting["gpu"] == pytest.approx(held * numel + masks, rel=0.01)
-
-
-@pytest.mark.parametrize("largest", [0, 1, 5, 11, 12, 40])
-def test_the_guess_is_confirmed(largest: int) -> None:
-    """Also if peaks are not straight: few rows cost no more than the optimizer does."""
-    assert batches.find_largest(lambda rows: max(9.5, rows + rows**2 / 100), largest + largest**2 / 100) == (
-        largest if largest > 9 else 0
-    )
-
-
-def test_modules_of_a_size() -> None:
-    """Tied ones stay in the root. What is too small joins the next module around it that is large enough."""
-    model = GPT(TINY_GPT)
-    names = {module: name for name, module in model.named_modules()}
-    chosen = [names[module] for module in units.modules_of_size(model, least=3000)]
-    assert chosen[:4] == ["blocks.0.qkv", "blocks.0.up", "blocks.0.down", "blocks.1.qkv"]
-    assert units.modules_of_size(model, least=12_000) == [*model.blocks]
-    assert units.modules_of_size(model, least=10**6) == []
-
-
-def test_the_model_in_one_group_needs_more_than_in_blocks(counted: dict[str, Any]) -> None:
-    peaks = {row.setting: row.values["fsdp2"] for row in counted["units"] if row.quantity == "step peak, GiB"}
-    assert peaks["tiny, the model as one group"] > peaks["tiny, each block"]
-
-
-def test_gradients_that_are_kept_take_rows(counted: dict[str, Any]) -> None:
-    kept, freed, *others = counted["rows"]
-    assert kept.setting == "GPT-2 XL, DDP (published: 0)"
-    assert 0 < kept.values["ddp"] < freed.values["ddp"]
-    assert len(others) == 4
-
-
-def test_adapters_in_groups_of_their_own_take_more_calls(counted: dict[str, Any]) -> None:
-    found = {(row.quantity, row.setting.removeprefix("tiny, ")): row.values for row in counted["adapters"]}
-    together, apart = (found["collective calls per step", way] for way in adapters.WAYS)
-    assert together["fsdp2"] < apart["fsdp2"]
-
-
-@pytest.mark.parametrize("label", ["stage 1: the optimizer's state is sharded", "stage 3: and parameters"])
-def test_stages_send_and_hold_what_the_formulas_say(label: str) -> None:
-    """Beside the state, both hold a shard of the parameters between micro-batches, and reshard before a step's end."""
-    shape = dataclasses.replace(SHAPE, dim=64, hidden=128)
-    with fake_world(4):
-        mesh = dist.init_device_mesh("cpu", (4,))
-        counts = [count_stage(name, label, shape, mesh) for name in ("fsdp2", "torch")]
-    for counted in counts:
-        for what, formula in STAGES[label].formulas(4).items():
-            extra = (4 / 4 if "between micro" in what else -4 + 4 / 4) if "held" in what and "stage 1" in label else 0
-            assert counted[what] == pytest.approx(formula + extra, rel=0.03), what
