@@ -114,15 +114,14 @@ def _run_in_same_pass(root: Root, run: Callable[[], Any]) -> Any:
     """Runs a call of a large submodule between forward and backward, by a loss. A pass of its own would free what the
     forward has kept for backward. The submodule stays for backward, too: a loss may call it on each of many chunks.
     """
-    root.enter(root.state)
-    root.depth += 1
-    root.runs_for_loss = True
+    num_running, depth = len(root.running), root.depth
     try:
+        root.enter(root.state)
+        root.depth, root.runs_for_loss = depth + 1, True
         return run()
     finally:
-        root.runs_for_loss = False
-        root.depth -= 1
-        root.leave()
+        root.depth, root.runs_for_loss = depth, False
+        root.leave(num_running)
 
 
 @once
