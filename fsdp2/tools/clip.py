@@ -34,7 +34,8 @@ def clip_grad_norm_(
 
     It does what `torch.nn.utils.clip_grad_norm_` does, but the parameters of one call may be on different meshes: plain
     tensors and DTensors, sharded or replicated on any axes, by fsdp2 or by torch's FSDP2. Every rank must call it, with
-    the same parameters in the same order; a gradient may be None, on all ranks or on some.
+    the same parameters, max_norm and norm_type; ranks compare these when checks are due, before a later forward. A
+    gradient may be None, on all ranks or on some.
 
     Sharded gradients add up over ranks, replicated ones count once. Plain tensors count once, too; their gradients must
     therefore be the same on every rank. Parameters on a mesh that this rank is not part of (those of other pipeline
