@@ -54,8 +54,7 @@ def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
         if shared[1:]:
             _check_parameters(plan, shared)
     for module, prefix in plan.names.items():
-        for name in module._buffers:
-            buffer = module._buffers[name]
+        for name, buffer in module._buffers.items() if module._buffers else ():
             if buffer is not None:
                 _check_other(plan, places, fqn(prefix, name), "a buffer", buffer)
         for name in module.__dict__:
