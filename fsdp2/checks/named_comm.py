@@ -182,7 +182,8 @@ class Goodbyes(Observer):
             return  # a recomputation that raises is no failure yet
         where = "backward" if in_backward or group is None else f"the forward of {group.purpose.label}"
         text = " ".join(f"{RAISED}{type(error).__name__} in {where}: {error}".split())
-        conversations = {comm.conversation for group in root.groups for comm in group.purpose.named_comms}
+        comms = [comm for group in root.groups for comm in group.purpose.named_comms]
+        conversations = {comm.conversation for comm in comms if isinstance(comm, NamedPairwiseComm)}
         for each in conversations:
             each.goodbye = goodbye(text)
         # Roots that share a process group meet others there in one order.
