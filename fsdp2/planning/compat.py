@@ -24,6 +24,7 @@ __all__ = [
     "is_fake",
     "mesh_of_numbers",
     "no_dispatch",
+    "run_backward",
 ]
 
 NO_SPLIT = "_no_split_modules"
@@ -167,6 +168,16 @@ def is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def run_backward(loss: Tensor) -> None:
+    """Does what `loss.backward()` does. That method, and `torch.autograd.backward`, would leave the innermost
+    TorchFunctionMode, and a forward that runs again would then be another one.
+    """
+    gradients = (torch.ones_like(loss),)
+    torch.autograd.graph._engine_run_backward(
+        (loss,), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def flop_formulas() -> dict[Any, Any]:
