@@ -102,6 +102,10 @@ class SecondStep(Observer):
         self.problem = ""
         root.add(self)
 
+    @property
+    def device_type(self) -> str:
+        return self._device.type
+
     # ---- events
 
     def pass_began(self, root: Root) -> None:

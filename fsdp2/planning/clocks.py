@@ -13,6 +13,9 @@ import torch
 from .links import Behind, End, Links
 from .network import NO_LATENCY, Latency, Network
 
+# Bytes on an H100 or H200. On older devices it is a quarter of them. CUBLAS_WORKSPACE_CONFIG changes it.
+CUBLAS_WORKSPACE = 32 << 20
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -51,6 +54,11 @@ class Machine:
     def can_offload(self) -> bool:
         """True if the device is not where offloaded shards rest."""
         return self.torch_device != torch.device("cpu")
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Bytes that torch keeps for cuBLAS on CUDA, once for the thread of forward and once for that of backward."""
+        return 2 * CUBLAS_WORKSPACE if self.torch_device.type == "cuda" else 0
 
     @property
     def has_speeds(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from ..tools.columns import terminal_width
 from .plan import plan
 from .table import plan_text
 
+SECONDS_BETWEEN_LINES = 1.0
+_logger = logging.getLogger("fsdp2.planning")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,7 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args([*arguments])
     sys.path.insert(0, "")  # the models of the folder in which it is called
+    progress = _Progress()
     try:
+        _logger.addHandler(progress)
+        _logger.setLevel(logging.DEBUG)
+        _logger.info("building the model")
         model, is_of_transformers = _build(given.model)
         made = plan(
             model,
@@ -56,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
+    finally:
+        _logger.removeHandler(progress)
+        _logger.setLevel(logging.NOTSET)
     print(plan_text(made, terminal_width()))
     if given.save:
         made.save(given.save)
@@ -63,6 +74,19 @@ def main(arguments: Sequence[str]) -> int:
     if only_root:
         print("expected blocks to wrap, found none: pass --policy")
     return int(only_root or not made.fits)
+
+
+class _Progress(logging.Handler):
+    """Writes how far a plan is to stderr: each stage, and settings at most once a second."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._shown_at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.DEBUG or time.monotonic() - self._shown_at >= SECONDS_BETWEEN_LINES:
+            self._shown_at = time.monotonic()
+            print(f"planning: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,8 +159,15 @@ def _build(name: str) -> tuple[nn.Module, bool]:
 
 
 def _of_config(path: Path) -> nn.Module:
-    import transformers  # type: ignore[import-not-found, unused-ignore]
-
+    try:
+        import transformers  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise  # it names the package that transformers misses
+        raise ModuleNotFoundError(
+            f"{path}: a model of a config needs the package transformers: pip install transformers. Or name a class or "
+            "a function that makes the model, as package.module:name"
+        ) from error
     config = transformers.AutoConfig.from_pretrained(path)
     classes = [getattr(transformers, each, None) for each in getattr(config, "architectures", None) or ()]
     cls = next(filter(None, classes), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "is_fake",
     "mesh_of_numbers",
     "no_dispatch",
+    "run_backward",
 ]
 
 NO_SPLIT = "_no_split_modules"
@@ -169,19 +171,38 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def run_backward(loss: Tensor) -> None:
+    """Does what `loss.backward()` does. That method, and `torch.autograd.backward`, would leave the innermost
+    TorchFunctionMode, and a forward that runs again would then be another one.
+    """
+    gradients = (torch.ones_like(loss),)
+    torch.autograd.graph._engine_run_backward(
+        (loss,), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def flop_formulas() -> dict[Any, Any]:
     """Returns torch's formulas of floating-point operations, by operation. torch has none for attention on the CPU,
-    which takes the same arguments first as that on CUDA.
+    which takes the same arguments first as that on CUDA. Those of torch 2.11 refuse keys that several heads share.
     """
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
     formulas: dict[Any, Any] = dict(flop_registry)
-    for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+    # Name -> where the query is among the arguments: behind the gradient of the output in backward.
+    queries = {"_scaled_dot_product_flash_attention": 0, "_scaled_dot_product_flash_attention_backward": 1}
+    for name, query in queries.items():
         on_cuda, on_cpu = getattr(aten, name, None), getattr(aten, name.replace("attention", "attention_for_cpu"), None)
         if on_cuda in formulas and on_cpu is not None:
-            formulas[on_cpu] = formulas[on_cuda]
+            formulas[on_cpu] = partial(_with_heads_of_query, formulas[on_cuda], query)
     return formulas
+
+
+def _with_heads_of_query(formula: Callable[..., int], query: int, *args: Any, **kwargs: Any) -> int:
+    """Returns what a formula counts for attention whose keys and values have as many heads as the query."""
+    num_heads = args[query].shape[1]
+    key, value = (torch.Size([t.shape[0], num_heads, *t.shape[2:]]) for t in args[query + 1 : query + 3])
+    return formula(*args[: query + 1], key, value, *args[query + 3 :], **kwargs)
 
 
 def mesh_of_numbers(shape: tuple[int, ...]) -> DeviceMesh:

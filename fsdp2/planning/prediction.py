@@ -22,7 +22,8 @@ class Prediction:
         shards: bytes of the parameters' shards, on whichever device they rest.
         buffers: bytes of the model's buffers, which rest on the device.
         resting: bytes on the device between steps: shards that are not offloaded, buffers, what codecs with feedback
-            keep, and secondary shards of replicas that share what rests; no optimizer states.
+            keep, secondary shards of replicas that share what rests, and on CUDA the workspaces of cuBLAS; no optimizer
+            states.
         forward_peak: most bytes above resting until the model's forward has returned.
         step_peak: most bytes above resting until backward ends, which includes all sharded gradients.
         peak_at: what ran when the step had its peak.
@@ -145,7 +146,8 @@ class ShardedCopy:
         return Prediction(
             shards=sum(nbytes for nbytes, _ in shards),
             buffers=buffers,
-            resting=sum(nbytes for nbytes, transfers in shards if transfers is None) + buffers + feedback + secondary,
+            resting=sum(nbytes for nbytes, transfers in shards if transfers is None)
+            + (buffers + feedback + secondary + (self._machine.workspace_nbytes if clocks.flops else 0)),
             forward_peak=playback.forward_peak - resting,
             step_peak=meter.peak - resting,
             peak_at=meter.peak_at,

@@ -8,7 +8,7 @@ later played with each setting's unsharded parameters and gradients around it (p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.step import cast_floating
-from .compat import fake_mode, flop_formulas, is_fake
+from .compat import fake_mode, flop_formulas, is_fake, run_backward
+from .kernels import of_device
 from .meter import StorageMeter
 from .structure import PlannedGroup, compute_dtypes, modules_of
 
@@ -67,6 +68,17 @@ class Recording:
     last_peak: int = 0
     last_flops: int = 0
 
+    def of(self, modules: Collection[int]) -> Recording:
+        """Returns the same recording, which marks no other modules than these. Marks of gradients stay."""
+        found, peak, flops = Recording(), 0, 0
+        for mark in self.marks:
+            peak, flops = max(peak, mark.peak), flops + mark.flops
+            if mark.kind == GRADIENT or mark.subject in modules:
+                found.marks.append(mark._replace(peak=peak, flops=flops))
+                peak = flops = 0
+        found.last_peak, found.last_flops = max(peak, self.last_peak), flops + self.last_flops
+        return found
+
 
 class _Counter(StorageMeter):
     """Counts bytes of living storages that operations have made since `is_on`, and floating-point operations."""
@@ -92,8 +104,11 @@ def record(
     batch: Callable[[], Any],
     loss: Callable[[Any], Tensor],
     checkpointed: Iterable[nn.Module] = (),
+    device: str = "cpu",
 ) -> Recording:
     """Returns a recording of one forward and backward of `model`. It leaves the model as it was.
+
+    The output of the model stays alive until backward ends, as in `output = model(batch); loss_of(output).backward()`.
 
     Args:
         model: any module, also on meta.
@@ -101,6 +116,7 @@ def record(
         batch: makes the arguments of the model: a tensor, a tuple or list of arguments, or a dict of named ones.
         loss: computes a scalar of what the model returns.
         checkpointed: modules whose forward runs again in backward.
+        device: the type of device that will train. Its kernels say which tensors stay for backward.
     """
     counter, marks = _Counter(), Recording()
     arguments = batch()
@@ -125,13 +141,15 @@ def record(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(hooks.gradient, i))
         stack.enter_context(mode)
+        stack.enter_context(of_device(device))
         counter.is_on = True
-        result = loss(model(*args, **kwargs))
+        output = model(*args, **kwargs)
+        result = loss(output)
         if not isinstance(result, Tensor) or result.numel() != 1:
             raise TypeError(f"loss: expected a function that returns a scalar tensor, got {type(result).__name__}")
         hooks.in_backward = True
-        result.backward()
-        del result, args, kwargs
+        run_backward(result)
+        del output, result, args, kwargs
         marks.last_peak, marks.last_flops = counter.peak, counter.flops
     return marks
 

@@ -250,9 +250,7 @@ def measure_step(model: nn.Module, batch: Any, meter: AllocationMeter, step: str
     with meter.region(step):
         with meter.region(forward):
             output = model(batch)
-        loss = loss_of(output)
-        del output
-        loss.backward()
+        loss_of(output).backward()
 
 
 def dealt(name: str) -> list[str]:
