@@ -49,6 +49,7 @@ ALLOWED = {
     "dtensor._inspected": CACHE,
     "dtensor._replaced": OF_CLASS,
     "dtensor._views": "the copied views that are alive, which no other object knows",
+    "dtensor.after_step": OF_STEPS,
     "dtensor.before_step": OF_STEPS,
     "dtensor.off": "fixes that the user has switched off for the process",
     "dtensor.parts": "the parts of graphs that are alive, which no other object knows",
