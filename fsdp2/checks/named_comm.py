@@ -191,8 +191,8 @@ class Goodbyes(Observer):
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet
-        where = "backward" if in_backward or group is None else f"the forward of {group.purpose.label}"
-        text = " ".join(f"{RAISED}{type(error).__name__} in {where}: {error}".split())
+        where = f" in the forward of {group.purpose.label}" if group is not None and not in_backward else ""
+        text = " ".join(f"{RAISED}{type(error).__name__}{where}: {error}".split())
         comms = [comm for group in root.groups for comm in group.purpose.named_comms]
         conversations = {comm.conversation for comm in comms if isinstance(comm, NamedPairwiseComm)}
         for each in conversations:
