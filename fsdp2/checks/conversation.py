@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,8 +21,6 @@ from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step,
 # follows them.
 _HEADER_TAG = 0x0F5D_0000
 _DATA_TAG = 0x4000_0000
-# Tag of messages that only find out to which ranks there are connections.
-_PROBE_TAG = 0x0F5E_0000
 _CLOSED = re.compile("closed|reset by peer|broken pipe|refused", re.IGNORECASE)
 
 
@@ -45,6 +42,7 @@ class Exchange:
 
     `rows`: where first messages arrive, by the rank that sends them.
     `take_leave`: called, if ranks are out of step, with this exchange and those that began later: see PairwiseComm.
+    `find_ended`: returns the ranks to which connections are closed.
     """
 
     def __init__(
@@ -54,8 +52,10 @@ class Exchange:
         header: Header,
         rows: dict[int, Tensor],
         take_leave: Callable[[Sequence[Exchange]], None],
+        find_ended: Callable[[], set[int]],
     ) -> None:
-        self.purpose, self.header, self.rows, self.take_leave = purpose, header, rows, take_leave
+        self.purpose, self.header, self.rows = purpose, header, rows
+        self.take_leave, self.find_ended = take_leave, find_ended
         # First messages that are sent, and received, by rank; all that follow, by rank; riders, as (target, row).
         self.sent: list[Work] = []
         self.received: dict[int, Work] = {}
@@ -177,7 +177,7 @@ class Conversation:
 
     def table(self, exchange: Exchange, came: set[int], problem: str) -> str:
         """Returns where each rank was, as far as headers have told. `problem`: the error of a message."""
-        ended = self._find_ended() if _CLOSED.search(problem) else set()
+        ended = exchange.find_ended() if _CLOSED.search(problem) else set()
         doing, before = without_sizes(exchange.header.text), ""
         if self._last is not None:
             before = f"; {time.monotonic() - self._last[1]:.1f} s ago it was {without_sizes(self._last[0])}"
@@ -190,17 +190,6 @@ class Conversation:
         missing = ended or {*range(len(lines))} - came - {own}
         names = [str(rank) for i, rank in enumerate(self._ranks()) if i in missing]
         return "\n".join([_hint(exchange.purpose, names, bool(ended)) + TABLE, *lines])
-
-    def _find_ended(self) -> set[int]:
-        """Returns the ranks to which connections are closed."""
-        group, found, nothing = self._group(), set(), torch.zeros(1, dtype=torch.uint8, device="cpu")
-        assert group is not None, "its messages are under way"
-        for i in {*range(group.size())} - {group.rank()}:
-            try:
-                group.send([nothing], i, _PROBE_TAG)
-            except RuntimeError:
-                found.add(i)
-        return found
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._group())

@@ -25,6 +25,8 @@ from .watched_groups import watched
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
 # to copy it twice takes less than messages of its own. See benchmarks/results.
 MAX_RIDER_NBYTES = 1024 * 1024
+# Tag of messages that only find out to which ranks there are connections.
+_PROBE_TAG = 0x0F5E_0000
 
 
 class NamedPairwiseComm(PairwiseComm):
@@ -68,7 +70,7 @@ class NamedPairwiseComm(PairwiseComm):
         if conversation.partings:
             conversation.come_back(self._take_leave)
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
-        exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave)
+        exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave, self._find_ended)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
         rides = bool(outgoing) and outgoing[-1][0].nbytes <= self._max_rider
         bulk = [*zip(outgoing, incoming, strict=True)][: len(outgoing) - rides]
@@ -95,6 +97,15 @@ class NamedPairwiseComm(PairwiseComm):
             data, tag = conversation.goodbye.data, conversation.header_tag
             with suppress(RuntimeError):  # a peer is gone
                 conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
+
+    def _find_ended(self) -> set[int]:
+        found, nothing = set(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        for to, _ in self._peers:
+            try:
+                self.group.send([nothing], to, _PROBE_TAG)
+            except RuntimeError:
+                found.add(to)
+        return found
 
     def _take_leave(self, begun: Sequence[Exchange]) -> None:
         """Waits, as ranks are out of step since the first of `begun`, until nothing is under way to this rank.
@@ -180,8 +191,8 @@ class Goodbyes(Observer):
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet
-        where = "backward" if in_backward or group is None else f"the forward of {group.purpose.label}"
-        text = " ".join(f"{RAISED}{type(error).__name__} in {where}: {error}".split())
+        where = f" in the forward of {group.purpose.label}" if group is not None and not in_backward else ""
+        text = " ".join(f"{RAISED}{type(error).__name__}{where}: {error}".split())
         comms = [comm for group in root.groups for comm in group.purpose.named_comms]
         conversations = {comm.conversation for comm in comms if isinstance(comm, NamedPairwiseComm)}
         for each in conversations:
