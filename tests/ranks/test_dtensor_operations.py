@@ -358,6 +358,8 @@ def test_only_writes_change_a_number_that_ranks_have_parts_of() -> None:
         (own,) = distributed([SIGNED], Shard(0))
         for kind, compute in OF_ONE.items():
             number, other, plain = compute(own), compute(2 * own), compute(SIGNED)
+            if not any(each.is_partial() for each in number.placements):
+                continue  # torch 2.15 has reduced truths
             before, part = (type(number), number.placements), number.to_local().clone()
             for name, use in USES.items():
                 use(number, other)
