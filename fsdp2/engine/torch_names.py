@@ -204,13 +204,14 @@ def is_replicated_by_ddp(module: nn.Module) -> bool:
     first forward on.
     """
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
-    return contract is not None and "replicate" in vars(module).get(contract.REGISTRY_KEY, ())
+    key = getattr(contract, "REGISTRY_KEY", None)  # another thread may be importing the module
+    return key is not None and "replicate" in vars(module).get(key, ())
 
 
 def stepped_on_accumulation() -> Collection[Tensor]:
     """Returns the parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook for it."""
     module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    found: Collection[Tensor] = module.param_to_optim_hook_handle_map if module is not None else ()
+    found: Collection[Tensor] = getattr(module, "param_to_optim_hook_handle_map", ())
     return found
 
 
