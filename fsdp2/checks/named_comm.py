@@ -159,7 +159,7 @@ class Goodbyes(Observer):
         if not self._is_told and (not root.forward.has_grad or root.num_backwards != before):
             return
         self._is_told = False
-        if root.consensus is not None:
+        if root.consensus is not None or not any(hasattr(comm, "compare") for comm in root.group.comms):
             return
         try:
             self._begin_together(root)
