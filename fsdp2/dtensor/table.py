@@ -1,7 +1,7 @@
 """Lists the fixes: what torch does wrong with sharded parameters, and what fsdp2 does instead.
 
 A fix with `attach` changes only the class of sharded parameters and of results computed from them. A fix with `patch`
-also changes torch, as "What fsdp2 changes in your process" in README.md lists: for other tensors torch behaves as
+also changes torch, as "What is changed of torch" in fsdp2/README.md lists: for other tensors torch behaves as
 before.
 """
 

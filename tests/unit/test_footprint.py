@@ -1,5 +1,5 @@
 """Tests what fsdp2 changes in a process: the identities of all attributes of all modules and classes of torch, and of
-the items of containers among them, are compared before and after. README.md lists what is changed.
+the items of containers among them, are compared before and after. fsdp2/README.md lists what is changed.
 """
 
 import gc
@@ -154,7 +154,7 @@ def test_what_is_changed(tmp_path: Path) -> None:
 
 
 def test_readme_lists_it() -> None:
-    rows = table_rows(ROOT / "README.md")["What fsdp2 changes in your process"]
+    rows = table_rows(ROOT / "fsdp2" / "README.md")["What is changed of torch"]
     text = "\n".join(cell for cells in rows for cell in cells)
     names = ALWAYS | OF_MODULES | WHERE_IMPORTED
     hidden = {name for name in names if name.startswith("torch.distributed.tensor._")}  # second names of one list
