@@ -14,6 +14,7 @@ PATHS = [
     *(ROOT / folder / "README.md" for folder in FOLDERS),
     *GUIDES,
     ROOT / "fsdp2" / "ARCHITECTURE.md",
+    ROOT / "benchmarks" / "PROTOCOL.md",
 ]
 
 

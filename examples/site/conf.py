@@ -62,7 +62,7 @@ FIRST = ("fully_shard", "replicate")
 AFTER_START = {"Reference": [f"examples/site/reference/{page}" for page in REFERENCE]}
 AFTER_GUIDES = {
     "Engine": ["fsdp2/ARCHITECTURE", "fsdp2/README", "fsdp2/MODULES"],
-    "Numbers": ["benchmarks/README"],
+    "Numbers": ["benchmarks/README", "benchmarks/PROTOCOL"],
     "Project": [
         *("CHANGELOG", "STABILITY", "SECURITY", "tests/README", "tests/BEHAVIOURS", "tests/clients/README"),
         *("tests/phantom/README", "tests/fake_gpu/README"),
