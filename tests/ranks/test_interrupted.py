@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp2 import fully_shard
 from fsdp2.engine import autograd, root, step
+from fsdp2.engine.state import require_state
 from helpers import assert_same, full, run_ranks, shard_batch
 from models import TanhBlock
 
@@ -89,12 +90,14 @@ class Model:
 
 
 def interrupted(trained: Model, lines: Lines, is_alone: bool) -> str:
-    """Interrupts a pass, and returns the error if no step is exact from then on. A rank that is alone goes on with the
-    next pass, where ranks may be out of step once more.
+    """Interrupts a pass, and returns the error if no step is exact from then on. Where one rank is interrupted alone, it
+    or its next pass tells the others, which end that step with it. A pass that had not begun is run again.
     """
+    root = require_state(trained.model).root
+    before = root.forward
     with lines.traced():
         is_interrupted = trained.error(2).startswith("KeyboardInterrupt")
-    if is_alone and is_interrupted:
+    if is_alone and is_interrupted and root.forward is before:
         trained.error(2)
     for may_fail in (is_alone, False):
         try:
