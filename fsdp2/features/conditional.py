@@ -1,7 +1,7 @@
 """Lets some ranks leave modules out of a forward: conditional modules.
 
 A group below a conditional module may run on some ranks only, but its gathers and reductions take all of them. So
-before anything is communicated the ranks reach *consensus*, in one all-reduce of three numbers, each with what it is
+before anything is communicated the ranks reach *consensus*, in one all-reduce of four numbers, each with what it is
 about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
 shards and with gradients of zeros. When none does, all are about to do the same, and go on. Nothing is remembered from
 one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..engine.collectives import make_comm
 from ..engine.comm import Purpose, compare_first
 from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
+from ..engine.mesh import DataMesh
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
@@ -79,6 +81,64 @@ def find_conditional(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, FSDPSt
     return found
 
 
+class RanksOfConsensus:
+    """The ranks of a root with conditional modules, and the process groups on which they reach consensus.
+
+    It outlives the root. Python frees a model at its own time on each rank: while one of them still has it, and asks
+    for consensus before a collective of the program, the others answer (`answer`), and all ask no more.
+    """
+
+    def __init__(self, mesh: DataMesh) -> None:
+        self.ranks = ranks_of(mesh)
+        self.process_groups = mesh.axis_groups
+        self._own_groups: Sequence[dist.ProcessGroup] = ()
+        # A backward may follow, or a pass has failed: collectives of users, on the thread of the last forward, ask for
+        # consensus until the next pass.
+        self.is_open = False
+        self.thread: int | None = None
+        cpu = torch.device("cpu")
+        # The host reads the result. From an accelerator it would wait for all that this computes.
+        has_cpu = all(has_backend(group, cpu) for group in self.process_groups)
+        self.device = cpu if has_cpu else mesh.device
+
+    def find_largest(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the largest of each number over all ranks, which must call it."""
+        if not self._own_groups:
+            self._make_own_groups()
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        for group in self._own_groups:
+            all_reduce_now(largest, group, largest=True)
+        found: list[int] = largest.tolist()
+        return found
+
+    def _make_own_groups(self) -> None:
+        """Makes process groups over the same ranks for the consensus alone. All ranks come here at the first consensus,
+        and none has died: it would be waited for.
+        """
+        nothing, purpose = torch.empty(0, device=self.device), Purpose("the first consensus")
+        for each in self.process_groups:
+            compare_first(make_comm(each, self.device, purpose), "reaching", nothing)
+        groups = self.process_groups
+        self._own_groups = [each if size_may_change(each) else subgroup(each, each.size()) for each in groups]
+
+    def answer(self) -> None:
+        """Reaches consensus before a collective of the program on a rank that has freed the model.
+
+        Raises:
+            RuntimeError: another rank is in a pass of that model; on all ranks.
+        """
+        self.is_open = False
+        chosen, first, last, _ = self.find_largest([-_COMMON, -_BEHIND_FORWARD, _BEHIND_FORWARD, 1])
+        if -chosen != _COMMON or -first != last:
+            raise RuntimeError(_FREED)
+
+
+_FREED = (
+    "ranks are out of step: some have freed a model with conditional modules, and others are in a pass of it. Run the "
+    "same passes on every rank."
+)
+
+
 class Consensus:
     """Keeps the ranks of one root in one order, if some of them may leave modules out: a RankConsensus.
 
@@ -87,33 +147,28 @@ class Consensus:
 
     def __init__(self, root: Root) -> None:
         self._root, mesh = root, root.group.mesh
-        self.ranks = ranks_of(mesh)
+        self.among = RanksOfConsensus(mesh)
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
-        self._process_groups, self._is_joining = mesh.axis_groups, False
-        self._own_groups: Sequence[dist.ProcessGroup] = ()
+        self._is_joining = False
         # A forward of the outermost module, or a backward, has begun, and has not come to the consensus at its end.
         self._is_in_forward = self._is_in_backward = False
-        # A backward may follow, or a pass has failed: collectives of users ask for consensus until the next pass.
-        self.is_open = False
         # This rank may have left the last step alone: if others are still in it, they are told so, and it goes on.
         self._has_left = False
-        cpu = torch.device("cpu")
-        # The host reads the result. From an accelerator it would wait for all that this computes.
-        has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
-        self._device = cpu if has_cpu else mesh.device
         # True until a warning has said what a consensus costs here.
-        self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
+        self._warns = is_first(mesh) and self.among.device.type not in ("cpu", "meta")
 
-    def _make_own_groups(self) -> None:
-        """Makes process groups over the same ranks for the consensus alone. All ranks come here at the first consensus,
-        and none has died: it would be waited for.
-        """
-        nothing, purpose = torch.empty(0, device=self._device), Purpose("the first consensus")
-        for each in self._process_groups:
-            compare_first(make_comm(each, self._device, purpose), "reaching", nothing)
-        groups = self._process_groups
-        self._own_groups = [each if size_may_change(each) else subgroup(each, each.size()) for each in groups]
+    @property
+    def ranks(self) -> frozenset[int]:
+        return self.among.ranks
+
+    @property
+    def is_open(self) -> bool:
+        return self.among.is_open
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        self.among.is_open, self.among.thread = value, get_ident()
 
     # ---- what the engine calls
 
@@ -241,23 +296,18 @@ class Consensus:
 
     def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
         """Returns the least request of all ranks, and the least and the largest event."""
-        chosen, first, last = self._find_largest([-request, -event, event], event)
-        return -chosen, -first, last
-
-    def _find_largest(self, numbers: Sequence[int], event: int) -> list[int]:
-        """Returns the largest of each number over all ranks, which must call it. `event`: what this one is doing."""
-        largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         try:
-            if not self._own_groups:
-                self._make_own_groups()
-            for group in self._own_groups:
-                all_reduce_now(largest, group, largest=True)
+            chosen, first, last, is_freed = self.among.find_largest([-request, -event, event, 0])
         except RuntimeError as error:  # a peer is gone, for example
             self._is_in_forward = self._is_in_backward = self.is_open = False  # there is nobody to tell
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
-        found: list[int] = largest.tolist()
-        return found
+        if is_freed:  # by the collector, on another rank
+            self.is_open = False
+            if -chosen != _COMMON or -first != last:
+                self._root.note_out_of_step()
+                raise RuntimeError(_FREED)
+        return -chosen, -first, last
 
     def _join(self, event: int) -> None:
         """Joins an all-gather or a reduction that only other ranks use."""
@@ -280,8 +330,8 @@ class Consensus:
         return _OTHERS.get(event) or f"{_VERBS[kind]} {self._root.groups[index]}"
 
     def _warn(self) -> None:
-        self._warns, kind = False, self._device.type
-        name = backend_name(self._process_groups[0], self._device) or "its backend"
+        self._warns, kind = False, self.among.device.type
+        name = backend_name(self.among.process_groups[0], self.among.device) or "its backend"
         warnings.warn(
             "conditional=True: ranks agree before each gather and each group's reduction, and the process group has a "
             f"backend for {kind} only: each time the host waits until the device has done all that it was given. "

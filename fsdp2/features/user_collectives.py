@@ -42,11 +42,17 @@ _NAMES = (
 class _Consensus(Protocol):
     """Has `ranks`, those of a root, reach consensus before a collective of a user that takes all of them.
 
-    `is_open`: also between passes, on the thread of the last forward.
+    `is_open`: also between passes, on the thread of the last forward. `among`: what is left of it when the root is
+    freed; it has `ranks`, `is_open`, `thread` and `answer`.
     """
 
-    ranks: frozenset[int]
-    is_open: bool
+    among: Any
+
+    @property
+    def ranks(self) -> frozenset[int]: ...
+
+    @property
+    def is_open(self) -> bool: ...
 
     def before_collective(self) -> None: ...
 
@@ -66,11 +72,13 @@ class _Collectives:
 
     `watches`: default process group -> root -> its watch, as threads that are ranks have a default group each; in the
     order in which they came, which is the same on all ranks. Roots are held weakly.
+    `left`: default process group -> what is left of roots that were freed while their consensus was open.
     `functions`: name -> (torch's function, the one in its place); empty while torch's are in their places.
     """
 
     def __init__(self) -> None:
         self.watches: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Root, _Watch]] = WeakKeyDictionary()
+        self.left: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
         self.functions: dict[str, tuple[Any, Any]] = {}
         # How many roots need them.
         self._num_roots = 0
@@ -101,6 +109,23 @@ class _Collectives:
                     setattr(dist, name, usual)
             self.functions.clear()
 
+    def end(self, among: Any, world: ref[dist.ProcessGroup]) -> None:
+        """Is called when a root is freed. Other ranks may still have theirs, and ask."""
+        group = world()
+        if among.is_open and group is not None:
+            with self._lock:
+                self.left.setdefault(group, []).append(among)
+        else:
+            self.restore()
+
+    def restore_behind(self, among: Any) -> None:
+        """Forgets what was left of a root, about which no rank asks any more."""
+        with self._lock:
+            for each in self.left.values():
+                if among in each:
+                    each.remove(among)
+        self.restore()
+
 
 _collectives = _Collectives()
 
@@ -110,9 +135,9 @@ def watch_collectives(consensus: _Consensus, root: Root) -> None:
     runs. When the last such root is freed, torch's functions are in their places again.
     """
     _collectives.replace()
-    end = finalize(root, _collectives.restore)
-    end.atexit = False
     assert dist.group.WORLD is not None, "ranks agree"
+    end = finalize(root, _collectives.end, consensus.among, ref(dist.group.WORLD))
+    end.atexit = False
     watches = _collectives.watches.setdefault(dist.group.WORLD, WeakKeyDictionary())
     watches[root] = _Watch(ref(consensus), end)
 
@@ -145,10 +170,15 @@ def _reach_consensus(group: dist.ProcessGroup | None) -> None:
         and (root.running or root.backward is not None or _is_open(consensus, root))
         and not _runs_a_hook(root)
     ]
-    ranks = set(dist.get_process_group_ranks(group)) if asked else set()
+    left = [] if world is None else [each for each in _collectives.left.get(world, ()) if each.thread == get_ident()]
+    ranks = set(dist.get_process_group_ranks(group)) if asked or left else set()
     for consensus in asked:
         if consensus.ranks.issubset(ranks):
             consensus.before_collective()
+    for among in left:
+        if among.ranks.issubset(ranks):
+            _collectives.restore_behind(among)
+            among.answer()
 
 
 def _is_open(consensus: _Consensus, root: Root) -> bool:

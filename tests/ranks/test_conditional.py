@@ -1,6 +1,7 @@
 """Tests what ranks can't agree on where modules run on some ranks only. test_training.py trains such models."""
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -292,3 +293,26 @@ def test_a_rank_that_waits_in_its_own_collective_is_told_that_others_go_on() -> 
 
 _MET = "one is (at a collective of your own|gathering root), .*Has a rank raised, and gone on"
 _TOLD = "one is giving up a forward or backward that has raised, .*See the error of that rank"
+
+
+def test_a_model_that_only_one_rank_has_freed_holds_up_no_collective() -> None:
+    """Behind a forward without a backward, ranks ask before collectives of the program. Python frees models at its own
+    time on each rank.
+    """
+
+    def body(rank: int, _: int) -> None:
+        kept: Any = None
+        for _ in range(2):
+            each = FailsAlone(rank)
+            each.model(each.x[rank], rank == 0)
+            if rank == 1:
+                kept = each
+            del each
+            gc.collect()
+            own_sum(2, torch.float32)
+            own_sum(3, torch.int64)
+        if rank == 1:
+            kept.model.zero_grad()
+        dist.barrier()
+
+    run_ranks(3, body, timeout=60)

@@ -90,8 +90,10 @@ class Model:
 
 
 def interrupted(trained: Model, lines: Lines, is_alone: bool) -> str:
-    """Interrupts a pass, and returns the error if no step is exact from then on. Where one rank is interrupted alone, it
-    or its next pass tells the others, which end that step with it. A pass that had not begun is run again.
+    """Interrupts a pass, and returns the error if no step is exact from then on.
+
+    Where one rank is interrupted alone, it or its next pass tells the others, which end that step with it. A pass that
+    had not begun is run again.
     """
     root = require_state(trained.model).root
     before = root.forward
