@@ -2092,7 +2092,7 @@ def ignored_and_foreach(side: Side) -> None:
 # ---- inputs and buffers
 
 
-@ends(EXACT)
+@ends(EXACT, only_ours=True)
 def the_same_batch_on_all_ranks(side: Side) -> None:
     """All ranks train on the same rows, which is a warning"""
     whole = Side()
