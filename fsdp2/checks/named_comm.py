@@ -17,7 +17,7 @@ from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.group import FSDPParamGroup
-from ..engine.owners import roots_of_thread
+from ..engine.owners import reached_consensus
 from ..engine.root import Root
 from .conversation import Conversation, Exchange, roots_of
 from .headers import GOODBYE, HEADER_NBYTES, RAISED, Headers, differ, goodbye
@@ -162,7 +162,7 @@ class Goodbyes(Observer):
         self._is_told = False
         if not any(hasattr(comm, "compare") for comm in root.group.comms):
             return
-        if _reaches_consensus():
+        if reached_consensus():
             return  # ranks that have run out of batches gather for this root, and begin no forward
         try:
             self._begin_together(root)
@@ -190,7 +190,7 @@ class Goodbyes(Observer):
 
     def pass_failed(self, root: Root, in_backward: bool) -> None:
         error, group, self._failed = sys.exc_info()[1], self._failed, None
-        if error is None or root.is_out_of_step or _reaches_consensus():
+        if error is None or root.is_out_of_step or reached_consensus():
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet
@@ -204,11 +204,6 @@ class Goodbyes(Observer):
         for other in roots_of(purpose for each in conversations for purpose in each.purposes):
             other.has_failed = True
             other.note_out_of_step()
-
-
-def _reaches_consensus() -> bool:
-    """Returns True if ranks reach consensus before they communicate, for this root or one beside it."""
-    return any(root.consensus is not None for root in roots_of_thread())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

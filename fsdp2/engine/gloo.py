@@ -27,8 +27,8 @@ class PairwiseComm:
     follows_stream = False  # there are no streams
     memory: CommMemory = TORCH_MEMORY
 
-    # The tag of the messages. No message of a user should have it.
-    _TAG = 0x0F5D_0000
+    # The tag of the messages. No message of a user, and none that carries a header, should have it.
+    _TAG = 0x0F5C_0000
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose

@@ -33,6 +33,7 @@ from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.mesh import DataMesh
 from ..engine.nested import map_tensors, tensors_in
+from ..engine.owners import note_consensus
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
 from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
@@ -134,8 +135,8 @@ class RanksOfConsensus:
 
 
 _FREED = (
-    "ranks are out of step: some have freed a model with conditional modules, and others are in a pass of it. Run the "
-    "same passes on every rank."
+    "ranks are out of step: some have freed a model with conditional modules, and others are in a pass of it; each "
+    "rank must run the same passes."
 )
 
 
@@ -350,6 +351,7 @@ def join_consensus(root: Root) -> None:
     if not root.group.mesh.axis_groups:
         return
     root.consensus = consensus = Consensus(root)
+    note_consensus()
     for group in root.groups:
         group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
     watch_collectives(consensus, root)

@@ -72,13 +72,14 @@ class _Collectives:
 
     `watches`: default process group -> root -> its watch, as threads that are ranks have a default group each; in the
     order in which they came, which is the same on all ranks. Roots are held weakly.
-    `left`: default process group -> what is left of roots that were freed while their consensus was open.
+    `left`: default process group -> what is left of roots that were freed while their consensus was open, and what
+    restores torch's functions when ranks have asked about it, or the process group is freed.
     `functions`: name -> (torch's function, the one in its place); empty while torch's are in their places.
     """
 
     def __init__(self) -> None:
         self.watches: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[Root, _Watch]] = WeakKeyDictionary()
-        self.left: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
+        self.left: WeakKeyDictionary[dist.ProcessGroup, dict[Any, finalize[Any, Any]]] = WeakKeyDictionary()
         self.functions: dict[str, tuple[Any, Any]] = {}
         # How many roots need them.
         self._num_roots = 0
@@ -114,17 +115,18 @@ class _Collectives:
         group = world()
         if among.is_open and group is not None:
             with self._lock:
-                self.left.setdefault(group, []).append(among)
+                forgets = finalize(group, self.restore)
+                forgets.atexit = False
+                self.left.setdefault(group, {})[among] = forgets
         else:
             self.restore()
 
     def restore_behind(self, among: Any) -> None:
         """Forgets what was left of a root, about which no rank asks any more."""
         with self._lock:
-            for each in self.left.values():
-                if among in each:
-                    each.remove(among)
-        self.restore()
+            found = [each.pop(among) for each in self.left.values() if among in each]
+        for forgets in found:
+            forgets()
 
 
 _collectives = _Collectives()
