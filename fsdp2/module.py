@@ -255,7 +255,7 @@ class FSDPModule:
         It is for code in which a library calls `fully_shard`. Sharded modules inside this one are conditional with it.
         Parameters that no sharded module inside has belong to a module around it, which all ranks run: call
         `set_reduce_scatter_unused_params(True)` on the root if some of them are of the module that ranks leave out.
-        Every rank must call it, before the first forward.
+        On one rank it changes nothing. Every rank must call it, before the first forward.
 
         Args:
             conditional: False takes it back.

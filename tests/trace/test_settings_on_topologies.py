@@ -322,6 +322,7 @@ TABLE: dict[str, Row] = {
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
     "set_saved_tensor_hooks": Row(ALL, call("set_saved_tensor_hooks", False)),
     "set_running_stats_averaging": Row((*SEVERAL, W), call("set_running_stats_averaging", False), averages=True),
+    "set_conditional": Row((*SEVERAL, W), lambda model, _: model.b.set_conditional()),
     "set_debug_level": Row((*SEVERAL, W), call("set_debug_level", 1)),
     "FSDP2_DEBUG": Row((*SEVERAL, W), environment={"FSDP2_DEBUG": "1"}),
     "set_is_last_backward": Row((*SHARING, W), call("set_is_last_backward", False), prepare=free_all, twice=True),
