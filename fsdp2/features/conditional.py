@@ -22,6 +22,7 @@ from contextlib import suppress
 from itertools import takewhile
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -91,8 +92,9 @@ class RanksOfConsensus:
 
     def __init__(self, mesh: DataMesh) -> None:
         self.ranks = ranks_of(mesh)
-        self.process_groups = mesh.axis_groups
-        self._own_groups: Sequence[dist.ProcessGroup] = ()
+        # What is left of a root must not keep a process group that the program destroys.
+        self._groups = [ref(group) for group in mesh.axis_groups]
+        self._own_groups: Sequence[ref[dist.ProcessGroup]] = ()
         # A backward may follow, or a pass has failed: collectives of users, on the thread of the last forward, ask for
         # consensus until the next pass.
         self.is_open = False
@@ -102,12 +104,16 @@ class RanksOfConsensus:
         has_cpu = all(has_backend(group, cpu) for group in self.process_groups)
         self.device = cpu if has_cpu else mesh.device
 
+    @property
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        return [group for each in self._groups if (group := each()) is not None]
+
     def find_largest(self, numbers: Sequence[int]) -> list[int]:
         """Returns the largest of each number over all ranks, which must call it."""
         if not self._own_groups:
             self._make_own_groups()
         largest = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        for group in self._own_groups:
+        for group in filter(None, (each() for each in self._own_groups)):
             all_reduce_now(largest, group, largest=True)
         found: list[int] = largest.tolist()
         return found
@@ -120,7 +126,7 @@ class RanksOfConsensus:
         for each in self.process_groups:
             compare_first(make_comm(each, self.device, purpose), "reaching", nothing)
         groups = self.process_groups
-        self._own_groups = [each if size_may_change(each) else subgroup(each, each.size()) for each in groups]
+        self._own_groups = [ref(each if size_may_change(each) else subgroup(each, each.size())) for each in groups]
 
     def answer(self) -> None:
         """Reaches consensus before a collective of the program on a rank that has freed the model.

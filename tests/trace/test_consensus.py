@@ -64,7 +64,7 @@ def test_the_cost_of_a_consensus_on_a_device_is_logged_once(device: str, warning
         mock.patch.object(Consensus, "_exchange", agree),
     ):
         root = mock.Mock(states=[], groups=[])
-        root.group.mesh = mock.Mock(axis_groups=[None], device=torch.device(device))
+        root.group.mesh = mock.Mock(axis_groups=[mock.Mock()], device=torch.device(device))
         found = []
         for is_first in (True, False):
             with mock.patch.multiple(conditional, ranks_of=mock.Mock(), is_first=lambda _, first=is_first: first):

@@ -66,6 +66,7 @@ ALLOWED = {
     "engine._subgroups": "process groups are torch's, and made once",
     "engine._thread": THREADS,
     "engine._uncounted": "a number that is never given twice",
+    "engine._with_consensus": "process groups are torch's, and have no place for it",
     "engine.class_lock": THREADS,
     "engine.hooks_of_all_modules": "torch's own table, under another name",
     "engine.notices": OF_CLASS,
