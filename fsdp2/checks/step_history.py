@@ -38,8 +38,7 @@ class _Followed:
     """Follows one optimizer: its options in the last step, as bytes, and its steps since ranks last compared them.
 
     `name`: its class and its sharded parameters. `steps`: for each step that has begun, how many backward passes had
-    ended since then. `num_raised`: how many of these have not ended. `state`: the identity of the dict of its states,
-    which `load_state_dict` replaces.
+    ended since then. `num_raised`: how many of these have not ended. `loaded`: what `load_state_dict` changes.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -47,7 +46,7 @@ class _Followed:
         self.options: list[Any] = []
         self.encoded = b""
         self.steps: list[int] = []
-        self.num_raised, self.state = 0, _identity_of_state(optimizer)
+        self.num_raised, self.loaded = 0, _last_load(optimizer)
 
 
 class _Told(NamedTuple):
@@ -74,8 +73,8 @@ class StepHistory(RankCheck):
         followed = self._followed.get(id(optimizer))
         if followed is None or followed.optimizer() is not optimizer:
             followed = self._followed[id(optimizer)] = _Followed(optimizer)
-        elif followed.state != (state := _identity_of_state(optimizer)):
-            followed.state = state
+        elif followed.loaded != (loaded := _last_load(optimizer)):
+            followed.loaded = loaded
             self._forget()  # what was before all ranks have loaded a checkpoint
         options = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
         self.count += 1
@@ -162,8 +161,11 @@ def note_end_of_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup]) -> 
         history.note_end(optimizer)
 
 
-def _identity_of_state(optimizer: Optimizer) -> int:
-    return id(vars(optimizer).get("state"))
+def _last_load(optimizer: Optimizer) -> int:
+    """Returns another number behind `load_state_dict`, which replaces the list of parameter groups. A flat optimizer
+    makes its dict of states anew when that is read.
+    """
+    return id(optimizer.param_groups)
 
 
 def _take_added(root: Root) -> dict[str, int]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fsdp2 import fully_shard
+from fsdp2 import flatten_optimizer, fully_shard
 from fsdp2.engine.compare_ranks import bounds_over
 from fsdp2.engine.state import require_state
 from helpers import run_ranks
@@ -136,6 +136,18 @@ def test_training_goes_on_from_a_checkpoint_of_before() -> None:
         train(plain, SGD(plain.parameters(), 0.1), 22)
         for got, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got.full_tensor(), expected)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_may_read_the_states_of_a_flat_optimizer_alone() -> None:
+    def body(rank: int, size: int) -> None:
+        model = build()
+        optimizer: Any = flatten_optimizer(SGD(model.parameters(), 0.1, momentum=0.9))
+        for _ in range(9):
+            train(model, optimizer, 1)
+            if rank == 1:
+                assert len(optimizer.state) == 4
 
     run_ranks(2, body)
 
