@@ -68,7 +68,7 @@ alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 
 
 class Memory(NamedTuple):
-    """Where a tensor is: its storage, and the address of its first element.
+    """Says where a tensor is: its storage, and the address of its first element.
 
     `part`: None if the tensor fills the storage; else its itemsize, size and strides.
     """

@@ -94,7 +94,7 @@ class RanksOfConsensus:
         self.ranks = ranks_of(mesh)
         # What is left of a root must not keep a process group that the program destroys.
         self._groups = [ref(group) for group in mesh.axis_groups]
-        self._own_groups: Sequence[ref[dist.ProcessGroup]] = ()
+        self._have_met = False
         # A backward may follow, or a pass has failed: collectives of users, on the thread of the last forward, ask for
         # consensus until the next pass.
         self.is_open = False
@@ -110,23 +110,23 @@ class RanksOfConsensus:
 
     def find_largest(self, numbers: Sequence[int]) -> list[int]:
         """Returns the largest of each number over all ranks, which must call it."""
-        if not self._own_groups:
-            self._make_own_groups()
+        if not self._have_met:
+            self._meet()
         largest = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        for group in filter(None, (each() for each in self._own_groups)):
-            all_reduce_now(largest, group, largest=True)
+        for group in self.process_groups:
+            own = group if size_may_change(group) else subgroup(group, group.size())
+            all_reduce_now(largest, own, largest=True)
         found: list[int] = largest.tolist()
         return found
 
-    def _make_own_groups(self) -> None:
-        """Makes process groups over the same ranks for the consensus alone. All ranks come here at the first consensus,
-        and none has died: it would be waited for.
+    def _meet(self) -> None:
+        """Finds out, before process groups over the same ranks are made for the consensus alone, that all ranks come to
+        the first one, and none has died: it would be waited for.
         """
         nothing, purpose = torch.empty(0, device=self.device), Purpose("the first consensus")
         for each in self.process_groups:
             compare_first(make_comm(each, self.device, purpose), "reaching", nothing)
-        groups = self.process_groups
-        self._own_groups = [ref(each if size_may_change(each) else subgroup(each, each.size())) for each in groups]
+        self._have_met = True
 
     def answer(self) -> None:
         """Reaches consensus before a collective of the program on a rank that has freed the model.
