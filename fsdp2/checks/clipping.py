@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
-from ..engine.owners import sharded_owner, some_of
+from ..engine.owners import by_ranks, sharded_owner, some_of
 from ..engine.rank_facts import gather_by_rank
 from ..engine.root import Root
 from .due import RankCheck
@@ -94,18 +94,17 @@ def _difference(of_ranks: Mapping[int, _Calls]) -> str:
     of_calls = ({rank: dict(enumerate(calls)).get(i) for rank, (calls, _) in of_ranks.items()} for i in range(most))
     number, found = next((i, each) for i, each in enumerate(of_calls, 1) if len({*each.values()}) > 1)
     names = {rank: of_ranks[rank][1].get(call[0], ()) for rank, call in found.items() if call is not None}
-    texts: dict[str, list[str]] = {}
+    texts: dict[int, str] = {}
     for rank, call in found.items():
         text = "no call"
         if call is not None:
             text = f"{some_of(names[rank], 2)} with max_norm={call[1]}, norm_type={call[2]}"
-        texts.setdefault(text, []).append(str(rank))
+        texts[rank] = text
     everywhere = set.intersection(*map(set, names.values()))
     apart = sorted({name for each in names.values() for name in each} - everywhere)
     what = f"; {some_of(apart)}: not on all ranks" if apart else ""
-    ranks = " and ".join(f"{text} on rank{'s' * (len(own) > 1)} {some_of(own)}" for text, own in texts.items())
     return (
-        f"clip_grad_norm_ got other arguments on some ranks, in call {number} since they compared: {ranks}{what}. Each "
-        "rank has scaled its part of gradients by another factor. Pass the same parameters, max_norm and norm_type on "
+        f"clip_grad_norm_ got other arguments on some ranks, in call {number} since they compared: {by_ranks(texts)}{what}. "
+        "Each rank has scaled its part of gradients by another factor. Pass the same parameters, max_norm and norm_type on "
         "all ranks; parameters without gradients may be among them. Load a checkpoint of before."
     )

@@ -23,7 +23,7 @@ from ..dtensor.compat import may_be_empty
 from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ranks
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
-from ..engine.owners import sharded_owner, some_of
+from ..engine.owners import by_ranks, sharded_owner, some_of
 from ..engine.rank_facts import gather_by_rank
 from ..engine.root import Root
 from ..engine.torch_names import stepped_on_accumulation
@@ -252,12 +252,7 @@ def _difference(of_ranks: Mapping[int, Mapping[str, _Told]], since: int) -> str:
 
 def _by_count(counts: Mapping[int, int]) -> str:
     """Returns for each count the ranks that have it."""
-    ranks: dict[int, list[str]] = {}
-    for rank, count in counts.items():
-        ranks.setdefault(count, []).append(str(rank))
-    return " and ".join(
-        f"{count} time{'s' * (count != 1)} on rank{'s' * (len(own) > 1)} {some_of(own)}" for count, own in ranks.items()
-    )
+    return by_ranks({rank: f"{count} time{'s' * (count != 1)}" for rank, count in counts.items()})
 
 
 def _option_apart(of_ranks: Mapping[int, Mapping[str, _Told]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,6 +94,14 @@ def has_left(param: FSDPParam, group: FSDPParamGroup) -> bool:
 def names_of_unsharded(tensor: Tensor) -> list[str]:
     """Returns the FQNs of the parameter whose unsharded parameter `tensor` is. An empty list: it is none."""
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
+
+
+def by_ranks(texts: Mapping[int, str]) -> str:
+    """Returns each of the texts once, with the ranks that have it. `texts`: rank -> text."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(str(rank))
+    return " and ".join(f"{text} on rank{'s' * (len(own) > 1)} {some_of(own)}" for text, own in ranks.items())
 
 
 def some_of(names: Iterable[str], most: int = 3) -> str:
