@@ -104,7 +104,7 @@ def _difference(of_ranks: Mapping[int, _Calls]) -> str:
     apart = sorted({name for each in names.values() for name in each} - everywhere)
     what = f"; {some_of(apart)}: not on all ranks" if apart else ""
     return (
-        f"clip_grad_norm_ got other arguments on some ranks, in call {number} since they compared: {by_ranks(texts)}{what}. "
-        "Each rank has scaled its part of gradients by another factor. Pass the same parameters, max_norm and norm_type on "
-        "all ranks; parameters without gradients may be among them. Load a checkpoint of before."
+        f"clip_grad_norm_ got other arguments on some ranks, in call {number} since they compared: "
+        f"{by_ranks(texts)}{what}. Each rank has scaled its part of gradients by another factor. Pass the same "
+        "parameters, max_norm and norm_type on all ranks; parameters without gradients may be among them. Load a checkpoint of before."
     )
