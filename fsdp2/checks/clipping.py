@@ -106,5 +106,6 @@ def _difference(of_ranks: Mapping[int, _Calls]) -> str:
     return (
         f"clip_grad_norm_ got other arguments on some ranks, in call {number} since they compared: "
         f"{by_ranks(texts)}{what}. Each rank has scaled its part of gradients by another factor. Pass the same "
-        "parameters, max_norm and norm_type on all ranks; parameters without gradients may be among them. Load a checkpoint of before."
+        "parameters, max_norm and norm_type on all ranks; parameters without gradients may be among them. Load a "
+        "checkpoint of before."
     )
