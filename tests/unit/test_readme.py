@@ -20,6 +20,7 @@ FOR_USERS = "\n".join(path.read_text() for path in (ROOT / "README.md", ROOT / "
 BEHAVIOURS = ROOT / "tests" / "BEHAVIOURS.md"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (*PATHS, BEHAVIOURS)}
 PROSE = {file: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for file, text in TEXTS.items()}
+REPORTS = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md")}
 TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 
@@ -70,7 +71,7 @@ def test_files_that_are_named_exist() -> None:
     assert [each for each in found if not any((folder / each[1]).is_file() for folder in folders[each[0]])] == []
 
 
-@pytest.mark.parametrize(("file", "link"), named(r"\]\(([^)]+)\)", PROSE))
+@pytest.mark.parametrize(("file", "link"), named(r"\]\(([^)]+)\)", PROSE | REPORTS))
 def test_a_link_leads_somewhere(file: str, link: str) -> None:
     name, _, anchor = link.partition("#")
     assert not link.startswith("http"), "a link that no test follows"
