@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from fsdp2 import ParamBucket, StreamVersion, describe, fully_shard, stream_full_params
+from fsdp2 import StreamVersion, describe, fully_shard, stream_full_params
+from fsdp2.tools.stream import ParamBucket
 
 STEPS, ROWS, LENGTH = 8, 24, 24
 LEARNING_RATE, DECAY = 4e-2, 0.25  # small steps change few weights in bfloat16

@@ -17,61 +17,42 @@ from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_co
 if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
-    from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.accumulate import accumulate, no_sync
     from .features.even_batches import even_batches
-    from .features.machines import hsdp_mesh
-    from .features.skip import SkippableStep, skip_together
+    from .features.skip import skip_together
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
-    from .optim.split import MatrixSplit, split_matrices
+    from .optim.split import split_matrices
     from .optim.whole_matrix import WholeMatrixOptimizer
     from .planning.check import CheckedValue, PlanCheck
     from .planning.plan import Plan, PlanRow, plan
-    from .planning.policies import WrapGroup, wrap_groups
+    from .planning.policies import wrap_groups
     from .planning.prediction import Prediction
     from .planning.saved import apply_plan
     from .planning.settings import Setting
-    from .shards.find import shards_of
-    from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
-    from .tools.describe import GroupDescription, ModelDescription, describe
-    from .tools.difference import Comparison, Difference
-    from .tools.finding import Finding
+    from .tools.describe import describe
     from .tools.full_params import full_params
     from .tools.padding import cheapest_placement
-    from .tools.stream import ParamBucket, ParamStream, StreamVersion, stream_full_params
+    from .tools.stream import StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
 
 __version__ = "0.1.0"
 
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
-    "Accumulation": "features.accumulate",
     "AveragedModel": "optim.averages",
     "CheckedValue": "planning.check",
-    "Comparison": "tools.difference",
-    "Difference": "tools.difference",
-    "Finding": "tools.finding",
-    "GroupDescription": "tools.describe",
-    "MatrixSplit": "optim.split",
-    "ModelDescription": "tools.describe",
-    "ParamBucket": "tools.stream",
-    "ParamStream": "tools.stream",
     "Plan": "planning.plan",
     "PlanCheck": "planning.check",
     "PlanRow": "planning.plan",
     "Prediction": "planning.prediction",
     "Setting": "planning.settings",
-    "ShardGroup": "shards.protocol",
-    "ShardParam": "shards.protocol",
-    "Shards": "shards.protocol",
-    "SkippableStep": "features.skip",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
-    "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
     "apply_plan": "planning.saved",
     "cheapest_placement": "tools.padding",
@@ -81,13 +62,11 @@ _MODULES = {
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
     "full_params": "tools.full_params",
-    "hsdp_mesh": "features.machines",
     "even_batches": "features.even_batches",
     "muon": "optim.muon",
     "no_sync": "features.accumulate",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
-    "shards_of": "shards.find",
     "skip_together": "features.skip",
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
@@ -112,38 +91,24 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "Accumulation",
     "AveragedModel",
     "CPUOffloadPolicy",
     "CheckedValue",
-    "Comparison",
     "DataParallelMeshDims",
-    "Difference",
     "FSDPModule",
-    "Finding",
     "GradientReductionHandle",
-    "GroupDescription",
-    "MatrixSplit",
     "MixedPrecisionPolicy",
-    "ModelDescription",
     "OffloadBudget",
     "OffloadPolicy",
-    "ParamBucket",
-    "ParamStream",
     "Plan",
     "PlanCheck",
     "PlanRow",
     "Prediction",
     "Setting",
-    "ShardGroup",
-    "ShardParam",
     "ShardPlacementResult",
-    "Shards",
-    "SkippableStep",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
-    "WrapGroup",
     "accumulate",
     "apply_plan",
     "cheapest_placement",
@@ -157,7 +122,6 @@ __all__ = [
     "flatten_optimizer",
     "full_params",
     "fully_shard",
-    "hsdp_mesh",
     "muon",
     "no_sync",
     "patch_torch",
@@ -165,7 +129,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "replicate",
     "set_checks",
-    "shards_of",
     "share_comm_ctx",
     "skip_together",
     "split_matrices",

@@ -1,6 +1,7 @@
 """Reads the Markdown files of the repository: code blocks and tables, each under its heading."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,12 @@ class Code(NamedTuple):
 
 CLIENTS = ("transformers", "accelerate", "peft", "trl", "bitsandbytes", "lightning", "timm", "open_clip")
 """Libraries that snippets import, and that tests/clients has."""
+
+
+def results() -> dict[str, tuple[str, ...]]:
+    """Returns public function -> the classes of its results, as the settings of the documentation site list them."""
+    found: dict[str, tuple[str, ...]] = runpy.run_path(str(ROOT / "examples" / "site" / "conf.py"))["RESULTS"]
+    return found
 
 
 def clients_of(block: Code) -> set[str]:

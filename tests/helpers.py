@@ -33,10 +33,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fake_gpu
-from fsdp2 import fully_shard, shards_of  # imported before the fork, so that no rank pays for it
+from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
 from fsdp2.engine import events
 from fsdp2.features import even_batches
 from fsdp2.module import sharded_class
+from fsdp2.shards.find import shards_of
 from fsdp2.tools.padding import GroupPadding, group_padding
 from hostile import hostile
 

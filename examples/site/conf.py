@@ -5,13 +5,18 @@ Their order comes from the links of examples/README.md for the guides, with `AFT
 and `AFTER_GUIDES` at the end.
 """
 
+from __future__ import annotations
+
+import importlib
 import re
 import shutil
 from pathlib import Path
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING
 
 import fsdp2
+
+if TYPE_CHECKING:  # tests read `RESULTS` without Sphinx
+    from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +52,7 @@ napoleon_numpy_docstring = False
 
 # Page of the reference -> the modules whose public names it has. The last page has those of all other modules.
 REFERENCE: dict[str, tuple[str, ...]] = {
-    "sharding": ("api", "bridge", "engine", "features.machines", "checks", "dtensor", "tools.padding"),
+    "sharding": ("api", "bridge", "engine", "checks", "dtensor", "tools.padding"),
     "module": ("module",),
     "training": ("features", "tools.clip"),
     "optimizers": ("optim",),
@@ -56,6 +61,22 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "codecs": (),
     "planning": ("planning",),
     "tools": (),
+}
+# Function -> the classes of its results, in the package. Programs use what they have, and seldom name them. The
+# reference shows them behind the function.
+RESULTS = {
+    "accumulate": ("features.accumulate.Accumulation",),
+    "check": ("tools.finding.Finding",),
+    "compare": ("tools.difference.Comparison", "tools.difference.Difference"),
+    "describe": ("tools.describe.ModelDescription", "tools.describe.GroupDescription"),
+    "patch_torch": ("bridge.patch.Patch",),
+    "skip_together": ("features.skip.SkippableStep",),
+    "split_matrices": ("optim.split.MatrixSplit",),
+    "stream_full_params": ("tools.stream.ParamStream", "tools.stream.ParamBucket"),
+    "wrap_groups": ("planning.policies.WrapGroup",),
+    "hf.cat": ("hf.views.View",),
+    "hf.load_model": ("hf.load.LoadReport",),
+    "hf.merge_checkpoint": ("hf.merge.MergeReport",),
 }
 # What most readers look up comes first on its page.
 FIRST = ("fully_shard", "replicate")
@@ -97,6 +118,13 @@ def names_of(page: str) -> list[str]:
     return [name for *_, name in sorted(found)]
 
 
+def directive(path: str) -> str:
+    """Returns Sphinx's directive for a function or a class, by its path in the package."""
+    module, _, name = path.rpartition(".")
+    is_class = isinstance(getattr(importlib.import_module(f"fsdp2.{module}".rstrip(".")), name), type)
+    return f"\n.. auto{'class' if is_class else 'function'}:: fsdp2.{path}\n" + "   :members:\n" * is_class
+
+
 def add_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
     """Adds what no reader of a file sees: the tree of pages below the front page, and the names of the reference."""
     trees: dict[str, list[str]] = {}
@@ -110,8 +138,10 @@ def add_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{listed}\n```\n"
     if page.startswith("examples/site/reference/"):
         for name in names_of(Path(page).name):
-            kind = "class" if isinstance(getattr(fsdp2, name), type) else "function"
-            source[0] += f"\n.. auto{kind}:: fsdp2.{name}\n" + ("   :members:\n" if kind == "class" else "")
+            source[0] += directive(name)
+            source[0] += "".join(map(directive, RESULTS.get(name, ())))
+        if page.endswith("/hugging_face"):
+            source[0] += "".join(directive(each) for name in fsdp2.hf.__all__ for each in RESULTS.get(f"hf.{name}", ()))
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:

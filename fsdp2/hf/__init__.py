@@ -4,15 +4,12 @@
 package safetensors, by which others read the files.
 """
 
-from .load import LoadReport, load_model
-from .merge import MergeReport, merge_checkpoint
+from .load import load_model
+from .merge import merge_checkpoint
 from .save import save_adapter, save_model
-from .views import View, cat, part, select, stack, transpose
+from .views import cat, part, select, stack, transpose
 
 __all__ = [
-    "LoadReport",
-    "MergeReport",
-    "View",
     "cat",
     "load_model",
     "merge_checkpoint",

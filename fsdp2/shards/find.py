@@ -49,7 +49,7 @@ __all__ = [
 def shards_of(module: nn.Module) -> Shards:
     """Returns the sharded parameters of a module: its groups, what this rank holds of each parameter, how to gather it.
 
-    It is what all tools of fsdp2 stand on, for tools of yours. It takes modules that `fsdp2.fully_shard` has sharded,
+    All tools of fsdp2 stand on it. It takes modules that `fsdp2.fully_shard` has sharded,
     and those that torch's own FSDP2 has (`torch.distributed.fsdp.fully_shard`), itself or inside. It does not
     communicate. Call it between steps: where torch's FSDP2 has left parameters unsharded, it reshards them first.
 
@@ -62,13 +62,6 @@ def shards_of(module: nn.Module) -> Shards:
 
     Raises:
         TypeError: `module` is no module.
-
-    Example:
-        ```python
-        for group in fsdp2.shards_of(model).groups:
-            for param in group.params:
-                print(param.name, param.shape, "this rank has", param.box)
-        ```
     """
     require_module("module", module, "shards_of")
     found: list[Shards] = [OurShards(module)]

@@ -1,11 +1,11 @@
-"""The public protocol: what a tool may know of a sharded module and do to it, whichever library has sharded it.
+"""The protocol of tools: what a tool may know of a sharded module and do to it, whichever library has sharded it.
 
-`fsdp2.shards_of(module)` returns a `Shards`: the groups in the module, and their parameters. It is there for modules
-that fsdp2 has sharded, and for those that torch's own `torch.distributed.fsdp.fully_shard` has. All tools of fsdp2
-stand on it, so that they work on both. A tool of yours needs no more than this:
+`shards_of(module)` (find.py) returns a `Shards`: the groups in the module, and their parameters. It takes modules that
+fsdp2 has sharded, and those that torch's own `torch.distributed.fsdp.fully_shard` has. All tools of fsdp2 stand on it,
+so that they work on both:
 
 ```python
-shards = fsdp2.shards_of(model)
+shards = shards_of(model)
 for group in shards.groups:
     print(group.name, group.ranks.num_shards)
     for param in group.params:
@@ -395,7 +395,7 @@ Unsharded = Callable[[Sequence[Any]], AbstractContextManager[Callable[[Any], nn.
 
 
 class Shards(Protocol):
-    """The sharded parameters of a module, see `fsdp2.shards_of`."""
+    """The sharded parameters of a module, see `shards_of`."""
 
     @property
     def groups(self) -> Sequence[ShardGroup]:

@@ -1,11 +1,9 @@
-"""Follows the advice of `skip_together`, `hsdp_mesh`, gradients in `full_params`, and of what one rank has saved."""
+"""Follows the advice of `skip_together`, gradients in `full_params`, and of what one rank has saved."""
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -202,32 +200,6 @@ def gradients_under_tensor_parallelism() -> None:
     refused(lambda: fsdp2.full_params(model, with_grads=True).__enter__())
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         same(param.grad.full_tensor(), other.grad)
-
-
-def launched(size: Any, local_rank: Any) -> Any:
-    values = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-    return mock.patch.dict(os.environ, {name: str(value) for name, value in values.items() if value is not None})
-
-
-@follows(
-    "Start the program by torchrun, or set both; or {}",
-    "Start as many on each; or shard over all ranks, without a mesh",
-    "Have the launcher number ranks machine by machine",
-    ranks=4,
-)
-def ranks_of_machines() -> None:
-    rank = dist.get_rank()
-    text = refused(fsdp2.hsdp_mesh)
-    assert 'call init_device_mesh(device_type, (machines, ranks_of_one), mesh_dim_names=("replicate", "shard"))' in text
-    with launched(*((3, rank) if rank < 3 else (1, 0))):
-        refused(fsdp2.hsdp_mesh)
-    with launched(2, rank // 2):
-        refused(fsdp2.hsdp_mesh)
-    with launched(2, rank % 2):
-        meshes = (fsdp2.hsdp_mesh(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), None)
-    for mesh in meshes:
-        model, plain = pair(mesh=mesh)
-        train(model, plain)
 
 
 @follows(

@@ -56,8 +56,6 @@ def without_a_process_group() -> None:
         lambda: fsdp2.replicate(build()),
         lambda: fsdp2.embed_by_rows(torch.nn.Embedding(4, 4)),
         lambda: fsdp2.sync_module_states(build()),
-        fsdp2.hsdp_mesh,
-        lambda: fsdp2.hsdp_mesh("cpu"),
     ]
     with mock.patch.dict(os.environ):
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import Finding, check, fully_shard, replicate
+from fsdp2 import check, fully_shard, replicate
+from fsdp2.tools.finding import Finding
 from helpers import run_checks
 from models import OddMLP, mean_loss
 

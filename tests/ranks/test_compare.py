@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import Comparison, MixedPrecisionPolicy, compare, fully_shard, replicate
+from fsdp2 import MixedPrecisionPolicy, compare, fully_shard, replicate
 from fsdp2.engine.state import groups_of
+from fsdp2.tools.difference import Comparison
 from helpers import run_checks
 from models import OddMLP, SharedModule, SkippedModule, TinyGPT, TinyLSTM, TinyModel, mean_loss
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fake_gpu
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
+from fsdp2.shards.find import shards_of
 from helpers import end_of_part, full, run_ranks, world_sizes
 
 ROWS, WIDTH, STEPS = 11, 6, 3
@@ -289,7 +290,7 @@ def test_sends_ids_and_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
         embed_by_rows(table, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         monkeypatch.setattr(dist, "all_to_all_single", counted)
-        (group,) = (each.engine_group for each in fsdp2.shards_of(table).groups)
+        (group,) = (each.engine_group for each in shards_of(table).groups)
         chunk, row = -(-ROWS // size), WIDTH * 2
         output = table(batch(rank, 0))
         asked = sum(int((batch(each, 0) // chunk == rank).sum()) for each in range(size))
@@ -317,7 +318,7 @@ def test_is_a_parameter_like_any_other() -> None:
         assert (weight.placements, weight.shape) == ((Shard(0),), (ROWS, WIDTH))
         assert "rows are looked up" in str(fsdp2.describe(model))
         assert not fsdp2.check(model)
-        assert "embeds.0.weight" in fsdp2.shards_of(model).names()
+        assert "embeds.0.weight" in shards_of(model).names()
         with full_params(model):
             same(model.embeds[0](torch.tensor([1, 7])), plain.embeds[0](torch.tensor([1, 7])))
             same(model.embeds[0].weight.detach(), plain.embeds[0].weight.detach())
@@ -326,7 +327,7 @@ def test_is_a_parameter_like_any_other() -> None:
             with context():
                 same(model(ids), plain(ids))
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert fsdp2.shards_of(copied).names().keys() == fsdp2.shards_of(model).names().keys()
+            assert shards_of(copied).names().keys() == shards_of(model).names().keys()
             loss_of(copied, ids).backward()
             loss_of(model, ids).backward()
             same(copied.embeds[0].weight.grad.full_tensor(), weight.grad.full_tensor())

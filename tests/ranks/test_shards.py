@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 import fsdp2.hf
+from fsdp2.shards.find import shards_of
 from helpers import NIGHTLY, full, one_mesh, padding_report, run_checks
 
 # Which checks of torch's FSDP2 do not run on which ranks, by whether they are even or odd in the list of checks.
@@ -111,7 +112,7 @@ class Case:
 
 
 def check_the_protocol(case: Case) -> None:
-    shards = fsdp2.shards_of(case.model)
+    shards = shards_of(case.model)
     names = [group.name for group in shards.groups]
     assert sorted(names) == ["blocks.0", "blocks.0.up", "blocks.1", "blocks.1.up", "first", "root"], names
     by_name = shards.names()
@@ -119,7 +120,7 @@ def check_the_protocol(case: Case) -> None:
     assert by_name["head.weight"] == by_name["embed.weight"]
     assert sorted(by_name["head.weight"].names) == ["embed.weight", "head.weight"]
     case.backward()
-    for group in fsdp2.shards_of(case.model).groups:
+    for group in shards_of(case.model).groups:
         assert (group.ranks.num_shards, group.ranks.num_replicas) == (case.num_shards, case.num_replicas)
         assert group.ranks.num_ranks == dist.get_world_size()
         assert group.in_use is None
@@ -149,17 +150,15 @@ def check_the_protocol(case: Case) -> None:
 def check_what_is_left_unsharded_is_found(case: Case) -> None:
     with torch.no_grad():
         case.model(case.own_tokens)  # torch's FSDP2 leaves the root's parameters registered as plain ones
-    assert all(isinstance(param.parameter, DTensor) for param in fsdp2.shards_of(case.model).names().values())
-    assert (
-        fsdp2.shards_of(case.model).names().keys() == dict(case.plain.named_parameters(remove_duplicate=False)).keys()
-    )
+    assert all(isinstance(param.parameter, DTensor) for param in shards_of(case.model).names().values())
+    assert shards_of(case.model).names().keys() == dict(case.plain.named_parameters(remove_duplicate=False)).keys()
 
 
 def check_nothing_is_sharded(case: Case) -> None:
-    shards = fsdp2.shards_of(case.plain)
+    shards = shards_of(case.plain)
     assert (list(shards.groups), shards.names()) == ([], {})
     with pytest.raises(TypeError, match=r"expected an nn\.Module"):
-        fsdp2.shards_of(3)
+        shards_of(3)
 
 
 # ---- the tools
@@ -359,14 +358,14 @@ def check_averaged_model(case: Case) -> None:
             outputs = [average(case.own_tokens) for average in averages]  # torch's leaves the root unsharded
             case.model(case.own_tokens)
         torch.testing.assert_close(*outputs)
-        fsdp2.shards_of(case.model)  # reshards
+        shards_of(case.model)  # reshards
         with torch.no_grad():
             for param in (*case.model.parameters(), *case.plain.parameters()):
                 param.mul_(1.25)
         for average, model in zip(averages, (case.model, case.plain), strict=True):
             average.update_parameters(model)
     ours, plain = averages
-    fsdp2.shards_of(ours.module)  # reshards
+    shards_of(ours.module)  # reshards
     for name, param in ours.module.named_parameters():
         assert torch.equal(full(param.detach()), plain.module.get_parameter(name).detach()), name
 
@@ -470,7 +469,7 @@ def check_plan(case: Case) -> None:
 
 def check_padding_report(case: Case) -> None:
     found = {each.name: each for each in padding_report(case.model)}
-    shards = {group.name: group for group in fsdp2.shards_of(case.model).groups}
+    shards = {group.name: group for group in shards_of(case.model).groups}
     assert found.keys() == shards.keys()
     n = case.num_shards
     for name, each in found.items():
@@ -512,7 +511,7 @@ def tensor_parallel(shape: tuple[int, int]) -> None:
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     torch_fsdp.fully_shard(model, mesh=mesh["data"])
     wholes = {name: param.detach() for name, param in plain.named_parameters()}
-    params = fsdp2.shards_of(model).names()
+    params = shards_of(model).names()
     for name, param in params.items():
         assert torch.equal(param.local, wholes[name][param.box]), name
     assert max(len(param.cuts) for param in params.values()) == sum(size > 1 for size in shape)
@@ -523,7 +522,7 @@ def tensor_parallel(shape: tuple[int, int]) -> None:
         for name, tensor in found.items():
             assert torch.equal(tensor, wholes[name]), name
             tensor.mul_(2)
-    for name, param in fsdp2.shards_of(model).names().items():
+    for name, param in shards_of(model).names().items():
         assert torch.equal(param.local, 2 * wholes[name][param.box]), name
         plain.get_parameter(name).data.mul_(2)
     rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -531,7 +530,7 @@ def tensor_parallel(shape: tuple[int, int]) -> None:
         each(rows).square().mean().backward()
     got = fsdp2.clip_grad_norm_(model.parameters(), 1e-3)
     torch.testing.assert_close(got, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3))
-    for name, param in fsdp2.shards_of(model).names().items():
+    for name, param in shards_of(model).names().items():
         torch.testing.assert_close(param.grad, plain.get_parameter(name).grad[param.box])
     assert fsdp2.check(model) == []
 

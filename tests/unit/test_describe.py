@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, describe, fully_shard, replicate, shards_of
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, describe, fully_shard, replicate
+from fsdp2.shards.find import shards_of
 from helpers import fake_world
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.optim.cuts import Cut, find_matrices
 from fsdp2.optim.plan import Member, cut_list, make_plan
+from fsdp2.optim.split import MatrixSplit
 from fsdp2.optim.whole_matrix import newton_schulz_cost
 
 SHAPES = {
@@ -90,7 +91,7 @@ class Model(nn.Module):
         self.head = nn.Linear(8, 16, bias=False)
 
 
-def split(model: nn.Module | None = None, **options: Any) -> fsdp2.MatrixSplit:
+def split(model: nn.Module | None = None, **options: Any) -> MatrixSplit:
     return fsdp2.split_matrices(model or Model(), **{"exclude": ("embed", "head"), **options})
 
 

@@ -6,14 +6,16 @@ A difference is a change of what STABILITY.md promises. If it is meant, write th
 """
 
 import inspect
+import itertools
 import os
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsdp2
-from documents import ROOT
+from documents import ROOT, results
 from fsdp2 import codecs, hf
 from fsdp2.module import public_methods
 
@@ -48,12 +50,32 @@ def describe(prefix: str, value: Any) -> Iterator[str]:
 
 def public_api() -> list[str]:
     modules = {"fsdp2": fsdp2, "fsdp2.codecs": codecs, "fsdp2.hf": hf}
-    return [
-        line
-        for path, module in modules.items()
-        for name in sorted(module.__all__)
-        for line in describe(f"{path}.{name}", getattr(module, name))
-    ]
+    paths = [f"{path}.{name}" for path, module in modules.items() for name in sorted(module.__all__)]
+    paths += sorted(f"fsdp2.{path}" for path in itertools.chain(*results().values()))
+    return [line for path in paths for line in describe(path, pkgutil.resolve_name(path))]
+
+
+def returned_classes(function: Any) -> Iterator[str]:
+    """Yields the paths of the classes of fsdp2 in a function's annotation of what it returns, below `fsdp2.`."""
+    for word in re.findall(r"\w+", str(inspect.signature(function).return_annotation)):
+        value = getattr(inspect.getmodule(inspect.unwrap(function)), word, None)
+        if isinstance(value, type) and value.__module__.startswith("fsdp2."):
+            yield f"{value.__module__.removeprefix('fsdp2.')}.{word}"
+
+
+def test_what_public_functions_return_is_documented() -> None:
+    """A class of results that is no public name is in the reference, behind a function that returns it."""
+    functions = {name: getattr(fsdp2, name) for name in fsdp2.__all__}
+    functions |= {f"hf.{name}": getattr(hf, name) for name in hf.__all__}
+    functions |= {f"FSDPModule.{name}": getattr(fsdp2.FSDPModule, name) for name in public_methods()}
+    shown, found = {*itertools.chain(*results().values())}, set[str]()
+    for function in functions.values():
+        if inspect.isfunction(function):
+            found |= {*returned_classes(function)}
+    private = {path for path in found if path.rpartition(".")[2] not in fsdp2.__all__}
+    assert private <= shown
+    assert {*results()} <= {*functions}
+    assert "optim.split.MatrixSplit" in private
 
 
 def test_the_public_api_is_the_one_that_is_promised() -> None:

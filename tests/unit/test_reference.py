@@ -5,6 +5,7 @@ between pages are checked without it, in test_readme.py.
 """
 
 import inspect
+import itertools
 import os
 import re
 import runpy
@@ -17,7 +18,7 @@ import pytest
 
 import fsdp2
 import fsdp2.codecs
-from documents import GUIDES, PATHS, ROOT, code_blocks
+from documents import GUIDES, PATHS, ROOT, code_blocks, results
 from fsdp2.module import public_methods
 from helpers import NIGHTLY
 
@@ -51,13 +52,14 @@ def test_the_site_has_all_public_names_and_no_others(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").is_file()
     shown = set[str]()
     for page in (tmp_path / "examples" / "site" / "reference").glob("*.html"):
-        shown |= set(re.findall(r'<dt class="sig[^"]*" id="fsdp2\.(?:hf\.|codecs\.)?([\w.]+)"', page.read_text()))
+        shown |= set(re.findall(r'<dt class="sig[^"]*" id="fsdp2\.([\w.]+)"', page.read_text()))
     first = (tmp_path / "examples" / "site" / "reference" / "sharding.html").read_text()
     assert re.findall(r'<dt class="sig[^"]*" id="fsdp2\.([\w.]+)"', first)[:2] == ["fully_shard", "replicate"]
     captions = re.findall(r'class="caption-text">([^<]+)<', (tmp_path / "index.html").read_text())
     assert captions[:2] == ["Start", "Reference"]
-    names = {*fsdp2.__all__, *fsdp2.hf.__all__, *fsdp2.codecs.__all__}
-    assert sorted(name for name in shown if "." not in name) == sorted(names)
+    names = {*fsdp2.__all__, *(f"hf.{each}" for each in fsdp2.hf.__all__)}
+    names |= {*(f"codecs.{each}" for each in fsdp2.codecs.__all__), *itertools.chain(*results().values())}
+    assert sorted(name for name in shown if name.rpartition(".")[0] not in names) == sorted(names)
     assert {f"FSDPModule.{name}" for name in public_methods()} <= shown
 
 

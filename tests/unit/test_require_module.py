@@ -9,6 +9,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import codecs, hf
+from fsdp2.shards.find import shards_of
 
 
 def without_sync(model: Any) -> None:
@@ -24,7 +25,7 @@ CASES: dict[str, Callable[[Any], object]] = {
     "load_model: model": lambda model: hf.load_model(model, "folder"),
     "sync_module_states: module": fsdp2.sync_module_states,
     "describe: model": fsdp2.describe,
-    "shards_of: module": fsdp2.shards_of,
+    "shards_of: module": shards_of,
     "check: model": fsdp2.check,
     "compare: model": lambda model: fsdp2.compare(nn.Linear(1, 1), model, torch.ones(1, 1)),
     "register_fsdp_forward_method: module": lambda module: fsdp2.register_fsdp_forward_method(module, "generate"),

@@ -27,10 +27,8 @@ class Nothing:
 
 # What users do not build, and what has no arguments to check: plain data that functions return.
 RETURNED = {
-    *("Accumulation", "Comparison", "Difference", "Finding", "GroupDescription"),
-    *("MatrixSplit", "ModelDescription", "ParamBucket", "ParamStream", "Plan", "PlanCheck"),
-    *("PlanRow", "Prediction", "SkippableStep", "StreamVersion", "UnshardHandle"),
-    *("CheckedValue", "GradientReductionHandle", "FSDPModule", "ShardGroup", "ShardParam", "Shards"),
+    *("CheckedValue", "FSDPModule", "GradientReductionHandle", "Plan", "PlanCheck", "PlanRow"),
+    *("Prediction", "StreamVersion", "UnshardHandle"),
 }
 # What anything may be given to, or what torch checks when it is used.
 ANY = {
@@ -41,10 +39,6 @@ ANY = {
     ("FSDPModule.register_comm_hook", "state"),
     ("ShardPlacementResult", "placement"),  # checked with the parameter for which it is returned
     ("ShardPlacementResult", "mesh_info"),
-    ("WrapGroup", "name"),  # checked where the groups are used
-    ("WrapGroup", "modules"),
-    ("WrapGroup", "options"),
-    ("WrapGroup", "by_rows"),
     ("muon", "params"),  # checked by torch's Optimizer
     ("WholeMatrixOptimizer", "params"),
     ("FSDPModule.set_custom_all_gather", "comm"),  # the error says all_gather: expected a callable
