@@ -9,7 +9,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("examples", "fsdp2", "benchmarks", "tests")
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
-SHARED = ROOT / "examples" / "guides" / "what-the-snippets-share.md"
+SHARED = ROOT / "examples" / "README.md"
+SHARED_LINES = "../README.md#lines-that-all-snippets-share"
 PATHS = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in FOLDERS),
@@ -71,8 +72,8 @@ def code_blocks(path: Path, language: str = "python") -> list[Code]:
 
 
 def snippets(language: str = "python") -> list[Code]:
-    """Returns the code of all guides, without the lines that their snippets share."""
-    return [block for path in GUIDES if path != SHARED for block in code_blocks(path, language)]
+    """Returns the code of all guides."""
+    return [block for path in GUIDES for block in code_blocks(path, language)]
 
 
 def shared_lines() -> Code:

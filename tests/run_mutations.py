@@ -229,8 +229,8 @@ MUTATIONS = (
     ),
     Mutation(
         "any number of reductions may be in flight",
-        r"while sum\(map\(_num_halves, running\)\) > 2 \* self\.max_running and",
-        "while sum(map(_num_halves, running)) > 2 * self.max_running + 1000 and",
+        r"while len\(running\) > self\.max_running and",
+        "while len(running) > self.max_running + 1000 and",
         (MEMORY,),
     ),
     Mutation(

@@ -5,7 +5,7 @@ torch_interface.py know in which modules torch's names are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,6 @@ from ..engine.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
-from .fsdp1_methods import replace_summon
 from .torch_interface import get_module_fsdp_state
 
 _API = "torch.distributed.fsdp"
@@ -83,8 +82,7 @@ def patch_torch() -> Patch:
 
     It replaces the names of torch's objects in all imported modules: in torch's own, from which later imports take
     them, and in others that have imported them before. Call it before or after such imports. Torch's implementation
-    itself stays as it is, for programs that reach it in another way. `FullyShardedDataParallel.summon_full_params`, of
-    FSDP1's class, gathers sharded modules meanwhile: trainers call it before they generate.
+    itself stays as it is, for programs that reach it in another way.
 
     Returns:
         A handle: call its `undo()`, or use it in a `with` statement; otherwise the patch stays. Calls may nest. Each
@@ -105,8 +103,6 @@ class _Replaced:
         self._pairs: list[tuple[Any, Any]] = []
         # The replaced names: (the dict of names, the name, torch's object, the object of fsdp2).
         self._names: list[tuple[dict[str, Any], str, Any, Any]] = []
-        # Restores the method of FSDP1's class that is replaced.
-        self._restore_summon: Callable[[], None]
 
     def replace(self) -> None:
         # All are imported before anything is replaced, so that classes which torch derives from its own are complete.
@@ -114,7 +110,6 @@ class _Replaced:
             import_module(name)  # under `python -m fsdp2`, this may call patch_torch
         if not self._pairs:
             self._pairs.extend(_pair_up())
-            self._restore_summon = replace_summon()
         ours = {id(theirs): our for theirs, our in self._pairs}
         for name, module in list(sys.modules.items()):
             if id(module) in ours:
@@ -135,7 +130,6 @@ class _Replaced:
         self._restore_in_torch()
         self._names.clear()
         self._pairs.clear()
-        self._restore_summon()
 
     def _restore_in_torch(self) -> None:
         """Restores names in modules of torch that were imported meanwhile: its code must know its own modules again."""

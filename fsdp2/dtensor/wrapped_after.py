@@ -35,7 +35,7 @@ _INSIDE = {
 _NO_DTENSORS = (
     "This operation of {} takes no DTensors. Call fsdp2.flatten_optimizer(optimizer) before the first step; if that "
     "refuses it, use an optimizer that takes DTensors, as those of torch.optim and torchao do, or have it step on this "
-    "rank's shards, as examples/guides/qlora.md shows."
+    "rank's shards, as examples/guides/lora.md shows."
 )
 
 

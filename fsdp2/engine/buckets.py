@@ -60,8 +60,6 @@ class Cuts:
         max_buckets_of_copies: the same, where copies of gradients are sent.
         min_bucket_bytes: a bucket has at least so many bytes, in the reduce dtype, unless the group has less.
         room: a bucket may always have so many bytes.
-        min_half_bytes: a copied gradient that is a bucket of its own, in a group with others, is sent in two halves of
-            at least so many bytes. None: as one.
         max_pieces: a gradient that is all of its group is sent in so many pieces at most.
         min_piece_bytes: a piece has at least so many bytes, those of all ranks together.
     """
@@ -70,21 +68,16 @@ class Cuts:
     max_buckets_of_copies: int | None
     min_bucket_bytes: int
     room: int
-    min_half_bytes: int | None
     max_pieces: int
     min_piece_bytes: int
 
 
 def cuts_on(device: torch.device, world_size: int) -> Cuts:
-    """Returns how the gradients of groups of so many ranks are cut on `device`.
-
-    There are no halves where an operation is a launch: the second half is packed when the first is reduced, for which
-    the stream that computes would wait.
-    """
+    """Returns how the gradients of groups of so many ranks are cut on `device`."""
     if costs_launches(device):
         of_buckets = None, None, MAX_BUCKET_BYTES // 4, MAX_BUCKET_BYTES
-        return Cuts(*of_buckets, None, MAX_PIECES_LAUNCHED, MIN_PIECE_BYTES_OF_RANK * world_size)
-    return Cuts(MAX_BUCKETS, MAX_BUCKETS_OF_COPIES, MIN_BUCKET_BYTES, 0, MIN_PIECE_BYTES, MAX_PIECES, MIN_PIECE_BYTES)
+        return Cuts(*of_buckets, MAX_PIECES_LAUNCHED, MIN_PIECE_BYTES_OF_RANK * world_size)
+    return Cuts(MAX_BUCKETS, MAX_BUCKETS_OF_COPIES, MIN_BUCKET_BYTES, 0, MAX_PIECES, MIN_PIECE_BYTES)
 
 
 def cuts_for(specs: Sequence[ParamSpec], device: torch.device) -> Cuts:
@@ -319,9 +312,8 @@ class ReducePlan:
     """Holds what all reductions of one bucket have in common, and packs its gradients.
 
     `summing`: how replicas sum these gradients, of which `parts` are the shards. None: by one collective.
-    `pieces`, `halves`: (first, last) elements of each rank's shard of the bucket's one gradient, which is reduced part
-    by part so that a copy of all of it, in the reduce dtype, is not the peak of a whole step: many pieces if it is all
-    of its group, two halves if it is copied and shares its group with others. Empty: it is reduced as one.
+    `pieces`: (first, last) elements of each rank's shard of a gradient that is all of its group. It is reduced piece by
+    piece, so that a copy of all of it, in the reduce dtype, is not the peak of a whole step. Empty: as one.
     """
 
     def __init__(
@@ -359,19 +351,15 @@ class ReducePlan:
         self._tail_numel = (layout.packed_numel - sum(spec.shard_numel for spec in packed)) * world_size
         self._tails: dict[torch.dtype, list[Tensor]] = {}
         self._spec, cuts = specs[layout.indices[0]], cuts_on(device, world_size)
-        is_alone, is_half_of_group = len(specs) == 1, bool(layout.packed) and len(layout.indices) == 1 < len(specs)
-        self.pieces = self._split(cuts.max_pieces, cuts.min_piece_bytes) if is_alone else []
-        self.halves = []
-        if is_half_of_group and cuts.min_half_bytes is not None:
-            self.halves = self._split(2, cuts.min_half_bytes)
-        self.has_parts = bool(self.pieces or self.halves)
+        self.pieces = self._split(cuts) if len(specs) == 1 else []
 
-    def _split(self, count: int, min_bytes: int) -> list[tuple[int, int]]:
-        """Cuts into at most so many pieces, if the reduction takes memory, to copy to, or to receive in."""
+    def _split(self, cuts: Cuts) -> list[tuple[int, int]]:
+        """Cuts the one gradient, if its reduction takes memory, to copy to, or to receive in."""
         layout, world_size = self.layout, self.world_size
         if self._spec.dim or not (layout.packed or self.exchanges or layout.wire_dtype != layout.reduce_dtype):
             return []
-        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, count, min_bytes)
+        limits = cuts.max_pieces, cuts.min_piece_bytes
+        pieces = split_pieces(layout.shard_numel, world_size, layout.wire_dtype.itemsize, *limits)
         return pieces if len(pieces) > 1 else []
 
     def take_segments(self, device: torch.device, source: CommMemory = TORCH_MEMORY) -> Segments:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
@@ -34,7 +34,7 @@ from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
-from .reduce import FirstHalf, Pending, PendingReduce, Reduction, Shards, start_piece
+from .reduce import Pending, Reduction, Shards
 from .replicas import Part, ReplicaSum, replica_sum_of
 from .user_code import are_in_force, hidden, run_shown
 
@@ -518,38 +518,10 @@ class GroupGradients:
         plan, what = self._plan(indices, self._may_be_sums), self._names(indices)
         try:
             carried = self._take_partial(gradients) if self.partial else {}
-            start = self._start_in_parts if plan.has_parts else reduce.start
-            queue.add(self, start(gradients, plan, self.reduction, carried, what))
+            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, what))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             self.group.purpose.locate(error, f"reducing the gradients{what}")
             raise
-
-    def _start_in_parts(
-        self,
-        gradients: Mapping[int, Tensor],
-        plan: ReducePlan,
-        reduction: Reduction,
-        carried: Mapping[int, Tensor],
-        what: str,
-    ) -> Pending:
-        """Begins to reduce one gradient part by part, unless a hook is to see its sum as a whole."""
-        if reduction.shards.size > 1 and reduction.hook is None and not reduction.by_hook:
-            gradient = gradients[plan.layout.indices[0]]
-            if plan.halves and reduction.replicas is None:
-                return self._start_in_halves(gradient, plan, carried, what)
-            if plan.pieces:
-                return reduce.start_in_pieces(gradient, plan, reduction, carried, what)
-        return reduce.start(gradients, plan, reduction, carried, what)
-
-    def _start_in_halves(self, gradient: Tensor, plan: ReducePlan, carried: Mapping[int, Tensor], what: str) -> Pending:
-        """Begins to reduce one half, and the other when there is room for it."""
-        queue, reduction, layout = self.group.queue, self.reduction, plan.layout
-        (first, second), nbytes = plan.halves, plan.nbytes // 2
-        output = gradient.new_empty(layout.shard_numel, dtype=layout.reduce_dtype)
-        queue.add(self, FirstHalf(output, start_piece(gradient, plan, reduction, output, *first, what), nbytes))
-        queue.make_room()
-        rest = start_piece(gradient, plan, reduction, output, *second, what)
-        return PendingReduce(plan, reduction, rest, output, [], carried, nbytes, what, num_halves=1)
 
     # ---- delivery
 

@@ -77,14 +77,13 @@ class Reduction:
 class Pending:
     """Is a reduction in flight.
 
-    `nbytes`: size of its inputs. `num_halves`: 1 if the other half of its bucket is another reduction, else 2.
-    `is_partial`: a later reduction sums the result between replicas; it stays in the reduce dtype until then.
-    `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas, or the next step of
-    another sum. `is_last`: no other reduction follows in this backward pass; the queue says so when it knows.
+    `nbytes`: size of its inputs. `is_partial`: a later reduction sums the result between replicas; it stays in the
+    reduce dtype until then. `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas,
+    or the next step of another sum. `is_last`: no other reduction follows in this backward pass; the queue says so when
+    it knows.
     """
 
     nbytes: int
-    num_halves = 2
     is_partial = False
     has_second_stage = False
     is_last = False
@@ -132,10 +131,9 @@ class PendingReduce(Pending):
         carried: Mapping[int, Tensor],
         nbytes: int,
         what: str = "",
-        num_halves: int = 2,
         return_segments: Callable[[], None] | None = None,
     ) -> None:
-        self.nbytes, self.num_halves, self._return_segments = nbytes, num_halves, return_segments
+        self.nbytes, self._return_segments = nbytes, return_segments
         self._plan, self._layout, self._reduction, self._work, self._output = plan, plan.layout, reduction, work, output
         # What is still to be done between replicas, in several collectives.
         self._steps: Steps | None = None
@@ -267,24 +265,6 @@ class PendingReduce(Pending):
             return_segments()
 
 
-class FirstHalf(Pending):
-    """Is the reduction of the first half of one gradient. It is finished, and its memory freed, before the other half
-    is packed. It delivers nothing: both halves fill `output`, and the reduction of the other half delivers that.
-    """
-
-    num_halves = 1
-
-    def __init__(self, output: Tensor, work: Work, nbytes: int) -> None:
-        self.output, self._work, self.nbytes = output, work, nbytes
-
-    def finish(self) -> Shards:
-        self._work.wait()
-        return {}
-
-    def abandon(self) -> None:
-        self._work.wait()
-
-
 def start(
     gradients: Mapping[int, Tensor],
     plan: ReducePlan,
@@ -300,6 +280,8 @@ def start(
     layout, comm = plan.layout, reduction.shards
     if comm.size == 1:
         return _start_alone(gradients, plan, reduction, carried, what)
+    if plan.pieces and reduction.hook is None and not reduction.by_hook:  # a hook sees the sum as a whole
+        return _start_in_pieces(gradients[layout.indices[0]], plan, reduction, carried, what)
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook, and other sums than all-reduces.
     reads_padding = reduction.hook is not None or plan.summing is not None or reduction.by_hook
@@ -485,7 +467,7 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bo
 # ---- large gradients, part by part
 
 
-def start_in_pieces(
+def _start_in_pieces(
     gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], what: str
 ) -> PendingReduce:
     """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
@@ -499,14 +481,14 @@ def start_in_pieces(
         for first, last in plan.pieces:
             if len(running) == PIECES_IN_FLIGHT:
                 running.popleft().wait()
-            running.append(start_piece(gradient, plan, reduction, output, first, last, what))
+            running.append(_start_piece(gradient, plan, reduction, output, first, last, what))
     # On streams the host has not waited for the pieces to be packed.
     inputs = [gradient] if streams.exist_on(device) else []
     nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
     return PendingReduce(plan, reduction, AllWork(running), output, inputs, carried, nbytes, what)
 
 
-def start_piece(
+def _start_piece(
     gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int, what: str = ""
 ) -> Work:
     """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""

@@ -269,7 +269,7 @@ class _Entry(NamedTuple):
     delivery: Future[None] | None = None
 
 
-_num_halves, _nbytes = attrgetter("pending.num_halves"), attrgetter("pending.nbytes")
+_nbytes = attrgetter("pending.nbytes")
 
 
 class ReductionQueue:
@@ -277,9 +277,9 @@ class ReductionQueue:
 
     `running`: not delivered yet. Of a sum in two steps, the reduce-scatter may have been waited for. `returning`: being
     copied to the CPU, or stepped on there. Whoever begins a reduction calls `make_room` first. That finishes the oldest
-    while `running` has more than `max_running` buckets (a bucket may be reduced as two halves) and more than
-    `window` bytes of inputs: a quarter of a typical group, and one group more for each further `max_running`. Then
-    compute waits in the middle of a group only if gathering and reducing a group take longer than its backward.
+    while `running` has more than `max_running` buckets and more than `window` bytes of inputs: a quarter of a typical
+    group, and one group more for each further `max_running`. Then compute waits in the middle of a group only if
+    gathering and reducing a group take longer than its backward.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class ReductionQueue:
         flight if a sum between replicas follows, and begins that.
         """
         running = self.running
-        while sum(map(_num_halves, running)) > 2 * self.max_running and sum(map(_nbytes, running)) > self.window:
+        while len(running) > self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
         for entry in running:
             if entry.pending.has_second_stage:

@@ -147,7 +147,7 @@ def _advice(cls: type[Optimizer], error: Exception) -> str:
     name = cls.__name__
     more = " For whole matrices fsdp2 has an optimizer of its own." if name == "Muon" else ""
     if not cls.__module__.startswith("torch.optim."):
-        more = " Or have it step on this rank's shards, as examples/guides/qlora.md shows."
+        more = " Or have it step on this rank's shards, as examples/guides/lora.md shows."
     return (
         f"{name} can't step on many parameters as one flat tensor: {error.args[0]}. flatten_optimizer is for "
         f"optimizers that compute each element by itself, as SGD and AdamW do. Use {name} as it is; or, if its own "

@@ -42,10 +42,6 @@ ELSEWHERE.update(
         "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory": _CAPTURED,
         "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
         "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
-        "On every rank, call {} instead": "tests/ranks/test_fsdp1_methods.py::state_dicts_are_refused",
-        "On every rank, call fsdp2.full_params(model) to read or save whole ones": (
-            "tests/ranks/test_fsdp1_methods.py::summoning_to_write_runs_without_the_patch"
-        ),
         "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
             "tests/ranks/test_advice.py::inputs_that_are_not_cast"
         ),

@@ -354,10 +354,10 @@ def steps_on_shards(name: str, keeps_unsharded: bool) -> None:
     expected = steps(plain, optimizer_of(name, plain.parameters()))
     refused = optimizer_of(name, model.parameters())
     with pytest.raises(
-        (NotImplementedError, RuntimeError), match=rf"operation of {name} takes no DTensors.*guides/qlora\.md"
+        (NotImplementedError, RuntimeError), match=rf"operation of {name} takes no DTensors.*guides/lora\.md"
     ):
         steps(model, refused)
-    with pytest.raises(TypeError, match=rf"{name} can't step on .* on this rank's shards, as .*guides/qlora\.md"):
+    with pytest.raises(TypeError, match=rf"{name} can't step on .* on this rank's shards, as .*guides/lora\.md"):
         fsdp2.flatten_optimizer(refused)
     model = fully_shard(plain_layers())
     model.set_reshard_after_backward(not keeps_unsharded)  # type: ignore[attr-defined]

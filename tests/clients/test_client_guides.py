@@ -128,14 +128,14 @@ def assert_holds(names: Names, plain: nn.Module) -> None:
     assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
 
 
-@guide("Transformers files")
+@guide("Train a Transformers model")
 def loaded_trained_and_saved(names: Names) -> None:
     expected = values(trained_plainly())
     assert_like(values(names["model"]), expected)
     assert_like(values(tiny_llama.load(Path("trained"))), expected)
 
 
-@guide("Transformers files")
+@guide("Load mixtures of experts")
 def loaded_experts(names: Names) -> None:
     plain = tiny_llama.load(Path("moe"))
     assert_holds(names, plain)
@@ -146,12 +146,12 @@ def loaded_experts(names: Names) -> None:
     assert Path("fused", weights).read_bytes() != Path("moe", weights).read_bytes()
 
 
-@guide("Other names")
+@guide("Choose names in the files")
 def loaded_by_names(names: Names) -> None:
     assert_holds(names, tiny_llama.load(Path("moe")))
 
 
-@guide("Other models of the same files")
+@guide("Load another head from the same files")
 def a_reward_model(names: Names) -> None:
     plain = transformers.AutoModelForSequenceClassification.from_pretrained("reward")
     assert plain.score.out_features == 1
@@ -162,7 +162,7 @@ def a_reward_model(names: Names) -> None:
     assert (again.missing, again.unexpected) == ([], [])
 
 
-@guide("A Transformers model by hand")
+@guide("Load on every rank")
 def trained_and_exported(names: Names) -> None:
     expected = values(trained_plainly())
     assert_like(values(names["model"]), expected)
@@ -170,12 +170,7 @@ def trained_and_exported(names: Names) -> None:
     assert_like(values(tiny_llama.load(Path("exported"))), expected)
 
 
-@guide("A Transformers model by hand")
-def loaded_by_one_rank(names: Names) -> None:
-    assert_holds(names, tiny_llama.load(Path("llama")))
-
-
-@guide("Trainer of Transformers")
+@guide("Use Trainer and trl")
 def trained_by_a_trainer(names: Names) -> None:
     model = names["trainer"].model
     assert isinstance(model, FSDPModule)
@@ -184,7 +179,7 @@ def trained_by_a_trainer(names: Names) -> None:
     assert all(not torch.equal(value, before[name]) for name, value in values(model).items())
 
 
-@guide("accelerate")
+@guide("Use accelerate")
 def trained_by_accelerate(names: Names) -> None:
     assert isinstance(names["model"], FSDPModule)
     plain = tiny_llama.load(Path("llama"))
@@ -194,7 +189,7 @@ def trained_by_accelerate(names: Names) -> None:
     assert abs(loss - expected) < 0.1 * abs(start - expected)  # clipping hardly matters to Adam
 
 
-@guide("LoRA with peft")
+@guide("Train adapters: LoRA and QLoRA")
 def adapters(names: Names) -> None:
     torch.manual_seed(0)
     plain = peft.get_peft_model(tiny_llama.load(Path("llama")), peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -207,7 +202,7 @@ def adapters(names: Names) -> None:
     assert_like(values(again), expected)
 
 
-@guide("LoRA with peft")
+@guide("Train adapters: LoRA and QLoRA")
 def adapters_on_meta(names: Names) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     plain = peft.get_peft_model(tiny_llama.load(Path("llama")), config)
@@ -220,16 +215,6 @@ def adapters_on_meta(names: Names) -> None:
             assert_same(found[name], value, 0, 0, name)
     tokens = names["batch"](0)
     assert_same(names["model"](input_ids=tokens).logits, plain(input_ids=tokens).logits, 1e-5, 1e-6, "logits")
-
-
-@guide("LoRA with peft")
-def adapter_trained_on(names: Names) -> None:
-    plain = tiny_llama.load(Path("llama"))
-    plain = peft.PeftModel.from_pretrained(plain, "trained_adapter", is_trainable=True)
-    expected = values(trained_plainly(plain))
-    assert_like(values(names["model"]), expected)
-    again = peft.PeftModel.from_pretrained(tiny_llama.load(Path("llama")), "adapter", is_trainable=True)
-    assert_like(values(again), expected)
 
 
 @guide("Resuming, and the best model", in_one_process)
@@ -280,7 +265,7 @@ def assert_best(names: Names, expected: Names) -> str:
     return best
 
 
-@guide("trl", in_one_process)
+@guide("Fine-tune with trl", in_one_process)
 def sft(names: Names, expected: Names) -> None:
     model = names["trainer"].model
     assert_like(values(model), expected["values"])
@@ -289,13 +274,7 @@ def sft(names: Names, expected: Names) -> None:
     assert_like(values(again), expected["values"])
 
 
-@guide("trl", in_one_process)
-def dpo(names: Names, expected: Names) -> None:
-    assert isinstance(names["trainer"].ref_model, FSDPModule)
-    assert_like(values(names["trainer"].model), expected["values"])
-
-
-@guide("trl")
+@guide("Fine-tune with trl")
 def grpo(names: Names) -> None:
     """Plain training on the texts that all ranks have generated. Some rank was ready before the other."""
     ranks, tokenizer = dist.get_world_size(), names["AutoTokenizer"].from_pretrained("llama")
@@ -322,7 +301,7 @@ def grpo(names: Names) -> None:
     assert_like(values(names["trainer"].model), values(model))
 
 
-@guide("Weights to vLLM and SGLang")
+@guide("Send weights to vLLM and SGLang")
 def weights_of_experts(names: Names) -> None:
     """Under the names of the files, where each expert is apart."""
     from safetensors.torch import load_file
@@ -340,7 +319,7 @@ def weights_of_experts(names: Names) -> None:
     assert "lm_head.weight" not in sent
 
 
-@guide("Weights to vLLM and SGLang")
+@guide("Merge adapters")
 def merged_adapters(names: Names) -> None:
     """As peft merges them, to the bit; the model keeps its base and its adapters."""
     plain = adapted(names["lora"])
@@ -380,7 +359,7 @@ def shard_groups(model: Any) -> None:
     fully_shard(model)
 
 
-@guide("Mixtures of experts")
+@guide("Train mixtures of experts")
 def experts_and_their_balance(names: Names) -> None:
     """With the auxiliary loss of Transformers on the whole batch."""
     plain = tiny_llama.load(Path("moe"), output_router_logits=True, router_aux_loss_coef=0.01)
@@ -388,7 +367,7 @@ def experts_and_their_balance(names: Names) -> None:
     assert_like(values(names["model"]), values(trained_plainly(plain)))
 
 
-@guide("Lightning")
+@guide("Use Lightning")
 def fabric(names: Names) -> None:
     expected = trained_model(names, steps=2, accumulated=2, clip=0.1)
     assert_like(values(names["model"].module), values(expected), 1e-5)
@@ -396,7 +375,7 @@ def fabric(names: Names) -> None:
     assert {path.suffix for path in Path("fabric").iterdir()} >= {".distcp"}
 
 
-@guide("Lightning")
+@guide("Use Lightning")
 def lightning_trainer(names: Names) -> None:
     assert names["trainer"].global_step == 3
     assert_like(values(names["lit"].model), values(trained_model(names, steps=3, clip=0.1)), 1e-5)
@@ -429,7 +408,7 @@ def images_of_all(steps: int = 3, labels: int = 0) -> list[tuple[Tensor, Tensor]
     return batches
 
 
-@guide("timm and open_clip")
+@guide("Train vision models: timm and open_clip")
 def timm_vit(names: Names) -> None:
     import timm
 
@@ -446,7 +425,7 @@ def timm_vit(names: Names) -> None:
         assert_same(names["features"], model.forward_features(names["images"]), 1e-4, 1e-4, "features")
 
 
-@guide("timm and open_clip")
+@guide("Train vision models: timm and open_clip")
 def clip(names: Names) -> None:
     import open_clip
 
@@ -529,8 +508,6 @@ def make_folder(folder: Path) -> Path:
     experts = transformers.Qwen3MoeConfig(**tiny_llama.SIZES | sizes, decoder_sparse_step=1)
     tiny_llama.save(experts, folder / "moe")
     tiny_llama.save_tokenizer(folder / "llama", vocab=32)
-    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(tiny_llama.load(folder / "llama"), adapter).save_pretrained(folder / "trained_adapter")
     return folder
 
 

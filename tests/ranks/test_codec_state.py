@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 
-from documents import ROOT, code_blocks, shared_lines
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.codecs import Compression, Int8, PowerSGD, load_state_dict, state_dict
 from helpers import full, run_checks
@@ -195,26 +193,3 @@ def test_what_codecs_keep_is_saved_and_loaded() -> None:
 def test_what_codecs_keep_on_four_ranks() -> None:
     """HSDP whose shards are on two ranks, and replicas that round sums once more."""
     run_checks(4, [(name, lambda name=name: goes_on(WAYS[name])) for name in ("HSDP", "between replicas")])
-
-
-def of_the_guide() -> None:
-    """Runs the guide behind the lines that snippets share, and goes on with both of its models."""
-    ground = shared_lines()
-    (block,) = code_blocks(ROOT / "examples" / "guides" / "checkpoints-of-codecs.md")
-    names: dict[str, Any] = {"__name__": "guide"}
-    for code in (ground, block):
-        exec(code.compiled(), names)
-    runs = [(names["model"], names["optimizer"]), (names["resumed"], names["other"])]
-    for model, optimizer in runs:
-        for step in range(3, 5):
-            names["loss_of"](model, names["batch"](step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    (model, _), (resumed, _) = runs
-    for (name, p), q in zip(model.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(p.to_local(), q.to_local()), name
-
-
-def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_checks(2, [("guide", of_the_guide)])

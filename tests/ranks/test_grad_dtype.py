@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from documents import ROOT, code_blocks, shared_lines
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params, fully_shard
 from fsdp2.codecs import Compression
 from helpers import run_checks, world_sizes
@@ -456,12 +455,6 @@ def what_the_module_sees() -> None:
     assert isinstance(model, FSDPModule)
 
 
-def as_the_guide_says() -> None:
-    ground, names = shared_lines(), {"__name__": "guide"}
-    for block in (ground, *code_blocks(ROOT / "examples" / "guides" / "gradient-dtype.md")):
-        exec(block.compiled(), names)
-
-
 CHECKS: tuple[Callable[[], None], ...] = (
     *(of_a_parameter, of_a_policy, of_fp32_weights_that_compute_in_bf16, of_fp32_weights_that_chose_it_themselves),
     *(narrower_than_the_weight, the_parameter_counts_not_the_policy, any_dtype, set_after_sharding),
@@ -469,7 +462,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     *(with_checkpointing_and_kept_parameters, stepped_in_backward, clipped, stepped_flat, stepped_by_muon),
     outside_of_a_forward,
     *(cast_and_moved, made_on_meta_and_loaded, copied_and_saved, ranks_that_choose_differently, on_replicas),
-    *(what_the_module_sees, as_the_guide_says),
+    what_the_module_sees,
 )
 
 

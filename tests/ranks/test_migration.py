@@ -25,7 +25,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from helpers import assert_same, run_checks, shard_batch
 from models import TanhBlock, mean_loss
 
-TABLES = {name: f"Coming from {name}" for name in ("torch's FSDP2", "FSDP1", "DDP", "DeepSpeed")}
+TABLES = {name: f"Move from {name}" for name in ("torch's FSDP2", "FSDP1", "DDP", "DeepSpeed")}
 ROWS = tables_of_guides()
 BEHAVIOURS = table_rows(ROOT / "tests" / "BEHAVIOURS.md")
 NAMED = {(name, cells[0]) for name, heading in TABLES.items() for cells in BEHAVIOURS[heading]}
@@ -209,7 +209,7 @@ def arguments_of_ddp() -> None:
         with pytest.raises(TypeError, match=name):
             replicate(build(), **{name: value})  # type: ignore[call-arg]
     parameters = {*inspect.signature(nn.parallel.DistributedDataParallel).parameters}
-    cells = " ".join(cells[0] for cells in ROWS["Coming from DDP"])
+    cells = " ".join(cells[0] for cells in ROWS["Move from DDP"])
     for name in parameters - {"module"}:
         assert f"`{name}" in cells, name
     with pytest.raises(TypeError, match="unexpected keyword argument"):

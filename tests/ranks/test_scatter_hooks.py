@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as of_ddp
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from documents import ROOT, code_blocks, shared_lines
 from fsdp2 import MixedPrecisionPolicy, describe, fully_shard, replicate
 from fsdp2.codecs import Compression, Int8
 from fsdp2.engine.state import groups_below
@@ -236,21 +235,6 @@ def some_ranks_leave_a_module_out() -> None:
         expected.zero_grad()
 
 
-def of_the_guide() -> None:
-    """Runs the guide behind the lines that snippets share. Each rank's gradient is rounded once."""
-    ground = shared_lines()
-    (block,) = code_blocks(ROOT / "examples" / "guides" / "hooks-of-reductions.md")
-    names: dict[str, Any] = {"__name__": "guide"}
-    for code in (ground, block):
-        exec(code.compiled(), names)
-    expected = names["make_sharded"]()
-    names["loss_of"](expected, names["batch"](0)).backward()
-    for (name, param), other in zip(names["hooked"].named_parameters(), expected.parameters(), strict=True):
-        found, exact = full(param.grad), full(other.grad)
-        assert (found - exact).abs().max() <= exact.abs().max() * 2**-7, name
-        assert not torch.equal(found, exact), name
-
-
 def copies_have_it() -> None:
     """Also with a process group, which can't be copied, in the state."""
     for state, hook in ((dist.group.WORLD, Own()), (DefaultState(dist.group.WORLD), reduce_scatter_hook)):
@@ -338,7 +322,7 @@ def not_called() -> None:
 @pytest.mark.parametrize("ranks", world_sizes(2, 3))
 def test_hooks_in_the_shape_of_fsdp1s(ranks: int) -> None:
     programs = [of_torch, steps_with_a_hook, padding_is_zeros, some_ranks_leave_a_module_out]
-    programs += [copies_have_it, means_are_divided_otherwise, refused, not_called, of_the_guide]
+    programs += [copies_have_it, means_are_divided_otherwise, refused, not_called]
     run_checks(ranks, [(program.__name__, program) for program in programs])
 
 

@@ -253,15 +253,6 @@ def test_mixed_precision_step_holds_two_groups_and_the_gradients_in_flight() -> 
     assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
 
 
-def test_large_matrices_are_cast_and_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As above, but of the fp32 copies three halves are there at once, two of them on their way, not two wholes."""
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 1 << 16)
-    full = GROUP / 2
-    gradients = full / 4 + 3 * (GROUP / 8)
-    expected = 2 * full + gradients + (BLOCKS - 1) * GROUP / RANKS
-    assert 0.98 * expected <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= expected + SLACK
-
-
 def test_many_small_matrices_have_as_many_bytes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, of eight buckets: three of the eighths in which a group is sent are there at once."""
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 1)

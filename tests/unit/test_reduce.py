@@ -3,22 +3,19 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.engine import buckets, reduce
+from fsdp2.engine import reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder
 from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.comm_memory import TORCH_MEMORY
-from fsdp2.engine.gradients import GroupGradients
 from fsdp2.engine.int8 import Int8
 from fsdp2.engine.layout import ParamSpec, bucket_layout
-from fsdp2.engine.reduce import PendingReduce, Reduction
+from fsdp2.engine.reduce import Reduction
 from helpers import own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -120,74 +117,6 @@ def test_every_rank_gets_its_rows_of_the_mean() -> None:
                 got = flat.as_strided(expected.shape, torch.empty(expected.shape, device="meta").stride(), offset)
                 assert got.dtype == F32
                 assert torch.equal(got.double(), expected), (world_size, specs[i], indices, dtypes)
-
-
-def start_piece(
-    comm: RankComm, plan: ReducePlan, gradients: list[Tensor], outputs: list[Tensor], piece: tuple[int, int]
-) -> Any:
-    """Returns the work of one rank's reduction of a piece of its gradient."""
-    return reduce.start_piece(gradients[comm.rank], plan, Reduction(comm), outputs[comm.rank], *piece)  # type: ignore[arg-type]
-
-
-def test_two_chunks_are_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has arrived, and is finished, when the second is packed. Even and uneven rows, or none."""
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
-    for rows, columns, world_size in itertools.product((1, 3, 8, 9, 24), (5, 8, 20), (2, 4, 8)):
-        specs = (ParamSpec((rows, columns), F32, BF16, world_size), ParamSpec((8,), F32, BF16, world_size))
-        layout = bucket_layout(specs, [0], F32, 1 << 40)
-        plan, exchange = ReducePlan(layout, specs, world_size, CPU), Exchange(world_size)
-        gradients = [whole_numbers((rows, columns), BF16) for _ in range(world_size)]
-        outputs = [torch.empty(layout.shard_numel) for _ in range(world_size)]
-        first, second = plan.halves
-        halves = [start_piece(comm, plan, gradients, outputs, first) for comm in exchange.comms]
-        assert [reduce.FirstHalf(outputs[0], work, 1).finish() for work in halves] == [{}] * world_size
-        pending = []
-        for comm in exchange.comms:
-            work = start_piece(comm, plan, gradients, outputs, second)
-            pending.append(PendingReduce(plan, Reduction(comm), work, outputs[comm.rank], [], {}, 1, num_halves=1))  # type: ignore[arg-type]
-        mean = sum(each.double() for each in gradients) / world_size
-        for rank, each in enumerate(pending):
-            ((flat, offset),) = each.finish().values()
-            expected = own_rows(mean, rank, world_size)
-            assert torch.equal(flat[offset : offset + expected.numel()].double(), expected.flatten())
-
-
-def test_gradients_that_are_not_sent_in_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sent from where it lies; several gradients; what a hook is to see, or replicas to sum, as a whole."""
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 16)
-    cast, direct = ParamSpec((8, 8), F32, BF16, 2), ParamSpec((8, 8), F32, F32, 2)
-
-    class Alone(RankComm):
-        def reduce_scatter(self, outputs: Any, inputs: Any, divisor: float, what: str = "") -> "Alone":
-            return self
-
-        def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> "Alone":
-            return self
-
-        def wait(self) -> None:
-            pass
-
-    comm = Alone(Exchange(2), 0, 2)
-
-    def halves(specs: tuple[ParamSpec, ...], indices: list[int], wire: torch.dtype = F32, **options: Any) -> object:
-        """Returns what is in flight before the reduction that ends the bucket."""
-        plan = ReducePlan(bucket_layout(specs, indices, F32, 16, wire), specs, 2, CPU)
-        queue = mock.Mock()
-        gradients = GroupGradients.__new__(GroupGradients)
-        gradients.group, gradients.reduction = mock.Mock(queue=queue), Reduction(comm, **options)  # type: ignore[arg-type]
-        given = {i: torch.ones(8, 8, dtype=specs[i].compute_dtype) for i in indices}
-        (gradients._start_in_parts if plan.has_parts else reduce.start)(given, plan, gradients.reduction, {}, "")
-        return queue.add.call_args
-
-    assert halves((cast, cast), [0]) is not None
-    assert halves((direct, direct), [0]) is None
-    assert halves((cast, cast), [0], wire=BF16) is None, "sent in the dtype in which it comes"
-    assert halves((cast, cast), [0, 1]) is None
-    assert halves((cast,), [0]) is None, "alone in its group, it is sent in more pieces"
-    assert halves((cast, cast), [0], hook=lambda _: None) is None
-    assert halves((cast, cast), [0], replicas=comm) is None
-    monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 256)
-    assert halves((cast, cast), [0]) is None
 
 
 def test_gradients_need_not_be_contiguous() -> None:
