@@ -13,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .simple_fsdp import Dtypes
 
-# name -> (the function of fsdp2 that shards, the codecs of its policy, made of the module fsdp2.codecs)
-CODECS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "int8": ("fully_shard", lambda codecs: {"gradient_codec": codecs.Int8()}),
-    "int8-float8": ("fully_shard", lambda codecs: {"gradient_codec": codecs.Int8(), "gather_codec": codecs.Float8()}),
-    "replicate": ("replicate", lambda _: {}),
-    "replicate-bf16": ("replicate", lambda codecs: {"replica_codec": codecs.Cast(torch.bfloat16)}),
-    "replicate-int8": ("replicate", lambda codecs: {"replica_codec": codecs.Int8()}),
-    "replicate-power-sgd": ("replicate", lambda codecs: {"replica_codec": codecs.PowerSGD(rank=4, start=0)}),
+# name -> (the function of fsdp2 that shards, the compression of its policy, made of the module fsdp2.codecs)
+CODECS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int8": ("fully_shard", lambda codecs: codecs.Compression(reduce_scatter=codecs.Int8())),
+    "int8-float8": ("fully_shard", lambda codecs: codecs.Compression(codecs.Float8(), codecs.Int8())),
+    "replicate": ("replicate", lambda codecs: codecs.Compression()),
+    "replicate-bf16": ("replicate", lambda codecs: codecs.Compression(all_reduce=torch.bfloat16)),
+    "replicate-int8": ("replicate", lambda codecs: codecs.Compression(all_reduce=codecs.Int8())),
+    "replicate-power-sgd": (
+        "replicate",
+        lambda codecs: codecs.Compression(all_reduce=codecs.PowerSGD(rank=4, start=0)),
+    ),
 }
 
 
@@ -30,7 +33,7 @@ def shard_by_codec(name: str, model: nn.Module, mesh: DeviceMesh, mixed: Dtypes 
     import fsdp2.codecs
 
     function, choose = CODECS[name]
-    policy = fsdp2.MixedPrecisionPolicy(*(mixed or ()), **choose(fsdp2.codecs))
+    policy = fsdp2.MixedPrecisionPolicy(*(mixed or ()), compression=choose(fsdp2.codecs))
     shard: Callable[..., Any] = getattr(fsdp2, function)
     for block in model.blocks:
         shard(block, mesh=mesh, mp_policy=policy)

@@ -81,7 +81,9 @@ def _shard_by_recipe(
 ) -> nn.Module:
     library: Any = importlib.import_module(MODULES[name])
     compute, reduce = mixed or (None, None)
-    more = {"wire_dtype": wire_dtype} if wire_dtype else {}
+    more = {}
+    if wire_dtype:
+        more["compression"] = importlib.import_module("fsdp2.codecs").Compression(reduce_scatter=wire_dtype)
     options = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(compute, reduce, **more)}
     if planned:
         options["shard_placement_fn"] = library.cheapest_placement(mesh)

@@ -12,6 +12,7 @@ from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
 from .engine.build import Arguments, apply
+from .engine.codec import Compression
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.offload import OffloadChoice
@@ -211,7 +212,7 @@ def embed_by_rows(
         TypeError: `module` is no nn.Embedding, is of a subclass, or has a `forward` of its own: those may read the
             weight themselves.
         ValueError: it is sharded already, or as for `fully_shard`.
-        NotImplementedError: `max_norm`, `sparse` or `scale_grad_by_freq`; a policy with `wire_dtype` or codecs. Later:
+        NotImplementedError: `max_norm`, `sparse` or `scale_grad_by_freq`; a policy with `compression`. Later:
             the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `skip_together`,
             `set_optimizer_in_backward`, or hooks and functions of your own for collectives.
         IndexError: in a forward, on all ranks: one has ids that the table has no row for.
@@ -241,11 +242,11 @@ def embed_by_rows(
             )
     level_from_environment()
     checked = check_arguments(module, None, None, mp_policy, OffloadPolicy(), None)
-    for name in ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec"):
-        if getattr(checked[2], name) is not None:
-            raise NotImplementedError(
-                f"embed_by_rows: mp_policy.{name} is not supported: rows and their gradients travel in param_dtype."
-            )
+    if (compression := checked[2].compression) != Compression():
+        raise NotImplementedError(
+            f"embed_by_rows: mp_policy: expected no compression, got {compression!r}: rows and their gradients travel "
+            "in param_dtype."
+        )
     found = shared_data_mesh(mesh, dp_mesh_dims)
     if found.replicas_may_grow:
         raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")

@@ -1,12 +1,10 @@
-"""Codecs: how gradients and weights travel between ranks, for `MixedPrecisionPolicy(gradient_codec=, gather_codec=,
-replica_codec=)`.
+"""Compresses weights and gradients while they travel between ranks, for `MixedPrecisionPolicy(compression=)`.
 
 `Codec` says what a codec of your own has; the guide examples/guides/compressed-gradients.md writes one.
 """
 
-from .engine.codec import AsIs as AsIs
-from .engine.codec import Cast as Cast
 from .engine.codec import Codec as Codec
+from .engine.codec import Compression as Compression
 from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
 from .engine.float8 import Float8 as Float8
@@ -17,6 +15,6 @@ from .features.codec_state import load_state_dict as load_state_dict
 from .features.codec_state import state_dict as state_dict
 
 __all__ = [
-    *("AsIs", "Cast", "Codec", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows"),
+    *("Codec", "Compression", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows"),
     *("load_state_dict", "state_dict", "sum_decoded"),
 ]

@@ -417,7 +417,7 @@ class FSDPModule:
         `torch.distributed.algorithms._comm_hooks.default_hooks`; the last two need a device, as with FSDP1. Between
         replicas these are taken, too, without `shard`.
 
-        All groups below this module use it, in place of the policy's `replica_codec`. Buckets are smaller than DDP's:
+        All groups below this module use it, in place of the policy's compression. Buckets are smaller than DDP's:
         those of a group. On one rank it is not called. On CPU the host waits for each hook: a codec is faster. Every
         rank must call this, between steps.
 
@@ -429,7 +429,7 @@ class FSDPModule:
         Raises:
             TypeError: `hook` is neither a function nor None.
             ValueError: a hook of torch is given a process group of other ranks; or ranks that shard have a
-                `wire_dtype`, a `gradient_codec`, or a custom reduce-scatter.
+                compression of reduce_scatter, or a custom reduce-scatter.
             NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for FSDP1 on
                 the CPU.
 
@@ -480,8 +480,8 @@ class FSDPModule:
 
         Raises:
             TypeError: it can't be called, or has no `allocate`.
-            ValueError: the policy has a `wire_dtype` or a `gradient_codec`; or several ranks all hold whole
-                parameters, and scatter nothing.
+            ValueError: the policy compresses reduce_scatter; or several ranks all hold whole parameters, and scatter
+                nothing.
             NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
         """
         for group in groups_of(self) if comm is not None else ():
@@ -496,13 +496,11 @@ class FSDPModule:
                     f"reduce_scatter: expected None where register_comm_hook has a hook reduce, got {comm!r}"
                 )
         for state in states_of(self):
-            chosen = {"wire_dtype, in": state.policy.wire_dtype, "gradient_codec, by": state.policy.gradient_codec}
-            for argument, value in chosen.items() if comm is not None else ():
-                if value is not None:
-                    raise ValueError(
-                        f"reduce_scatter: expected None where the policy has a {argument} which gradients are "
-                        f"exchanged and not reduced, got {comm!r}"
-                    )
+            if comm is not None and state.policy.compression.reduce_scatter is not None:
+                raise ValueError(
+                    "reduce_scatter: expected None where the policy compresses reduce_scatter, by "
+                    f"{state.policy.compression.reduce_scatter!r}: gradients are exchanged then, got {comm!r}"
+                )
         why = "Replicas all-reduce their gradients; what they have summed can be changed by set_all_reduce_hook(hook)"
         self._choose_collective("reduce_scatter", comm, why)
 
@@ -552,9 +550,9 @@ class FSDPModule:
         NCCL then sends straight from there and into it, which is faster on machines whose links or switches can do
         that. The memory comes from one pool for all groups of a device, to which it returns when they reshard;
         activations do not use it, so that a step may reserve up to the bytes of the groups that are unsharded at once
-        more. Gradients are packed into it, also those that are reduced where autograd has put them otherwise. Encoded
-        gradients (`wire_dtype`, `gradient_codec`) travel in torch's memory. It has no effect on a process group whose
-        backend has no memory of its own, such as gloo, and on one rank. It has not run on several GPUs.
+        more. Gradients are packed into it, also those that are reduced where autograd has put them otherwise.
+        Compressed gradients travel in torch's memory. It has no effect on a process group whose backend has no memory
+        of its own, such as gloo, and on one rank. It has not run on several GPUs.
 
         Every rank must call it, between steps; the first call communicates.
 

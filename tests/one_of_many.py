@@ -31,7 +31,7 @@ from benchmarks.cuda_group import start_wire_group
 from benchmarks.cuda_wrapping import step_beside_forward
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, flatten_optimizer, fully_shard
-from fsdp2.codecs import Float8
+from fsdp2.codecs import Compression, Float8
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -92,7 +92,7 @@ WAYS: dict[str, Way] = {
     "HSDP": Way(mesh=(2, SIZE // 2)),
     "HSDP, bf16/fp32 in pieces": Way({"mp_policy": BF16}, mesh=(2, SIZE // 2), in_pieces=True),
     "replicated": Way(mesh=(SIZE, 1)),
-    "weights in fp8": Way({"mp_policy": replace(BF16, gather_codec=Float8())}, coarse=True),
+    "weights in fp8": Way({"mp_policy": replace(BF16, compression=Compression(all_gather=Float8()))}, coarse=True),
     "flat AdamW": Way(flat=True),
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
     "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),

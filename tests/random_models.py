@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import Compression
 from fsdp2.engine import buckets, gather
 from recipes import Recipe
 
@@ -361,7 +362,7 @@ def options_of(name: str, recipe: Recipe, shards: int) -> dict[str, Any]:
         param_dtype=torch.float32 if fp32 else None,
         reduce_dtype=torch.float32 if rounded == "sums" else None,
         output_dtype=torch.float64 if name == "root" else None,
-        wire_dtype=torch.float32 if rounded == "wire" else None,
+        compression=Compression(reduce_scatter=torch.float32 if rounded == "wire" else None),
     )
     return {
         "reshard_after_forward": recipe.pick(f"reshard {name}", None, [True, False, *few], 0.7),

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, hf
-from fsdp2.codecs import Cast, sum_decoded
+from fsdp2.codecs import Compression, sum_decoded
 from models import TanhBlock, Wrapper
 from outcomes import EXACT, LOUD, Program, Side, Situation
 
@@ -2463,7 +2463,11 @@ class Bytes:
 @ends(EXACT, only_ours=True)
 def gradients_by_a_codec(side: Side) -> None:
     """Gradients that a user's codec encodes, after two passes"""
-    options = {"mp_policy": fsdp2.MixedPrecisionPolicy(gradient_codec=Bytes())} if side.is_sharded else {}
+    options = (
+        {"mp_policy": fsdp2.MixedPrecisionPolicy(compression=Compression(reduce_scatter=Bytes()))}
+        if side.is_sharded
+        else {}
+    )
     model = shard(side, Net(), **options)
     optimizer = sgd(model)
     for step in range(3):
@@ -2823,11 +2827,15 @@ def ranks_in_different_modules(side: Side) -> None:
     train_by_rank(side, Towers(side, (7, 7)), (0, 1))
 
 
-@ends(LOUD, "gradients that travel by", only_ours=True)
+@ends(LOUD, "gradients that travel in", only_ours=True)
 def codecs_that_differ(side: Side) -> None:
     """One rank encodes its gradients, and another sends them as they are"""
-    codec = Cast(torch.float32) if side.rank == 0 else None
-    options = {"mp_policy": fsdp2.MixedPrecisionPolicy(gradient_codec=codec)} if side.is_sharded else {}
+    codec = torch.bfloat16 if side.rank == 0 else None
+    options = (
+        {"mp_policy": fsdp2.MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec))}
+        if side.is_sharded
+        else {}
+    )
     train(side, shard(side, Net(), **options))
 
 

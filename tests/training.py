@@ -44,9 +44,10 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.codecs import Rows, sum_decoded
+from fsdp2.codecs import Compression, Rows, sum_decoded
 from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
+from fsdp2.engine.codec import Cast
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.engine.meshes import shared_data_mesh
@@ -137,7 +138,7 @@ def keep_vectors(param: nn.Parameter) -> torch.dtype | None:
 class ToBfloat16:
     """A codec as a user writes one, from the documentation alone: what it sends are bytes for all that others know.
 
-    What it does must be what `wire_dtype=torch.bfloat16` does, bit for bit.
+    What it does must be what a compression by `torch.bfloat16` does, bit for bit.
     """
 
     feedback: bool = False
@@ -168,26 +169,30 @@ PRECISIONS = {
     "bf16, sums as stored": MixedPrecisionPolicy(BF16),
     "fp64 of fp32": MixedPrecisionPolicy(F64, F64),
     "fp32 sums": MixedPrecisionPolicy(reduce_dtype=F32),
-    "bf16 wire": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
-    "only a bf16 wire": MixedPrecisionPolicy(wire_dtype=BF16),
-    "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, wire_dtype=F16),
-    "bf16 wire, fp32 vectors": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16, param_dtype_override_fn=keep_vectors),
+    "bf16 wire": MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=BF16)),
+    "only a bf16 wire": MixedPrecisionPolicy(compression=Compression(reduce_scatter=BF16)),
+    "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, compression=Compression(reduce_scatter=F16)),
+    "bf16 wire, fp32 vectors": MixedPrecisionPolicy(
+        BF16, F32, compression=Compression(reduce_scatter=BF16), param_dtype_override_fn=keep_vectors
+    ),
     "fp16": MixedPrecisionPolicy(F16, F32),
     "fp16, fp32 vectors": MixedPrecisionPolicy(F16, F32, param_dtype_override_fn=keep_vectors),
-    "codec, bf16": MixedPrecisionPolicy(BF16, F32, gradient_codec=ToBfloat16()),
-    "codec": MixedPrecisionPolicy(gradient_codec=ToBfloat16()),
-    "codec with feedback": MixedPrecisionPolicy(gradient_codec=ToBfloat16(feedback=True)),
-    "codec between replicas": MixedPrecisionPolicy(replica_codec=ToBfloat16()),
-    "codec with feedback between replicas": MixedPrecisionPolicy(BF16, F32, replica_codec=ToBfloat16(feedback=True)),
+    "codec, bf16": MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=ToBfloat16())),
+    "codec": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16())),
+    "codec with feedback": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16(feedback=True))),
+    "codec between replicas": MixedPrecisionPolicy(compression=Compression(all_reduce=ToBfloat16())),
+    "codec with feedback between replicas": MixedPrecisionPolicy(
+        BF16, F32, compression=Compression(all_reduce=ToBfloat16(feedback=True))
+    ),
 }
 OF_MIXED_DTYPES = ("fp32", "fp32 sums", "only a bf16 wire")
 """The policies for a model whose parameters have two dtypes."""
 
 
-def sent(encoder: Any, gradient: Tensor, wire: torch.dtype | None = None) -> Tensor:
-    """Returns what arrives of a gradient that travels in `wire`, or by a codec of the policy."""
-    is_encoded = encoder is not None and sum(size > 1 for size in gradient.shape) > 1
-    wire = wire or (BF16 if is_encoded else None)
+def sent(codec: Any, gradient: Tensor) -> Tensor:
+    """Returns what arrives of a gradient that travels in a dtype of the policy, or by its codec."""
+    is_encoded = codec is not None and sum(size > 1 for size in gradient.shape) > 1
+    wire = codec.dtype if type(codec) is Cast else BF16 if is_encoded else None
     return gradient if wire is None else gradient.to(wire).to(gradient.dtype)
 
 
@@ -318,10 +323,11 @@ class Draw:
     def is_valid(self) -> bool:
         """Returns False if something is refused by name, is a choice of two others only, or has no exact oracle."""
         topology, is_low = TOPOLOGIES[self.topology], self.policy.param_dtype in (BF16, F16)
-        encodes = self.policy.wire_dtype is not None or self.policy.gradient_codec is not None
+        compression = self.policy.compression
+        encodes = compression.reduce_scatter is not None
         return not (
             (encodes and topology.function is replicate)
-            or (self.policy.replica_codec is not None and (self.topology == "1x2" or not topology.has_replicas))
+            or (compression.all_reduce is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and topology.function is replicate)
             or (self.setting.startswith("own") and self.topology == "2x1")
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
@@ -353,7 +359,7 @@ class Draw:
             # A copy to the simulated device may be made after the model that it is for is gone.
             or (self.program == "another model" and self.is_staged)
             # gloo adds up in no order that is known, where no rank does it.
-            or (self.travel == "all to all" and self.shards > 2 and self.policy.wire_dtype is None)
+            or (self.travel == "all to all" and self.shards > 2 and type(compression.reduce_scatter) is not Cast)
             or (self.setting.startswith("own collectives") and self.shards > 2)
         )
 
@@ -571,17 +577,17 @@ class Plain(Side):
 
     def leave(self, rank: int, name: str) -> Tensor:
         """Returns what others get of a gradient. With feedback, what rounding takes away is in the next one."""
-        policy = self.draw.policy
-        return self.leave_by(policy.gradient_codec, (rank, name), self.waiting[rank].pop(name), policy.wire_dtype)
+        codec = self.draw.policy.compression.reduce_scatter
+        return self.leave_by(codec, (rank, name), self.waiting[rank].pop(name))
 
     def leave_replica(self, replica: int, partial: Tensor, name: str) -> Tensor:
         """Returns what other replicas get of a mean of this one."""
-        return self.leave_by(self.draw.policy.replica_codec, (-1 - replica, name), partial)
+        return self.leave_by(self.draw.policy.compression.all_reduce, (-1 - replica, name), partial)
 
-    def leave_by(self, codec: Any, key: tuple[int, str], whole: Tensor, wire: torch.dtype | None = None) -> Tensor:
+    def leave_by(self, codec: Any, key: tuple[int, str], whole: Tensor) -> Tensor:
         if codec is not None and codec.feedback:
             whole = whole + self.lost.get(key, 0)
-        arrives = sent(codec, whole, wire)
+        arrives = sent(codec, whole)
         self.lost[key] = whole - arrives
         return arrives
 

@@ -141,9 +141,9 @@ def check_policy(policy: Any) -> MixedPrecisionPolicy:
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {policy!r}")
     # Younger than the others: torch has the first since 2.15, and releases after it have `grad_dtype`.
-    younger = ("param_dtype_override_fn", "grad_dtype")
-    own = ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec", "buffer_dtype")
-    others: dict[str, Any] = {name: getattr(policy, name, None) for name in (*younger, *own)}
+    younger, own = ("param_dtype_override_fn", "grad_dtype"), ("compression", "buffer_dtype")
+    usual = MixedPrecisionPolicy()
+    others: dict[str, Any] = {name: getattr(policy, name, getattr(usual, name)) for name in (*younger, *own)}
     return MixedPrecisionPolicy(*(getattr(policy, name) for name in names), **others)
 
 

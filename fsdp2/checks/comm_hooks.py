@@ -28,7 +28,7 @@ def check_comm_hook(group: FSDPParamGroup, state: Any, hook: Any) -> None:
     if mesh.shards_at_rest:
         raise NotImplementedError(
             f"{group.name}: register_comm_hook on {mesh.topology}: replicas that share what rests scatter their sums, "
-            "and a hook in the shape of DDP's returns all of a sum. Use MixedPrecisionPolicy(replica_codec=...)."
+            "and a hook in the shape of DDP's returns all of a sum. Use Compression(all_reduce=...)."
         )
     if replicas is None and mesh.size > 1 and not mesh.replicate_axes:
         _check_scatter(group, hook)
@@ -56,13 +56,11 @@ def _check_scatter(group: FSDPParamGroup, hook: Any) -> None:
             f"{group.name}: register_comm_hook on a mesh without replicas: its {group.mesh.size} ranks scatter sums, "
             f"of which each keeps its shard, and a hook in the shape of DDP's, as {_described(hook)}, returns all of a "
             "sum. Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
-            "MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); or a "
+            "fsdp2.codecs.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a "
             "mesh of replicas (HSDP, replicate)."
         )
-    policy = group.settings.policy
     chosen = {
-        "wire_dtype": policy.wire_dtype,
-        "gradient_codec": policy.gradient_codec,
+        "compression of reduce_scatter": group.settings.policy.compression.reduce_scatter,
         "custom reduce-scatter": choice_of(group).reduce_scatter,
     }
     for what, value in chosen.items():
@@ -81,7 +79,7 @@ def _check_device(group: FSDPParamGroup, hook: Any) -> None:
     except RuntimeError:
         raise NotImplementedError(
             f"{group.name}: register_comm_hook: torch's {_name(hook)} for FSDP1 calls Tensor.record_stream, which "
-            "fails on the CPU. Use MixedPrecisionPolicy(wire_dtype=torch.bfloat16), or reduce_dtype."
+            "fails on the CPU. Use Compression(reduce_scatter=torch.bfloat16), or reduce_dtype."
         ) from None
 
 

@@ -191,7 +191,7 @@ def _hint(texts: Sequence[str]) -> str:
     if len({DIVIDED in text for text in texts}) == 2:
         return " Call set_gradient_divide_factor on all of them, with the same factor."
     if len({_DTYPE.sub("", text) for text in texts}) == 1:
-        what = "give MixedPrecisionPolicy its reduce_dtype as wire_dtype"
+        what = "give MixedPrecisionPolicy compression=Compression(reduce_scatter=reduce_dtype)"
         return f" If they accumulate different numbers of batches, {what}."
     return (
         " If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True); if "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import ParameterPlan, Plan
+from ..engine.codec import Compression
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.offload import storage_place
@@ -65,15 +66,14 @@ def check_plan(plan: Plan) -> None:
     _check_conditional(plan, conditional)
     _check_placements(plan)
     meshes, policy = {id(shared): shared}, given.mp_policy
-    codecs = policy.wire_dtype, policy.gradient_codec, policy.gather_codec, policy.replica_codec
-    chooses_codec = any(each is not None for each in codecs)
+    compresses = policy.compression != Compression()
     for name, each in plan.parameters.items():
         if each.mesh is not shared:
             meshes[id(each.mesh)] = each.mesh
             _check_device_type(name, each.mesh, shared)
             _check_reshard(reshard, each.mesh)
-        if chooses_codec:
-            _check_codec(name, policy, each.mesh, parameters[name])
+        if compresses:
+            _check_compression(name, policy, each.mesh, parameters[name])
         if type(parameters[name]) is not nn.Parameter:
             _check_extension(each, reshard, policy)
     for each in everything.values() if with_options else ():
@@ -177,9 +177,9 @@ def _ways(
         "mp_policy (param_dtype)": dtype if keeps_dtype else policy.compute_dtype(dtype),
         "mp_policy (reduce_dtype)": policy.gradient_dtype(dtype),
         "mp_policy (grad_dtype)": policy.grad_dtype,
-        "mp_policy (wire_dtype, gradient_codec)": (policy.wire_dtype, policy.gradient_codec),
-        "mp_policy (gather_codec)": None if keeps_dtype else policy.gather_codec,
-        "mp_policy (replica_codec)": policy.replica_codec,
+        "mp_policy (compression.all_gather)": None if keeps_dtype else policy.compression.all_gather,
+        "mp_policy (compression.reduce_scatter)": policy.compression.reduce_scatter,
+        "mp_policy (compression.all_reduce)": policy.compression.all_reduce,
     }
 
 
@@ -291,10 +291,10 @@ def _check_extension(each: ParameterPlan, choice: bool | int | None, policy: Mix
             _check_can_cut(each, data)
         else:
             count_pre_arguments(each.name, data)
-        if policy.gather_codec is not None:
+        if policy.compression.all_gather is not None:
             raise NotImplementedError(
-                f"{each.name} has fsdp_pre_all_gather, which says itself how it travels: expected no gather_codec in "
-                f"mp_policy, got {policy.gather_codec!r}. Call fully_shard on its module with another policy."
+                f"{each.name} has fsdp_pre_all_gather, which says itself how it travels: expected no compression of "
+                f"all_gather, got {policy.compression.all_gather!r}. Call fully_shard on its module without it."
             )
         is_int = choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size)
         if is_int or each.mesh.shards_at_rest:
@@ -310,67 +310,45 @@ def _check_can_cut(each: ParameterPlan, data: Tensor) -> None:
         raise NotImplementedError(f"{no_methods(each.name, data, missing)} Cutting it fails: {error}") from error
 
 
-def _check_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parameter: nn.Parameter) -> None:
-    """Refuses a choice of how gradients or weights travel where none travel so, or can't."""
-    given = {"wire_dtype": policy.wire_dtype, "gradient_codec": policy.gradient_codec}
-    for argument, value in given.items():
-        if value is not None and not mesh.shard_axes:
+def _check_compression(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, parameter: nn.Parameter) -> None:
+    """Refuses a compression of a collective that there is not, or of numbers that it can't compress."""
+    given = policy.compression
+    gathers, reduces, sums = given.all_gather, given.reduce_scatter, given.all_reduce
+    for argument, codec in {"all_gather": gathers, "reduce_scatter": reduces}.items():
+        if codec is not None and not mesh.shard_axes:
             raise ValueError(
-                f"{name}: expected no {argument} in mp_policy on a mesh that only replicates, got {value}. "
-                "Gradients are summed between replicas in the reduce dtype, or as replica_codec says."
+                f"{name}: expected no compression of {argument} on a mesh that only replicates, got {codec!r}. "
+                "Gradients are summed between replicas: compress all_reduce."
             )
+    if sums is not None and not mesh.replicate_axes and not mesh.shards_at_rest:
+        raise ValueError(
+            f"{name}: expected no compression of all_reduce on a mesh without replicas, got {sums!r}. Gradients travel "
+            "between ranks that shard: compress reduce_scatter."
+        )
     stored = delivered = parameter.dtype
-    if policy.replica_codec is not None or policy.gradient_codec is not None:
-        choice = grad_choice(parameter, policy.grad_dtype)
-        delivered = stored if choice is None else choice.dtype or stored
-    _check_replica_codec(name, policy, mesh, delivered)
-    if policy.gather_codec is not None and not mesh.shard_axes:
-        raise ValueError(
-            f"{name}: expected no gather_codec in mp_policy on a mesh that only replicates, where nothing is gathered, "
-            f"got {policy.gather_codec!r}"
-        )
-    if policy.gather_codec is not None and stored.is_floating_point:
-        try:
-            policy.gather_codec.packed_dtype(stored)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{name}: {error}") from None
-    if policy.gradient_codec is not None and stored.is_floating_point:
-        try:
-            sent, summed = policy.sent_dtype(delivered), policy.gradient_dtype(delivered)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"{name}: {error}") from None
-        if sent.itemsize > summed.itemsize:
-            raise ValueError(
-                f"{name}: {policy.gradient_codec!r}.packed_dtype: expected a dtype no wider than that of the sums, "
-                f"{summed}, got {sent}"
-            )
-
-
-def _check_replica_codec(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, delivered: torch.dtype) -> None:
-    """Refuses a choice of how replicas sum where there are none, or where they can't sum so."""
-    how, summed = policy.replica_codec, policy.gradient_dtype(delivered)
-    if how is None:
+    if not stored.is_floating_point:
         return
-    if not mesh.replicate_axes and not mesh.shards_at_rest:
-        raise ValueError(
-            f"{name}: expected no replica_codec in mp_policy on a mesh without replicas, got {how!r}. How gradients "
-            "travel between ranks that shard is gradient_codec."
-        )
-    if hasattr(how, "make_sum"):
+    choice = grad_choice(parameter, policy.grad_dtype)
+    delivered = stored if choice is None else choice.dtype or stored
+    summed = policy.gradient_dtype(delivered)
+    if hasattr(sums, "make_sum"):
         if mesh.shards_at_rest:
             raise NotImplementedError(
-                f"{name}: {how!r} needs sums of whole shards on each replica; with shard_at_rest each replica has its "
+                f"{name}: {sums!r} needs sums of whole shards on each replica; with shard_at_rest each replica has its "
                 "part only. Name the axis in `replicate`, or pass a codec such as fsdp2.codecs.Int8()."
             )
-        return
-    try:
-        sent = how.packed_dtype(summed) if delivered.is_floating_point else summed
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{name}: {error}") from None
-    if sent.itemsize > summed.itemsize:
-        raise ValueError(
-            f"{name}: {how!r}.packed_dtype: expected a dtype no wider than that of the sums, {summed}, got {sent}"
-        )
+        sums = None
+    for codec, dtype in ((gathers, stored), (reduces, summed), (sums, summed)):
+        if codec is None:
+            continue
+        try:
+            sent = codec.packed_dtype(dtype)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{name}: {error}") from None
+        if sent.itemsize > dtype.itemsize:
+            raise ValueError(
+                f"{name}: {codec!r}.packed_dtype: expected a dtype no wider than its argument, {dtype}, got {sent}"
+            )
 
 
 def _check_names(root: nn.Module) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..engine.codec import AS_IS, Codec
 from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -49,7 +50,7 @@ _FIELDS = {
     "delivered": "gradients of the dtype",
     "kind": "tensors of the class",
     "dim": "shards along dim",
-    "codec": "gradients that travel by",
+    "codec": "gradients that travel in",
     "replica_codec": "sums between replicas by",
 }
 
@@ -71,12 +72,16 @@ def describe(groups: Sequence[FSDPParamGroup]) -> list[Described]:
                     _OWN_DTYPE if param.grad_choice is None else _gradients_of(param),
                     type(local).__name__,
                     param.dim,
-                    repr(policy.codec_for(param.delivered_dtype)),
-                    repr(policy.replica_codec),
+                    _codec_text(policy.codec_for(param.delivered_dtype)),
+                    repr(policy.compression.all_reduce),
                     param.sharded.requires_grad,
                 )
             )
     return found
+
+
+def _codec_text(codec: Codec) -> str:
+    return "the dtype of their sums" if codec == AS_IS else repr(codec)
 
 
 # Gradients have the dtype of their parameter.

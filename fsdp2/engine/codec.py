@@ -23,30 +23,39 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from .simulation import kind_of
 
+if TYPE_CHECKING:
+    from .replicas import ReplicaCodec
+
 # What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
 Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
 SMALL_NUMEL = 256
-"""Parameters of fewer elements, like those of one dim, travel as without a codec: they are few bytes, and matter."""
+"""Codecs leave parameters of fewer elements alone, as those of one dim: they are few bytes, and matter."""
 
 
-def is_encoded(shape: Sequence[int]) -> bool:
-    """Returns True if the codecs of a policy hold for parameters of this shape: they have SMALL_NUMEL elements, and two
-    dims or more that are longer than one.
+def is_large(shape: Sequence[int]) -> bool:
+    """Returns True if codecs compress parameters of this shape: they have SMALL_NUMEL elements, and two dims or more
+    that are longer than one.
     """
     return math.prod(shape) >= SMALL_NUMEL and sum(size > 1 for size in shape) > 1
 
 
+def is_compressed(codec: Codec, shape: Sequence[int] | None, dtype: torch.dtype) -> bool:
+    """Returns True if `codec` compresses what travels in `dtype` of a parameter of this shape: a dtype does if it is
+    narrower, whatever the shape. None: the parameter is large.
+    """
+    return codec.dtype.itemsize < dtype.itemsize if type(codec) is Cast else shape is None or is_large(shape)
+
+
 class Codec(Protocol):
-    """Says how gradients travel, or weights. `MixedPrecisionPolicy(gradient_codec=..., gather_codec=...)` takes them; a
-    class of yours may be one.
+    """Says how gradients travel, or weights. `Compression` takes codecs; a class of yours may be one.
 
     A codec is a value: it is immutable, two equal ones have one hash and one `repr`, and what it returns depends on its
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
@@ -132,7 +141,7 @@ def sum_decoded(codec: Codec, rows: Rows, total: Tensor) -> None:
 
 @dataclass(frozen=True)
 class AsIs:
-    """Gradients travel in the dtype in which they are summed, and the process group sums them."""
+    """Gradients travel in the dtype in which they are summed, and the process group sums them: no compression."""
 
     exchanges: ClassVar[bool] = False
     feedback: ClassVar[bool] = False
@@ -155,22 +164,15 @@ class AsIs:
 
 @dataclass(frozen=True)
 class Cast:
-    """Gradients travel in `dtype`, if that is narrower than the dtype in which they are summed.
-
-    It is what `MixedPrecisionPolicy(wire_dtype=dtype)` chooses.
-
-    Raises:
-        TypeError: `dtype` is no floating-point dtype.
-    """
+    """Numbers travel in `dtype`, if that is narrower than their own dtype: a dtype given to `Compression`."""
 
     dtype: torch.dtype
 
     exchanges: ClassVar[bool] = True
     feedback: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise TypeError(f"dtype: expected a floating-point torch.dtype, got {self.dtype!r}")
+    def __repr__(self) -> str:
+        return repr(self.dtype)
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype.itemsize < summed.itemsize else summed
@@ -201,12 +203,13 @@ def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
     """
     sums = hasattr(codec, "make_sum")
     if sums and not may_sum and not isinstance(codec, type):
-        raise TypeError(f"{where}: expected a codec, got {codec!r}, which sums between replicas: pass replica_codec.")
+        raise TypeError(f"{where}: expected a codec, got {codec!r}, which sums between replicas: it is for all_reduce.")
     missing = [] if sums else [name for name in _MEMBERS if not hasattr(codec, name)]
     if isinstance(codec, type) or missing:
         what = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
         raise TypeError(
-            f"{where}: expected a codec, as fsdp2.codecs.Codec describes it, or None, got {what}: {codec!r}"
+            f"{where}: expected a torch.dtype, a codec as fsdp2.codecs.Codec describes it, or None, got {what}: "
+            f"{codec!r}"
         )
     try:
         hash(codec)
@@ -219,6 +222,74 @@ def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
             f"{where}: expected a codec whose repr says how it encodes, which ranks compare: a frozen dataclass for "
             f"example, got {codec!r}"
         )
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How weights and gradients are compressed while they travel, for `MixedPrecisionPolicy(compression=)`.
+
+    Each argument is None (no compression), a dtype, in which numbers of a wider dtype travel, or a codec: `Int8()`,
+    `Float8()`, or one of your own (`Codec`). A dtype holds for all floating-point parameters; a codec for parameters of
+    256 elements or more, in two dims or more that are longer than one, and others travel as without it, to the bit.
+    Values are equal on all ranks.
+
+    Args:
+        all_gather: how weights travel in all-gathers. Each rank compresses its shard, and restores what it gathers into
+            unsharded parameters in the dtype in which they compute: forward and backward compute with rounded weights.
+            Sharded parameters, optimizer states and checkpoints stay exact. It holds for parameters whose dtype
+            `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `shard_at_rest`) are
+            restored weights. On one rank nothing travels, but weights are rounded alike.
+        reduce_scatter: how gradients travel between the ranks of a shard group. Each rank's gradient is rounded once
+            (beyond 65504, float16 is infinite). Ranks exchange the shards by an all-to-all, then sum and divide in the
+            reduce dtype. That is for one machine: across machines an all-to-all uses one network card a rank, where the
+            ring that it replaces uses all. A dtype is at most as wide as `reduce_dtype`. With `param_dtype` bfloat16,
+            gradients are bfloat16 already, and bfloat16 rounds nothing: a step then sends (2 + 2 + 2) (N - 1) / N bytes
+            per parameter instead of (2 + 2 + 4), two all-gathers and the gradients over N ranks. Unsynchronized
+            gradients accumulate in the reduce dtype, and are compressed when they are sent. None: on gloo, where each
+            rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes them,
+            which changes no bit of the sums; ranks that accumulate different numbers of batches with parameters kept
+            over steps pass the reduce dtype itself.
+        all_reduce: how gradients travel between replicas (HSDP, `replicate`, `shard_at_rest`), in place of an
+            all-reduce in the reduce dtype. `PowerSGD()` is for it alone. Two replicas gather what both have compressed;
+            of more, each sums a slice, and all gather the sums, compressed once more. All replicas get the same bits.
+            Where there is one replica, nothing is rounded.
+
+    Raises:
+        TypeError: a value is neither a floating-point dtype of 16 bits or more, nor a codec, nor None.
+        ValueError: `all_gather` has feedback (weights are rounded anew from exact ones), or does not compress.
+
+    Example:
+        `MixedPrecisionPolicy(compression=Compression(all_gather=Float8(), reduce_scatter=torch.bfloat16))`
+    """
+
+    all_gather: Codec | None = None
+    reduce_scatter: Codec | None = None
+    all_reduce: Codec | ReplicaCodec | None = None
+
+    if TYPE_CHECKING:  # a dtype becomes a Cast
+
+        def __init__(
+            self,
+            all_gather: torch.dtype | Codec | None = None,
+            reduce_scatter: torch.dtype | Codec | None = None,
+            all_reduce: torch.dtype | Codec | ReplicaCodec | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            given, where = getattr(self, name), f"Compression.{name}"
+            if isinstance(given, torch.dtype):
+                if not given.is_floating_point or given.itemsize < 2:
+                    raise TypeError(f"{where}: expected a floating-point dtype of 16 bits or more, got {given}")
+                object.__setattr__(self, name, Cast(given))
+            elif given is not None:
+                check_codec(given, where, may_sum=name == "all_reduce")
+        gathered = self.all_gather
+        if gathered is not None and (gathered.feedback or not gathered.exchanges):
+            raise ValueError(
+                f"Compression.all_gather: expected a codec that exchanges bytes, without feedback, got {gathered!r}. "
+                "What is gathered is rounded anew from weights that are exact: there is nothing to feed back."
+            )
 
 
 def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:

@@ -286,13 +286,13 @@ class GroupGradients:
     def _find_summing(self, policy: MixedPrecisionPolicy, name: str) -> None:
         """Finds how replicas sum, and keeps what they have if that has not changed."""
         replicas, hook = self.reduction.replicas, self.group.settings.comm_hook
-        wanted = (policy.replica_codec, hook, replicas is not None)
+        wanted = (policy.compression.all_reduce, hook, replicas is not None)
         if wanted == self._summing_for:
             return
         self._summing_for, self._summing = wanted, None
         if replicas is not None:
             self._summing = replica_sum_of(policy, hook, name)
-        self._summing_name = hook.name if hook is not None else repr(policy.replica_codec)
+        self._summing_name = hook.name if hook is not None else repr(policy.compression.all_reduce)
 
     def _make_names(self, indices: tuple[int, ...]) -> str:
         divisor, is_late = self.reduction.divisor, self.reduction.divide_late is not None  # which checks compare

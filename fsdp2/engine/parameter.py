@@ -132,7 +132,7 @@ class FSDPParam:
         """Returns what the layout must know of it as it is now."""
         local = self.local
         extended, codec = gathers_itself(local), None
-        if policy.gather_codec is not None and not extended and not self._keeps_dtype:
+        if not extended and not self._keeps_dtype:
             codec = policy.gather_codec_for(local.dtype, self.shape)
         compute_dtype = local.dtype if self._keeps_dtype else policy.compute_dtype(local.dtype)
         spec = self._spec_of(local.dtype, compute_dtype, extended, codec)

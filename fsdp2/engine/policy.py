@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .codec import AS_IS, Cast, Codec, check_codec, is_encoded
+from .codec import AS_IS, Cast, Codec, Compression, is_compressed
 
 if TYPE_CHECKING:
     from .collectives import CommChoice
     from .group import FSDPParamGroup
-    from .replicas import CommHook, ReplicaCodec
+    from .replicas import CommHook
 
 
 @dataclass(frozen=True)
@@ -43,35 +43,8 @@ class MixedPrecisionPolicy:
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, the
             parameter is gathered and used in that dtype; None or `param_dtype` means: like the others. It must return
             the same on all ranks.
-        wire_dtype: dtype in which gradients travel between the ranks of the shard group, if that is narrower than the
-            dtype in which they are summed. None: they travel in the dtype in which they are summed; on gloo, where each
-            rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes them,
-            which changes no bit of the sums. Equal to `reduce_dtype`: they are cast before they travel on gloo, too;
-            ranks that accumulate different numbers of batches with parameters kept over steps need that.
-            Each rank's gradient is rounded to the wire dtype once (beyond 65504, float16 is infinite). Ranks exchange
-            the shards by an all-to-all, and sum and divide in the reduce dtype. That is for one machine: across
-            machines an all-to-all uses one network card a rank, where the ring that it replaces uses all. With
-            `param_dtype` bfloat16, gradients are bfloat16 already, and nothing is rounded. A step then sends (2 + 2 +
-            2) (N - 1) / N bytes per parameter instead of (2 + 2 + 4): two all-gathers and the gradients over N ranks.
-            Unsynchronized gradients accumulate in the reduce dtype, and are rounded when they are sent. Replica groups
-            (HSDP) sum in the reduce dtype, unless there is a `replica_codec`; `replicate` therefore refuses it.
-        gradient_codec: how gradients travel between the ranks of the shard group, in place of `wire_dtype`: a value
-            that encodes each rank's gradient, and sums what arrives (`fsdp2.codecs`; `wire_dtype=dtype` is
-            `fsdp2.codecs.Cast(dtype)` for all parameters). What is said of `wire_dtype` holds for it. It holds for
-            parameters of 256 elements or more, in two dims or more that are longer than one; others travel as without
-            it, to the bit. Equal on all ranks.
-        gather_codec: how weights travel in all-gathers, in place of `param_dtype`: `fsdp2.codecs.Float8()` for one byte
-            an element. Each rank encodes its shard, and decodes what it gathers into unsharded parameters in the dtype
-            in which they compute. So forward and backward compute with rounded weights. Sharded parameters, the
-            optimizer and checkpoints stay exact. It holds for floating-point parameters as large as those of
-            `gradient_codec` whose dtype `param_dtype_override_fn` leaves alone; others travel as without it. Secondary
-            shards (`reshard_after_forward=k`) are decoded ones, and travel as without it. On one rank nothing travels,
-            but weights are rounded alike. Equal on all ranks.
-        replica_codec: how gradients travel between replicas (HSDP, `replicate`, `shard_at_rest`), in place of an
-            all-reduce in the reduce dtype: a codec, as `gradient_codec`, or `fsdp2.codecs.PowerSGD()`. Two replicas
-            round each gradient once; more also round the sum, once. All replicas get the same bits. It holds for
-            parameters as large as those of `gradient_codec`; others are summed as without it, to the bit, as are all
-            where there is one replica. Equal on all ranks.
+        compression: how weights and gradients are compressed while they travel. By default they are not, and travel in
+            the dtypes above.
         buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
             next forward those that were put in their place. None: they keep their own. State dicts have and take
             buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
@@ -79,10 +52,9 @@ class MixedPrecisionPolicy:
             require a gradient are left alone, and so are modules in `ignored_params`.
 
     Raises:
-        TypeError: a dtype is not a torch.dtype; `gradient_codec`, `gather_codec` or `replica_codec` is no codec.
-        ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; `wire_dtype` is neither narrower
-            than `reduce_dtype` nor equal to it; both `wire_dtype` and `gradient_codec` are given; `gather_codec` has
-            feedback.
+        TypeError: a dtype is not a torch.dtype, or `compression` is no Compression.
+        ValueError: a dtype is not a (real) floating-point dtype of 16 bits or more; a dtype in `compression` is neither
+            narrower than `param_dtype` (`all_gather`) or `reduce_dtype` (gradients) nor equal to it.
     """
 
     param_dtype: torch.dtype | None = None
@@ -93,10 +65,7 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True, hash=False
     )
-    wire_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    gradient_codec: Codec | None = field(default=None, kw_only=True)
-    gather_codec: Codec | None = field(default=None, kw_only=True)
-    replica_codec: Codec | ReplicaCodec | None = field(default=None, kw_only=True)
+    compression: Compression = field(default=Compression(), kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     grad_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
@@ -106,7 +75,7 @@ class MixedPrecisionPolicy:
             raise TypeError(f"{where}.param_dtype_override_fn: expected a function or None, got {choose!r}")
         if not isinstance(self.cast_forward_inputs, bool):
             raise TypeError(f"{where}.cast_forward_inputs: expected a bool, got {self.cast_forward_inputs!r}")
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "wire_dtype", "buffer_dtype", "grad_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
@@ -114,26 +83,19 @@ class MixedPrecisionPolicy:
                 raise TypeError(f"{where}.{name}: expected a torch.dtype or None, got {dtype!r}")
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise ValueError(f"{where}.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}")
-        wire, summed = self.wire_dtype, self.reduce_dtype
-        if wire and summed and wire != summed and wire.itemsize >= summed.itemsize:
-            raise ValueError(
-                f"{where}.wire_dtype: expected a dtype narrower than reduce_dtype, or that, {summed}, got {wire}."
-            )
-        if self.gradient_codec is not None:
-            check_codec(self.gradient_codec, f"{where}.gradient_codec")
-            if wire:
+        if not isinstance(self.compression, Compression):
+            raise TypeError(f"{where}.compression: expected a fsdp2.codecs.Compression, got {self.compression!r}")
+        compression = self.compression
+        for codec, name, limit in (
+            (compression.all_gather, "all_gather", "param_dtype"),
+            (compression.reduce_scatter, "reduce_scatter", "reduce_dtype"),
+            (compression.all_reduce, "all_reduce", "reduce_dtype"),
+        ):
+            widest = getattr(self, limit)
+            if type(codec) is Cast and widest and codec.dtype != widest and codec.dtype.itemsize >= widest.itemsize:
                 raise ValueError(
-                    f"{where}: expected wire_dtype or gradient_codec, got both, {wire} and {self.gradient_codec!r}. "
-                    "Both say how gradients travel: leave one out."
-                )
-        if self.replica_codec is not None:
-            check_codec(self.replica_codec, f"{where}.replica_codec", may_sum=True)
-        if self.gather_codec is not None:
-            check_codec(self.gather_codec, f"{where}.gather_codec")
-            if self.gather_codec.feedback:
-                raise ValueError(
-                    f"{where}.gather_codec: expected a codec without feedback, got {self.gather_codec!r}. What is "
-                    "gathered is rounded anew from weights that are exact: there is nothing to feed back."
+                    f"{where}.compression: expected as {name} a dtype narrower than {limit}, or that, {widest}, got "
+                    f"{codec.dtype}"
                 )
 
     def keeps_dtype(self, parameter: nn.Parameter) -> bool | None:
@@ -161,9 +123,10 @@ class MixedPrecisionPolicy:
         """Returns how a parameter of that shape that is stored as `stored` travels in a gather. None: in the dtype in
         which it computes.
         """
-        codec = self.gather_codec
-        takes = codec is not None and codec.exchanges and stored.is_floating_point and is_encoded(shape)
-        return codec if takes else None
+        codec = self.compression.all_gather
+        if codec is None or not stored.is_floating_point:
+            return None
+        return codec if is_compressed(codec, shape, self.compute_dtype(stored)) else None
 
     def gradient_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Returns the dtype in which a gradient is reduced. `stored`: the dtype of `.grad`, which is that of the
@@ -179,11 +142,10 @@ class MixedPrecisionPolicy:
         `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype. `shape`: that of
         the parameter. None: it is large.
         """
-        if self.gradient_codec is not None and (shape is None or is_encoded(shape)):
-            return self.gradient_codec
-        wanted = self.wire_dtype or computed
-        is_narrower = wanted is not None and wanted.itemsize < self.gradient_dtype(stored).itemsize
-        return Cast(wanted) if wanted is not None and is_narrower else AS_IS
+        codec, summed = self.compression.reduce_scatter, self.gradient_dtype(stored)
+        if type(codec) is not Cast and (codec is None or not is_compressed(codec, shape, summed)):
+            codec = None if computed is None else Cast(computed)
+        return codec if codec is not None and is_compressed(codec, shape, summed) else AS_IS
 
     def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
         """Returns the dtype in which that gradient is packed: narrower than the one it is summed in, or equal to it.
@@ -347,7 +309,7 @@ class GroupSettings:
         divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
             of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
         reduce_hook: called with each reduced flat tensor, in the reduce dtype.
-        comm_hook: how replicas sum, as a user's hook does, in place of the policy's `replica_codec`; without replicas,
+        comm_hook: how replicas sum, as a user's hook does, in place of the policy's compression; without replicas,
             how the ranks that shard do.
         keep_storage: keep the memory of the unsharded parameters when they are resharded.
         free_viewed_storage: free it although something outside the engine has kept a view of it.

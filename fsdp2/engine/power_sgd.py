@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .codec import is_encoded
+from .codec import is_large
 from .comm import Comm
 from .layout import ParamSpec
 from .replicas import Part, Steps, Sums
@@ -35,7 +35,7 @@ _DIGIT, _DIGITS = 64, 5
 class PowerSGD:
     """Replicas sum gradients of rank `rank`: (n + m) rank elements, twice, in place of n m.
 
-    It is for sums between replicas only (HSDP, `replicate`): `MixedPrecisionPolicy(replica_codec=PowerSGD())`. A
+    It is for sums between replicas only (HSDP, `replicate`): `Compression(all_reduce=PowerSGD())`. A
     gradient is a matrix of its first dim and all others; of HSDP's replicas, each sums the shards that it has. Small
     parameters, those of one dim, and those that it would make less than `min_saving` times smaller are summed as
     without it, to the bit.
@@ -120,7 +120,7 @@ class LowRankSum:
 
     def holds_for(self, spec: ParamSpec) -> bool:
         shape = spec.local_shape(0)
-        if not is_encoded(spec.shape) or not shape[0] or 0 in shape:
+        if not is_large(spec.shape) or not shape[0] or 0 in shape:
             return False
         rows, columns = shape[0], math.prod(shape[1:])
         sent = (rows + columns) * self._how.rank_of(rows, columns)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .codec import Encoder, Member, is_encoded
+from .codec import Encoder, Member, is_compressed
 from .comm import Comm, SumWork, Work, compare_first
 from .gloo import SUMMING
 from .layout import RANK_ALIGNMENT, ParamSpec, align, contiguous_stride
@@ -109,28 +109,28 @@ def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: 
 
     `name`: differs between groups and ranks, so that they round differently.
     """
-    codec: Any = policy.replica_codec
+    codec: Any = policy.compression.all_reduce
     if hook is not None or codec is None:
         return hook
     if hasattr(codec, "make_sum"):
         made: ReplicaSum = codec.make_sum()
         return made
-    return EncodedSum(Encoder(codec, f"replicas {name}")) if codec.exchanges else None
+    return EncodedSum(Encoder(codec, f"replicas {name}"), policy) if codec.exchanges else None
 
 
 @final
 class EncodedSum:
     """Sums what a codec has encoded."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
+    def __init__(self, encoder: Encoder, policy: MixedPrecisionPolicy) -> None:
+        self._encoder, self._policy = encoder, policy
 
     @property
     def nbytes(self) -> int:
         return self._encoder.nbytes
 
     def holds_for(self, spec: ParamSpec) -> bool:
-        return is_encoded(spec.shape)
+        return is_compressed(self._encoder.codec, spec.shape, self._policy.gradient_dtype(spec.delivered_dtype))
 
     def discard(self) -> None:
         self._encoder.discard()

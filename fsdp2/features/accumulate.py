@@ -328,7 +328,8 @@ def _refuse(root: Root, watch: AccumulationWatch) -> None:
             if torch.float16 in (policy.gradient_dtype(dtype), policy.sent_dtype(dtype)):
                 raise RuntimeError(
                     f"accumulate: gradients of {group} are reduced, or travel, in float16, and their sums may pass its "
-                    "limit of 65504. Give MixedPrecisionPolicy a reduce_dtype, and a wire_dtype if any, of more range."
+                    "limit of 65504. Give MixedPrecisionPolicy a reduce_dtype, and a dtype for its compression of "
+                    "reduce_scatter if any, of more range."
                 )
         with no_torch_function():
             present = [param.name for param in group.params if param.sharded.grad is not None]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
+from ..engine.codec import Compression
 from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
 from ..engine.offload import is_policy
@@ -200,9 +201,7 @@ class Outline:
 
 def row_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Returns the policy of an embedding that is looked up by rows: rows travel in `param_dtype`."""
-    return replace(
-        policy, output_dtype=None, wire_dtype=None, gradient_codec=None, gather_codec=None, replica_codec=None
-    )
+    return replace(policy, output_dtype=None, compression=Compression())
 
 
 def usual_offload(setting: Setting) -> OffloadPolicy | OffloadBudget:
@@ -245,23 +244,23 @@ def _check_codecs(policy: MixedPrecisionPolicy) -> None:
     Raises:
         NotImplementedError: a codec has failed on a few numbers on meta.
     """
-    for field in ("gradient_codec", "gather_codec", "replica_codec"):
-        codec = getattr(policy, field)
+    for field in ("reduce_scatter", "all_gather", "all_reduce"):
+        codec = getattr(policy.compression, field)
         if codec is None or not getattr(codec, "exchanges", False):
             continue
         try:
             numbers = torch.empty(2, 64, dtype=codec.packed_dtype(torch.float32), device="meta")
             wire = codec.encode(numbers, 0)
             codec.decode(wire, torch.empty_like(numbers))
-            if field != "gather_codec":
+            if field != "all_gather":
                 codec.sum(wire, torch.empty(64, dtype=torch.float32, device="meta"))
         except Exception as error:  # whatever a user's codec raises without values
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            in_its_place = "Plan with wire_dtype=torch.bfloat16 in its place."
-            advice = in_its_place if field == "gradient_codec" else "Plan without it."
+            in_its_place = "Plan with torch.bfloat16 in its place."
+            advice = in_its_place if field == "reduce_scatter" else "Plan without it."
             raise NotImplementedError(
-                f"plan: expected a {field} that runs on the meta device, to count what it allocates, got {codec!r}, "
-                f"which raises there: {text[:200]}. {advice}"
+                f"plan: expected for {field} a codec that runs on the meta device, to count what it allocates, got "
+                f"{codec!r}, which raises there: {text[:200]}. {advice}"
             ) from error
 
 

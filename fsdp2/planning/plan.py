@@ -329,8 +329,8 @@ def plan(
             policies compares several.
         memory: bytes of a device, as a number or as text: "24GB" is 24 * 10**9, "24GiB" is 24 * 2**30.
         param_dtype: the dtype of compute; short for `mp_policy=MixedPrecisionPolicy(param_dtype=...)`.
-        mp_policy: dtypes of compute and reduction, and codecs, as for `fully_shard`. Rows without replicas leave its
-            `replica_codec` out.
+        mp_policy: dtypes of compute and reduction, and compression, as for `fully_shard`. Rows without replicas leave
+            its `all_reduce` out.
         optimizer: "adamw", "adam" (two states in the parameter's dtype for each element), "muon", "lion", "momentum"
             (one), "sgd" or None (none), or a number of bytes for each element.
         settings: what to compare: Settings, or dicts of their fields, in which `ranks` may be missing. None: all of

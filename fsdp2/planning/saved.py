@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.out_of_memory import OutOfMemory
+from ..engine.codec import Cast, Compression
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_module, require_state
 from ..tools.describe import size_text
@@ -158,7 +159,9 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, each) for each in value]
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy)):
+    if isinstance(value, Cast):
+        return _plain(name, value.dtype)
+    if isinstance(value, (MixedPrecisionPolicy, OffloadPolicy, Compression)):
         given = {each.name: getattr(value, each.name) for each in fields(value)}
         usual = type(value)()
         changed = {key: each for key, each in given.items() if each != getattr(usual, key)}
@@ -172,5 +175,5 @@ def _value(plain: Any) -> Any:
         return plain
     if "dtype" in plain:
         return getattr(torch, plain["dtype"])
-    classes = {cls.__name__: cls for cls in (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)}
+    classes = {cls.__name__: cls for cls in (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy, Compression)}
     return classes[plain["policy"]](**{name: _value(each) for name, each in plain.items() if name != "policy"})

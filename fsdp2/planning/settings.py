@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ..engine.codec import Compression
 from ..engine.policy import MixedPrecisionPolicy, check_bool
 from .network import Latency
 
@@ -28,7 +29,7 @@ class Setting:
         replicas: how many times the parameters exist (HSDP): each copy is sharded among ranks / replicas ranks.
         checkpointing: the forward of each wrapped module runs again in backward.
         offload: shards, gradients and optimizer states rest on the CPU.
-        wire_dtype: the dtype in which gradients travel, as for `MixedPrecisionPolicy`.
+        wire_dtype: the dtype in which gradients travel, as `reduce_scatter` of `fsdp2.codecs.Compression`.
         policy: the name of the wrap policy, if there are several.
         blocks_per_call: up to so many neighbouring blocks are in one `fully_shard` call, and gathered and reduced
             together; the first ones are fewer.
@@ -104,13 +105,12 @@ class Setting:
 
     def chosen(self, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
         """Returns the policy of a call under this setting: it has the wire dtype of the setting, if that has one, and
-        no `replica_codec` where nothing is summed between replicas.
+        no compression of sums between replicas where there are none.
         """
-        return replace(
-            policy,
-            wire_dtype=policy.wire_dtype if self.wire_dtype is None else self.wire_dtype,
-            replica_codec=policy.replica_codec if self.replicas > 1 else None,
-        )
+        given = policy.compression
+        sent = given.reduce_scatter if self.wire_dtype is None else self.wire_dtype
+        all_reduce = given.all_reduce if self.replicas > 1 else None
+        return replace(policy, compression=Compression(given.all_gather, sent, all_reduce))
 
     @property
     def num_shards(self) -> int:

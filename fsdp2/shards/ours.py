@@ -17,6 +17,7 @@ from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
 from ..engine.buckets import codecs_of, cuts_for, find_buckets
+from ..engine.codec import Cast
 from ..engine.collectives import choice_of
 from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
@@ -287,7 +288,8 @@ class OurGroup:
         summed = [*compress(sums, trainable)]
         codecs = codecs_of(specs, policy, group.comms.reduces.sums_on_arrival)
         sent = [codec.packed_dtype(dtype) for codec, dtype in zip(codecs, sums, strict=True)]
-        if policy.gradient_codec is not None and policy.gradient_codec.exchanges:
+        codec = policy.compression.reduce_scatter
+        if codec is not None and codec.exchanges and type(codec) is not Cast:
             sent = [torch.bfloat16] * len(specs)  # a codec that is worth its bytes is not more exact
         sizes = [codec.sent_nbytes(spec.numel, dtype) for codec, spec, dtype in zip(codecs, specs, sums, strict=True)]
         below = self._names_in or {}
@@ -481,6 +483,10 @@ def _reduce_padding(
 # ---- what describe shows
 
 
+def _codec_text(codec: object) -> str:
+    return f"in {dtype_text(codec.dtype)}" if isinstance(codec, Cast) else f"by {codec!r}"
+
+
 def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     now, usual = group.settings, GroupSettings()
     if now.reshard_after_forward is not None:
@@ -498,16 +504,15 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     dims = {param.dim for param in group.params} - {0}
     if dims:
         yield f"some sharded along dim {', '.join(map(str, sorted(dims)))}"
-    if now.policy.wire_dtype is not None:
-        yield f"wire_dtype={dtype_text(now.policy.wire_dtype)}"
-    if now.policy.gradient_codec is not None:
-        yield f"gradient_codec={now.policy.gradient_codec!r}"
-    if now.policy.gather_codec is not None:
-        yield f"gather_codec={now.policy.gather_codec!r}"
+    compression = now.policy.compression
+    if compression.all_gather is not None:
+        yield f"all_gather {_codec_text(compression.all_gather)}"
+    if compression.reduce_scatter is not None:
+        yield f"reduce_scatter {_codec_text(compression.reduce_scatter)}"
     if now.comm_hook is not None:
         yield f"comm_hook={now.comm_hook.name}"
-    elif now.policy.replica_codec is not None:
-        yield f"replica_codec={now.policy.replica_codec!r}"
+    elif compression.all_reduce is not None:
+        yield f"all_reduce {_codec_text(compression.all_reduce)}"
     if now.policy.buffer_dtype is not None:
         yield f"buffer_dtype={dtype_text(now.policy.buffer_dtype)}"
     memory = choice_of(group).memory

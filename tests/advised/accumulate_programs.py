@@ -11,6 +11,7 @@ from torch import nn
 import fsdp2
 from advised.registry import backward, batch, follows, loss_of, own, pair, refused, same_gradients, sgd
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2.codecs import Compression
 
 
 def add(acc: Any, model: nn.Module, step: int = 0) -> None:
@@ -92,14 +93,16 @@ def before_a_block() -> None:
     matches(model, plain)
 
 
-@follows("Give MixedPrecisionPolicy a reduce_dtype, and a wire_dtype if any, of more range")
+@follows(
+    "Give MixedPrecisionPolicy a reduce_dtype, and a dtype for its compression of reduce_scatter if any, of more range"
+)
 def sums_in_float16() -> None:
     half = MixedPrecisionPolicy(torch.float16, torch.float16)
     refused(lambda: weighted(pair(mp_policy=half)[0]))
-    sent = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.float16)
+    sent = MixedPrecisionPolicy(reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.float16))
     refused(lambda: weighted(pair(mp_policy=sent)[0]))
     matches(*pair(mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32)), tolerance=1e-2)
-    sent = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
+    sent = MixedPrecisionPolicy(reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.bfloat16))
     matches(*pair(mp_policy=sent), tolerance=1e-2)
 
 

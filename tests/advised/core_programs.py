@@ -41,7 +41,6 @@ from fsdp2 import (
     fully_shard,
     sync_module_states,
 )
-from fsdp2.codecs import Cast
 from fsdp2.engine import Observer, root_of
 from own_collectives import Gather
 
@@ -71,14 +70,6 @@ def an_observer_whose_method_takes_less_than_its_event_gives() -> None:
         model("no tensor")
     assert names["failures"] == [False]
     train(model, plain)
-
-
-@follows("Both say how gradients travel: leave one out")
-def two_ways_to_travel() -> None:
-    options = {"wire_dtype": torch.float32, "gradient_codec": Cast(torch.float32)}
-    refused(lambda: MixedPrecisionPolicy(reduce_dtype=torch.float64, **options), ValueError)
-    for name, value in options.items():
-        train(shard(build(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64, **{name: value})), build())
 
 
 @follows("pass the mesh, too")

@@ -38,7 +38,7 @@ from advised.registry import (
     warned,
 )
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import sum_decoded
+from fsdp2.codecs import Compression, sum_decoded
 from models import TanhBlock
 
 
@@ -516,7 +516,7 @@ class Own:
 
 
 @follows(
-    "Plan with wire_dtype=torch.bfloat16 in its place",
+    "Plan with torch.bfloat16 in its place",
     "Plan without it",
 )
 def planned_with_a_codec() -> None:
@@ -524,13 +524,13 @@ def planned_with_a_codec() -> None:
         policy = fsdp2.MixedPrecisionPolicy(**options)
         return fsdp2.plan(build(stack), ranks=2, batch=lambda: batch(), device="cpu", mp_policy=policy)
 
-    refused(lambda: planned(gradient_codec=Own()), NotImplementedError)
-    planned(wire_dtype=torch.bfloat16).apply(init_device_mesh("cpu", (2,)))
-    refused(lambda: planned(gather_codec=Own()), NotImplementedError)
-    refused(lambda: planned(replica_codec=Own()), NotImplementedError)
+    refused(lambda: planned(compression=Compression(reduce_scatter=Own())), NotImplementedError)
+    planned(compression=Compression(reduce_scatter=torch.bfloat16)).apply(init_device_mesh("cpu", (2,)))
+    refused(lambda: planned(compression=Compression(all_gather=Own())), NotImplementedError)
+    refused(lambda: planned(compression=Compression(all_reduce=Own())), NotImplementedError)
     train(planned().apply(init_device_mesh("cpu", (2,))), build(stack))
-    for name in ("gradient_codec", "gather_codec"):
-        policy = fsdp2.MixedPrecisionPolicy(**{name: Own()})
+    for name in ("reduce_scatter", "all_gather"):
+        policy = fsdp2.MixedPrecisionPolicy(compression=Compression(**{name: Own()}))
         train(fully_shard(build(stack), mp_policy=policy), build(stack))
 
 

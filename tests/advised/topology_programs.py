@@ -17,7 +17,7 @@ import fsdp2
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
+from fsdp2.codecs import Compression, Int8, PowerSGD, load_state_dict, state_dict
 
 
 def axes(*sizes: int) -> Any:
@@ -79,7 +79,7 @@ def another_part_after_forward() -> None:
     train(model, build())
 
 
-@follows("Call fully_shard on its module with another policy")
+@follows("Call fully_shard on its module without it")
 def gathers_of_its_own() -> None:
     class Gathered(Wrapper):
         def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -91,7 +91,7 @@ def gathers_of_its_own() -> None:
             return None if out is not None else (type(self)(outputs[0][:5]), outputs)
 
     make = with_stem(type("Stem", (WrappedWeight,), {"cls": Gathered}))
-    plain, policy = build(make), MixedPrecisionPolicy(gather_codec=Cast(torch.float32))
+    plain, policy = build(make), MixedPrecisionPolicy(compression=Compression(all_gather=torch.float32))
     refused(lambda: shard(build(make), mp_policy=policy), NotImplementedError)
     model = copy.deepcopy(plain)
     fully_shard(model.stem)
@@ -107,23 +107,27 @@ def averaged(group: Any, gradient: Any, shard: Any) -> None:
 
 @follows(
     "Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
-    "MixedPrecisionPolicy(gradient_codec=...), for example fsdp2.codecs.Cast(torch.bfloat16) or Int8(); or a mesh of "
-    "replicas (HSDP, replicate)",
+    "fsdp2.codecs.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a mesh of replicas "
+    "(HSDP, replicate)",
     "Both say how they are reduced: leave one out",
-    "Use MixedPrecisionPolicy(wire_dtype=torch.bfloat16), or reduce_dtype",
+    "Use Compression(reduce_scatter=torch.bfloat16), or reduce_dtype",
 )
 def hooks_of_ranks_that_shard() -> None:
     sharded: Any = shard(build())
     refused(lambda: sharded.register_comm_hook(None, allreduce_hook), NotImplementedError)
     sharded.register_comm_hook(dist.group.WORLD, averaged)
     train(sharded, build())
-    for codec in (Cast(torch.bfloat16), Int8()):
-        train(shard(build(), mp_policy=MixedPrecisionPolicy(gradient_codec=codec)), build(), tolerance=0.05)
+    for codec in (torch.bfloat16, Int8()):
+        train(
+            shard(build(), mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec))),
+            build(),
+            tolerance=0.05,
+        )
     replicas: Any = shard(build(), mesh=axes(2, 1))
     replicas.register_comm_hook(None, allreduce_hook)
     train(replicas, build())
 
-    narrow = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
+    narrow = MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16))
     exchanging: Any = shard(build(), mp_policy=narrow)
     refused(lambda: exchanging.register_comm_hook(dist.group.WORLD, averaged), ValueError)
     train(exchanging, build(), tolerance=0.05)
@@ -137,7 +141,7 @@ def hooks_of_ranks_that_shard() -> None:
 
 @follows(
     "Pass mesh.get_group(NAME) of the axis that {}",
-    "{}: expected a codec, got {}, which sums between replicas: pass replica_codec",
+    "{}: expected a codec, got {}, which sums between replicas: it is for all_reduce",
 )
 def hooks_and_sums_of_replicas() -> None:
     mesh = axes(2, 1)
@@ -148,20 +152,20 @@ def hooks_and_sums_of_replicas() -> None:
     replicas.register_comm_hook(mesh.get_group("outer"), allreduce_hook)
     train(replicas, build())
 
-    refused(lambda: MixedPrecisionPolicy(gradient_codec=PowerSGD()), TypeError)  # type: ignore[arg-type]
-    policy = MixedPrecisionPolicy(replica_codec=PowerSGD())
+    refused(lambda: MixedPrecisionPolicy(compression=Compression(reduce_scatter=PowerSGD())), TypeError)  # type: ignore[arg-type]
+    policy = MixedPrecisionPolicy(compression=Compression(all_reduce=PowerSGD()))
     train(shard(build(), mesh=mesh, mp_policy=policy), build())
 
 
 @follows(
-    "Use MixedPrecisionPolicy(replica_codec=...)",
+    "Use Compression(all_reduce=...)",
     ranks=4,
 )
 def hooks_where_replicas_share_what_rests() -> None:
     dims = DataParallelMeshDims(shard="inner", shard_at_rest="outer")
     at_rest: Any = shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims)
     refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
-    policy = MixedPrecisionPolicy(replica_codec=Int8())
+    policy = MixedPrecisionPolicy(compression=Compression(all_reduce=Int8()))
     train(shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims, mp_policy=policy), build(), tolerance=0.05)
 
 
@@ -172,7 +176,10 @@ def hooks_where_replicas_share_what_rests() -> None:
 )
 def what_codecs_have_kept() -> None:
     """As it was; and left out, with codecs that begin anew."""
-    kept, other = (MixedPrecisionPolicy(gradient_codec=Int8(block=block, feedback=True)) for block in (128, 64))
+    kept, other = (
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8(block=block, feedback=True)))
+        for block in (128, 64)
+    )
     model = shard(build(), mp_policy=kept)
     saved, states = state_dict(model), [None] * dist.get_world_size()
     dist.all_gather_object(states, saved)

@@ -24,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from cut_gradients import cut_gradients  # noqa: E402
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, embed_by_rows, fully_shard  # noqa: E402
-from fsdp2.codecs import Float8, Int8  # noqa: E402
+from fsdp2.codecs import Compression, Float8, Int8  # noqa: E402
 from helpers import assert_same  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
@@ -112,10 +112,18 @@ def main() -> None:
         "bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16},
         "sent in bf16": {
             "tolerance": ROUNDED,
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16),
+            "mp_policy": MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+            ),
         },
-        "weights in fp8": {"tolerance": COARSE, "mp_policy": replace(BF16, gather_codec=Float8())},
-        "gradients in int8": {"tolerance": COARSE, "mp_policy": replace(BF16, gradient_codec=Int8())},
+        "weights in fp8": {
+            "tolerance": COARSE,
+            "mp_policy": replace(BF16, compression=Compression(all_gather=Float8())),
+        },
+        "gradients in int8": {
+            "tolerance": COARSE,
+            "mp_policy": replace(BF16, compression=Compression(reduce_scatter=Int8())),
+        },
         "kept": {"tolerance": EXACT, "reshard_after_forward": False},
         "recomputed": {"tolerance": EXACT, "prepare": recomputed},
         "offloaded": {"tolerance": EXACT, "offload_policy": offload},

@@ -20,7 +20,7 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy, accumulate, fully_shard
-from fsdp2.codecs import Int8, PowerSGD
+from fsdp2.codecs import Compression, Int8, PowerSGD
 from fsdp2.engine import codec, comm
 from helpers import run_checks
 
@@ -38,13 +38,18 @@ def matrices_rest_on_the_cpu(name: str, parameter: nn.Parameter) -> OffloadPolic
 
 MP_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 BF16 = {"mp_policy": MP_BF16, "tolerance": ROUNDED}
-SENT_IN_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)
+SENT_IN_BF16 = MixedPrecisionPolicy(
+    torch.bfloat16, torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+)
 WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "sent in bf16": {"mp_policy": SENT_IN_BF16, "tolerance": ROUNDED},
     # The simulated GPU has no random numbers, which the default rounds with.
-    "sent in int8": {"mp_policy": MixedPrecisionPolicy(gradient_codec=Int8(8, True)), "tolerance": ROUNDED},
+    "sent in int8": {
+        "mp_policy": MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8(8, True))),
+        "tolerance": ROUNDED,
+    },
     "kept": {"reshard_after_forward": False},
     "recomputed": {"recompute": False},
     "recomputed, reentrant": {"recompute": True},
@@ -69,9 +74,12 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "HSDP, bf16": BF16,
     "HSDP, weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
     "HSDP, weighted": WEIGHTED,
-    "HSDP, int8 between": {"mp_policy": MixedPrecisionPolicy(replica_codec=Int8(8, True)), "tolerance": ROUNDED},
+    "HSDP, int8 between": {
+        "mp_policy": MixedPrecisionPolicy(compression=Compression(all_reduce=Int8(8, True))),
+        "tolerance": ROUNDED,
+    },
     "HSDP, low rank between": {
-        "mp_policy": MixedPrecisionPolicy(replica_codec=PowerSGD(64, start=0, min_saving=1e-3)),
+        "mp_policy": MixedPrecisionPolicy(compression=Compression(all_reduce=PowerSGD(64, start=0, min_saving=1e-3))),
         "tolerance": ROUNDED,
     },
 }

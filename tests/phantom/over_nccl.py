@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import one_of_many
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.codecs import Compression
 from models import TinyGPT, mean_loss
 from one_of_many import WAYS, Way
 
@@ -43,7 +44,13 @@ def in_registered_memory(model: Any) -> None:
 
 
 MORE: dict[str, Way] = {
-    "sent in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16)}),
+    "sent in bf16": Way(
+        {
+            "mp_policy": MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+            )
+        }
+    ),
     "reduced in bf16": Way({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}),
     "fp16": Way({"mp_policy": FP16}),
     "fp16, reduced in fp16": Way({"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)}),

@@ -99,7 +99,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         options: dict[str, Any] = {"mesh": mesh}
         if not args.fp32:
             reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
-            wire = {"wire_dtype": torch.bfloat16} if args.wire_bf16 else {}
+            codecs = importlib.import_module("fsdp2.codecs")
+            wire = {"compression": codecs.Compression(reduce_scatter=torch.bfloat16)} if args.wire_bf16 else {}
             options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
         if args.keep:
             options["reshard_after_forward"] = False

@@ -25,6 +25,7 @@ import fsdp2
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.codecs import Compression
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, full, run_checks, world_sizes
 from helpers import shard_blocks as shard
@@ -516,7 +517,7 @@ def refused_at_entry() -> None:
     refused(model, "steps in backward")
     for policy in (
         MixedPrecisionPolicy(torch.float16, torch.float16),
-        MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.float16),
+        MixedPrecisionPolicy(reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.float16)),
     ):
         refused(shard(OddMLP(), mp_policy=policy), "in float16")
     apart = OddMLP()

@@ -36,6 +36,7 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
+from fsdp2.codecs import Compression
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose
@@ -229,7 +230,12 @@ def in_two_dtypes(rank: int, size: int, model: nn.Module, ref: nn.Module) -> Non
 
 def in_fewer_bits(rank: int, size: int, model: nn.Module, ref: nn.Module) -> None:
     """Gradients travel in bfloat16, and are summed in float32."""
-    shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16))
+    shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(
+            reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+        ),
+    )
     compare_gradients(model, ref, rank, size)
 
 
@@ -388,7 +394,7 @@ def over_a_python_group(cls: type[PythonGroup], rank: int, size: int) -> None:
     model, ref = others[0]
     train(shard(model, **options, reshard_after_forward=False), ref, rank, size, micro=ROWS // size)
     model, ref = others[1]
-    narrow = MixedPrecisionPolicy(reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
+    narrow = MixedPrecisionPolicy(reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.bfloat16))
     shard(model, **options, mp_policy=narrow)
     compare_gradients(model, ref, rank, size)
     model, ref = others[2]

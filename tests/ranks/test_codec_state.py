@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.codecs import Cast, Int8, PowerSGD, load_state_dict, state_dict
+from fsdp2.codecs import Compression, Int8, PowerSGD, load_state_dict, state_dict
 from helpers import full, run_checks
 
 KEPT = Int8(feedback=True)
@@ -40,12 +40,14 @@ def hybrid(**codecs: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    "rounded at random": lambda: sharded(gradient_codec=Int8()),
-    "with feedback": lambda: sharded(gradient_codec=KEPT),
-    "between replicas": lambda: replicated(replica_codec=KEPT),
-    "of low rank": lambda: replicated(replica_codec=PowerSGD(rank=2, start=1)),
-    "of low rank, soon": lambda: replicated(replica_codec=PowerSGD(rank=2, start=4)),
-    "HSDP": lambda: hybrid(gradient_codec=KEPT, replica_codec=PowerSGD(rank=2, start=1, min_saving=1)),
+    "rounded at random": lambda: sharded(compression=Compression(reduce_scatter=Int8())),
+    "with feedback": lambda: sharded(compression=Compression(reduce_scatter=KEPT)),
+    "between replicas": lambda: replicated(compression=Compression(all_reduce=KEPT)),
+    "of low rank": lambda: replicated(compression=Compression(all_reduce=PowerSGD(rank=2, start=1))),
+    "of low rank, soon": lambda: replicated(compression=Compression(all_reduce=PowerSGD(rank=2, start=4))),
+    "HSDP": lambda: hybrid(
+        compression=Compression(reduce_scatter=KEPT, all_reduce=PowerSGD(rank=2, start=1, min_saving=1))
+    ),
 }
 
 
@@ -117,8 +119,16 @@ def refused() -> None:
     other_ranks = rf"root: expected what codecs have kept of the ranks \[\({rank}, {size}\)\], got that of"
     other = [
         (WAYS["with feedback"], of_another, other_ranks),
-        (lambda: sharded(gradient_codec=Cast(torch.bfloat16)), saved, "of the codecs .*Cast.*, got that of .*Int8"),
-        (lambda: replicated(replica_codec=KEPT), saved, "groups that begin with .*Shard the model as it was"),
+        (
+            lambda: sharded(compression=Compression(reduce_scatter=torch.bfloat16)),
+            saved,
+            "of the codecs .*bfloat16.*, got that of .*Int8",
+        ),
+        (
+            lambda: replicated(compression=Compression(all_reduce=KEPT)),
+            saved,
+            "groups that begin with .*Shard the model as it was",
+        ),
         (lambda: fully_shard(plain()[0]), saved, "groups that begin with"),
     ]
     for make, state, text in other:
@@ -129,7 +139,7 @@ def refused() -> None:
         assert repr(state_dict(model)) == repr(before), "nothing has changed"
     of_replicas = Run(WAYS["of low rank"])
     with pytest.raises(ValueError, match=r"of the sums between replicas .*Int8.*, got that of .*PowerSGD"):
-        load_state_dict(replicated(replica_codec=KEPT), state_dict(of_replicas.model))
+        load_state_dict(replicated(compression=Compression(all_reduce=KEPT)), state_dict(of_replicas.model))
     model = WAYS["with feedback"]()
 
     def ask(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cut_gradients import small_pieces
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, compare, describe, fully_shard
-from fsdp2.codecs import Int8, Rows, sum_decoded
+from fsdp2.codecs import Compression, Int8, Rows, sum_decoded
 from helpers import assert_same, full, run_checks, world_sizes
 
 INT8, KEPT = Int8(), Int8(feedback=True)
@@ -56,7 +56,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def shard(model: Net, codec: Any = INT8, **options: Any) -> Any:
-    options.setdefault("mp_policy", MixedPrecisionPolicy(gradient_codec=codec))
+    options.setdefault("mp_policy", MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec)))
     for module in (model.head, model):
         fully_shard(module, **options)
     return model
@@ -102,7 +102,7 @@ def gradients_are_close(codec: Int8, cuts: Callable[[], AbstractContextManager[A
 def a_reduction_in_less_bits() -> None:
     """Scales and sums in fp32, of gradients that are packed in bf16 and fp16."""
     for dtype in (BF16, torch.float16):
-        policy = MixedPrecisionPolicy(reduce_dtype=dtype, gradient_codec=INT8)
+        policy = MixedPrecisionPolicy(reduce_dtype=dtype, compression=Compression(reduce_scatter=INT8))
         model = shard(plain_model(), mp_policy=policy)
         loss_of(model(batch(dist.get_rank()))).backward()
         assert_close(model, gradients_of_ranks(plain_model(), dist.get_world_size()), 1.6)
@@ -210,7 +210,7 @@ def values_and_dtypes_stay(narrow: torch.dtype, wide: torch.dtype) -> None:
     torch.manual_seed(1)
     plain = Awkward(narrow, wide)
     plain.base.weight.data *= 1e3 if narrow != torch.float16 else 1.0  # as fp16, bits of bf16 are other numbers
-    policy = MixedPrecisionPolicy(gradient_codec=Int8(), gather_codec=Int8())
+    policy = MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8(), all_gather=Int8()))
     model: Any = fully_shard(copy.deepcopy(plain), mp_policy=policy)
     x = torch.randn(6, 461, generator=torch.Generator().manual_seed(rank)) / 1e3
     for name, expected in plain.named_parameters():
@@ -267,7 +267,9 @@ def one_and_few_elements() -> None:
     """
     torch.manual_seed(1)
     plain, ranks = Few(), dist.get_world_size()
-    model: Any = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(gradient_codec=Int8()))
+    model: Any = fully_shard(
+        copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8()))
+    )
     model(dist.get_rank()).backward()
     for rank in range(ranks):
         (plain(rank) / ranks).backward()
@@ -324,7 +326,7 @@ def distance_after_training(codec: Any, steps: int = 200) -> float:
     noise = torch.zeros(32 * ranks, 8)
     noise[::32] = 300.0
     if codec is not None:
-        policy = MixedPrecisionPolicy(gradient_codec=codec)
+        policy = MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec))
         fully_shard(model, mp_policy=policy, shard_placement_fn=lambda p: torch.distributed.tensor.Shard(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
     eye = torch.eye(32 * ranks)
@@ -400,7 +402,7 @@ def conditional_modules_send_zeros() -> None:
     torch.manual_seed(2)
     plain = OneOf()
     model = copy.deepcopy(plain)
-    policy = MixedPrecisionPolicy(gradient_codec=KEPT)
+    policy = MixedPrecisionPolicy(compression=Compression(reduce_scatter=KEPT))
     for branch in model.branches:
         fully_shard(branch, conditional=True, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
@@ -423,7 +425,7 @@ def conditional_modules_send_zeros() -> None:
 
 def what_describe_says() -> None:
     description = describe(shard(plain_model()))
-    assert "gradient_codec=Int8(block=128, feedback=False)" in str(description)
+    assert "reduce_scatter by Int8(block=128, feedback=False)" in str(description)
     reduced = {each.name: each.reduced_nbytes for each in description.groups}
     assert reduced["head"] == INT8.sent_nbytes(96 * 12, F32) == 1200, (
         "1152 bytes, 9 scales, 12 bytes to a multiple of 16"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fake_gpu
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
+from fsdp2.codecs import Compression
 from fsdp2.shards.find import shards_of
 from helpers import end_of_part, full, run_ranks, world_sizes
 
@@ -193,8 +194,11 @@ def test_errors_are_raised_on_every_rank() -> None:
                 embed_by_rows(nn.Embedding(4, 2, **options))
         with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got EmbeddingBag"):
             embed_by_rows(nn.EmbeddingBag(4, 2))  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match="wire_dtype"):
-            embed_by_rows(nn.Embedding(4, 2), mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
+        with pytest.raises(NotImplementedError, match="expected no compression"):
+            embed_by_rows(
+                nn.Embedding(4, 2),
+                mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
+            )
         with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got FSDPRowEmbedding"):
             embed_by_rows(model.embeds[0])
 

@@ -1,4 +1,4 @@
-"""Tests weights that travel in fewer bits than they rest and compute in (`MixedPrecisionPolicy(gather_codec=...)`).
+"""Tests weights that travel in fewer bits than they rest and compute in (`Compression(all_gather=...)`).
 
 The oracle is plain: a model whose weights were rounded by hand, each rank's rows by themselves. Forwards, gradients and
 steps are equal to it bit for bit: gloo adds the gradients of ranks in their order. What rests stays exact.
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
-from fsdp2.codecs import AsIs, Cast, Float8, Int8, Rows
+from fsdp2.codecs import Compression, Float8, Int8, Rows
 from fsdp2.engine import codec as codecs
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, world_sizes
@@ -32,7 +32,7 @@ FLOAT8 = Float8()
 
 
 def policy_of(codec: Any = FLOAT8, **dtypes: Any) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(gather_codec=codec, **dtypes)
+    return MixedPrecisionPolicy(compression=Compression(all_gather=codec), **dtypes)
 
 
 def model_of(build: Callable[[], TinyModel], policy: MixedPrecisionPolicy | None = None, **options: Any) -> Any:
@@ -71,10 +71,14 @@ class Oracle:
         self.ranks = dist.get_world_size()
 
     def computing(self) -> Any:
-        model, codec = copy.deepcopy(self.model), self._policy.gather_codec
+        model, codec = copy.deepcopy(self.model), self._policy.compression.all_gather
         for p in model.parameters():
             computed, dim = self._policy.param_dtype or p.dtype, min(self._dim, p.dim() - 1)
-            p.data = rounded(p, codec, self.ranks, computed, dim) if codecs.is_encoded(p.shape) else p.data.to(computed)
+            p.data = (
+                rounded(p, codec, self.ranks, computed, dim)
+                if codecs.is_compressed(codec, p.shape, F32)
+                else p.data.to(computed)
+            )
             p.grad = None
         return model
 
@@ -151,8 +155,8 @@ def weights_are_rounded_when_they_are_gathered() -> None:
 def three_dtypes() -> None:
     """fp32 at rest, float8 or bf16 as weights travel, bf16 or fp32 in compute."""
     assert_trains_as_rounded(OddMLP, policy_of(param_dtype=BF16, reduce_dtype=F32))
-    assert_trains_as_rounded(OddMLP, policy_of(Cast(BF16)))
-    assert_trains_as_rounded(deep, policy_of(Cast(BF16)))
+    assert_trains_as_rounded(OddMLP, policy_of(BF16))
+    assert_trains_as_rounded(deep, policy_of(BF16))
     model = model_of(OddMLP, policy_of(param_dtype=BF16))
     spec = groups_below(model)[1].parameters.specs[0]
     assert (spec.storage_dtype, spec.gather_codec, spec.compute_dtype) == (F32, FLOAT8, BF16)
@@ -222,12 +226,12 @@ class Wide(TinyModel):
 
 
 def bytes_on_the_wire() -> None:
-    """One for each element of a matrix, and 16 a rank and matrix; vectors travel as they compute."""
+    """One for each element of a matrix, and 16 a rank and matrix; a dtype holds for vectors, too."""
     ranks, matrices, vectors = dist.get_world_size(), 2 * 64 * 96, 64 + 96
     if ranks == 3:
         return  # rows do not divide: padding travels, too
     found = {}
-    for codec in (None, FLOAT8, Cast(BF16), AsIs()):
+    for codec in (None, FLOAT8, BF16, F32):
         torch.manual_seed(1)
         model: Any = fully_shard(Wide(), mp_policy=policy_of(codec), reshard_after_forward=True)
         (group,), sizes = groups_below(model), []
@@ -237,9 +241,9 @@ def bytes_on_the_wire() -> None:
         found[codec] = sum(sizes)
         assert len(sizes) == (2 if ranks > 1 else 0)
     if ranks > 1:
-        assert found[None] == found[AsIs()] == 2 * 4 * (matrices + vectors)
+        assert found[None] == found[F32] == 2 * 4 * (matrices + vectors)
         assert found[FLOAT8] == 2 * (matrices + 2 * 16 * ranks + 4 * vectors)
-        assert found[Cast(BF16)] == 2 * (2 * matrices + 4 * vectors)
+        assert found[BF16] == 2 * 2 * (matrices + vectors)
 
 
 def memory_is_freed() -> None:
@@ -278,7 +282,7 @@ def what_rests_is_exact(folder: Path) -> None:
     for name, p in plain.state_dict().items():
         assert_same(loaded[name], p, 0, 0, f"saved {name}")
     fsdp2.check(model)
-    assert "gather_codec=Float8(" in str(describe(model))
+    assert "all_gather by Float8(" in str(describe(model))
     fsdp2.describe(model)
 
 
@@ -340,7 +344,7 @@ class Wrong:
 def faults_of_codecs_are_named() -> None:
     with pytest.raises(ValueError, match="without feedback"):
         policy_of(Wrong("feedback"))
-    with pytest.raises(TypeError, match="gather_codec: expected a codec"):
+    with pytest.raises(TypeError, match="all_gather: expected a floating-point dtype of 16 bits or more"):
         policy_of(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="weight: no weights of that dtype"):
         fully_shard(nn.Linear(4, 4), mp_policy=policy_of(Wrong("dtype")))

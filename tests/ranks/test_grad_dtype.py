@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params, fully_shard
+from fsdp2.codecs import Compression
 from helpers import run_checks, world_sizes
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -247,7 +248,7 @@ def in_other_reduce_dtypes() -> None:
     """The reduction rounds, `.grad` has the chosen dtype all the same."""
     for policy in (
         MixedPrecisionPolicy(reduce_dtype=BF16),
-        MixedPrecisionPolicy(wire_dtype=BF16),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=BF16)),
         MixedPrecisionPolicy(reduce_dtype=F64),
     ):
         model, plain = choose(Net(), F32), choose(Net(), F32)

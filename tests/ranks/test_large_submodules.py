@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2.codecs import Compression
 from fsdp2.engine import buckets
 from fsdp2.features import large_submodules
 from helpers import NIGHTLY, full, run_ranks, world_sizes
@@ -270,7 +271,9 @@ def test_chunks_of_low_precision_gradients() -> None:
 
     def body(rank: int, world_size: int) -> None:
         for wire_dtype in (None, torch.bfloat16):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=wire_dtype)
+            policy = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, compression=Compression(reduce_scatter=wire_dtype)
+            )
             for many, one in zip(gradients(policy, 16), gradients(policy, 1 << 40), strict=True):
                 assert torch.equal(many, one)
                 assert one.any()

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, describe, fully_shard, replicate
-from fsdp2.codecs import Int8
+from fsdp2.codecs import Compression, Int8
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, full, run_checks, world_sizes
 from own_collectives import Scatter
@@ -282,11 +282,9 @@ def refused() -> None:
         sharded().register_comm_hook(None, of_ddp.bf16_compress_hook)
     with pytest.raises(NotImplementedError, match=r"between replicas: .*hook\(state, bucket\).*got silent\(state"):
         replicate(plain()).register_comm_hook(None, silent)
-    for policy, name in (
-        (MixedPrecisionPolicy(wire_dtype=torch.bfloat16), "wire_dtype"),
-        (MixedPrecisionPolicy(gradient_codec=Int8()), "gradient_codec"),
-    ):
-        with pytest.raises(ValueError, match=f"expected no {name} where a hook reduces gradients.*leave one out"):
+    for codec in (torch.bfloat16, Int8()):
+        policy = MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec))
+        with pytest.raises(ValueError, match=r"no compression of reduce_scatter where a hook reduces.*leave one out"):
             sharded(mp_policy=policy).register_comm_hook(world, Own())
     model = sharded()
     model.set_custom_reduce_scatter(Scatter(is_async=False))

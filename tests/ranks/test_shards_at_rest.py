@@ -31,6 +31,7 @@ from fsdp2 import (
     describe,
     fully_shard,
 )
+from fsdp2.codecs import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import codec as engine_codec
 from fsdp2.engine.mesh import Gathered, Reduced, Use
@@ -133,18 +134,22 @@ def trains_as_hsdp_bit_for_bit() -> None:
 
 def gradients_travel_by_a_codec_as_in_hsdp() -> None:
     """What travels inside a replica is rounded once; between replicas gradients are summed in the reduce dtype."""
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, wire_dtype=torch.bfloat16)
+    narrow = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+    )
     assert_trains_as_hsdp(OddMLP, mp_policy=narrow)
-    assert_trains_as_hsdp(OddMLP, mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
+    assert_trains_as_hsdp(
+        OddMLP, mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16))
+    )
     plain = model_of(OddMLP)
     mean_loss(plain(batch(plain, 0, own=False))).backward()
     expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
     for policy in (
-        MixedPrecisionPolicy(gradient_codec=codecs.Cast(torch.bfloat16)),
-        MixedPrecisionPolicy(gradient_codec=codecs.Int8()),
-        MixedPrecisionPolicy(replica_codec=codecs.Cast(torch.bfloat16)),
-        MixedPrecisionPolicy(replica_codec=codecs.Int8(feedback=True)),
-        MixedPrecisionPolicy(gradient_codec=codecs.Int8(), replica_codec=codecs.Int8()),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=codecs.Int8())),
+        MixedPrecisionPolicy(compression=Compression(all_reduce=torch.bfloat16)),
+        MixedPrecisionPolicy(compression=Compression(all_reduce=codecs.Int8(feedback=True))),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=codecs.Int8(), all_reduce=codecs.Int8())),
     ):
         with mock.patch.object(engine_codec, "SMALL_NUMEL", 1):  # it has no larger ones
             model = model_of(OddMLP, at_rest, mp_policy=policy)
@@ -176,7 +181,9 @@ def gradients_in_pieces_and_in_many_buckets() -> None:
         (plan,) = [group.gradients._plan((0,), False) for group in groups_below(model)]
         assert len(plan.pieces) > 4
         for dtype in (None, torch.bfloat16):
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, wire_dtype=dtype)
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, compression=Compression(reduce_scatter=dtype)
+            )
             assert_trains_as_hsdp(Lone, mp_policy=policy)
         assert_trains_as_hsdp(OddMLP)
 

@@ -25,6 +25,7 @@ from fsdp2 import (
     clip_grad_norm_,
     fully_shard,
 )
+from fsdp2.codecs import Compression
 from fsdp2.engine import group as groups
 from helpers import Differences, assert_same, full, padding_report, run_checks
 from models import Odd
@@ -34,12 +35,15 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 
 POLICIES = {
-    "bf16": MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
-    "fp32": MixedPrecisionPolicy(wire_dtype=BF16),
-    "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, wire_dtype=F16),
+    "bf16": MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=BF16)),
+    "fp32": MixedPrecisionPolicy(compression=Compression(reduce_scatter=BF16)),
+    "fp16 wire, fp64 sums": MixedPrecisionPolicy(BF16, F64, compression=Compression(reduce_scatter=F16)),
     # Where ranks sum what they receive, these travel as they come.
     "bf16 as it comes": MixedPrecisionPolicy(BF16, F32),
 }
+
+
+WIRES = {"bf16": BF16, "fp32": BF16, "fp16 wire, fp64 sums": F16}
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -93,7 +97,11 @@ def test_gradients_accumulated_inside_a_pass_are_not_rounded() -> None:
 def different_numbers_of_batches(wire_dtype: torch.dtype | None) -> None:
     """Without gathers in between, ranks may: of three batches on one rank, and one on the other, the sums."""
     rank, model = dist.get_rank(), plain_model()
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(BF16, F32, wire_dtype=wire_dtype), reshard_after_forward=False)
+    fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=wire_dtype)),
+        reshard_after_forward=False,
+    )
     numbers = (range(3), range(1))
     for number in numbers[rank]:
         last = number == numbers[rank][-1]
@@ -110,7 +118,7 @@ def different_numbers_of_batches(wire_dtype: torch.dtype | None) -> None:
 
 
 def refused() -> None:
-    with pytest.raises(RuntimeError, match=r"float32.*bfloat16.*give MixedPrecisionPolicy its reduce_dtype as wire"):
+    with pytest.raises(RuntimeError, match=r"float32.*bfloat16.*give MixedPrecisionPolicy compression=Compression"):
         different_numbers_of_batches(None)
 
 
@@ -177,7 +185,7 @@ def clipped_and_scaled(policy_name: str, clips: bool) -> None:
             for rank in range(dist.get_world_size())
         ]
         for name, param in reference.model.named_parameters():
-            parts = [each[name].to(policy.wire_dtype).to(policy.reduce_dtype or F32) for each in sent]
+            parts = [each[name].to(WIRES[policy_name]).to(policy.reduce_dtype or F32) for each in sent]
             param.grad = mean(parts).to(F32)
         norm, expected = ours.step(clip_grad_norm_ if clips else None), reference.step(clip if clips else None)
         scales.append(ours.scaler.get_scale())
@@ -190,7 +198,7 @@ def clipped_and_scaled(policy_name: str, clips: bool) -> None:
                 assert_same(value, whole.detach(), tolerance, tolerance, f"step {number}: {name}")
             whole.data.copy_(value)
     different.raise_first()
-    assert (scales[0] < 2.0**22) == (policy.wire_dtype is F16), "beyond 65504"
+    assert (scales[0] < 2.0**22) == (WIRES[policy_name] is F16), "beyond 65504"
     assert scales[-1] > scales[0], "steps were taken"
 
 

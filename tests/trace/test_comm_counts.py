@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.codecs import Int8
+from fsdp2.codecs import Compression, Int8
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8
@@ -27,8 +27,8 @@ GATHERS = (c10d._allgather_base_, c10d.allgather_into_tensor_coalesced_)
 REDUCES = (c10d._reduce_scatter_base_, c10d.reduce_scatter_tensor_coalesced_)
 EXCHANGES = (c10d.alltoall_base_,)
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, wire_dtype=torch.bfloat16)
-INT8 = dataclasses.replace(BF16_REDUCE_FP32, gradient_codec=Int8())
+BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, compression=Compression(reduce_scatter=torch.bfloat16))
+INT8 = dataclasses.replace(BF16_REDUCE_FP32, compression=Compression(reduce_scatter=Int8()))
 SUMS = (c10d.allreduce_,)
 
 

@@ -27,7 +27,7 @@ from fsdp2 import (
     fully_shard,
     share_comm_ctx,
 )
-from fsdp2.codecs import Cast
+from fsdp2.codecs import Compression
 from fsdp2.engine import streams
 from fsdp2.engine.state import groups_below, groups_of, require_state
 from helpers import fake_world, public_methods
@@ -525,8 +525,7 @@ OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
 
 def test_values_that_are_refused() -> None:
     model, replicated = build(), hsdp()
-    exchanging = build(mp_policy=MixedPrecisionPolicy(wire_dtype=torch.bfloat16))
-    encoding = build(mp_policy=MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)))
+    exchanging = build(mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)))
     refused: list[tuple[type[Exception], str, Callable[[], object]]] = [
         *(
             (ValueError, "max_input_buffers", lambda n=n: model.set_reduce_scatter_max_input_buffers(n))
@@ -545,8 +544,7 @@ def test_values_that_are_refused() -> None:
             (ValueError, "modules: .*Linear", lambda call=call: call([model.b0, nn.Linear(1, 1)]))
             for call in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch, share_comm_ctx)
         ),
-        (ValueError, "reduce_scatter: .*wire_dtype", lambda: exchanging.set_custom_reduce_scatter(Collective())),
-        (ValueError, "reduce_scatter: .*gradient_codec", lambda: encoding.set_custom_reduce_scatter(Collective())),
+        (ValueError, "reduce_scatter: .*compresses", lambda: exchanging.set_custom_reduce_scatter(Collective())),
         (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
         *(
             (error, "nbytes", lambda wrong=wrong: model.set_prefetch_budget(wrong))

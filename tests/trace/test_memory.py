@@ -24,6 +24,7 @@ from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.codecs import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import Comm, Purpose, SoloComm
@@ -36,7 +37,7 @@ RANKS, BLOCKS, DIM = 8, 6, 512
 GROUP = DIM * DIM * 4 * 4  # four fp32 matrices
 SLACK = 0.02 * GROUP
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, wire_dtype=torch.bfloat16)
+BF16_WIRE = dataclasses.replace(BF16_REDUCE_FP32, compression=Compression(reduce_scatter=torch.bfloat16))
 
 
 class Block(nn.Module):

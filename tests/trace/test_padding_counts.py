@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, fully_shard, replicate
+from fsdp2.codecs import Compression
 from fsdp2.tools.padding import Padded
 from fsdp2.tools.padding_log import _examined
 from helpers import fake_world, padding_report
@@ -16,7 +17,9 @@ from helpers import fake_world, padding_report
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-    "bf16 wire": MixedPrecisionPolicy(torch.bfloat16, torch.float32, wire_dtype=torch.bfloat16),
+    "bf16 wire": MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, compression=Compression(reduce_scatter=torch.bfloat16)
+    ),
 }
 NUMEL = 128 * 48 * 40 + 128 * 48 + 5
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Cast, Float8, Int8, PowerSGD, Rows, sum_decoded
+from fsdp2.codecs import Compression, Float8, Int8, PowerSGD, Rows, sum_decoded
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine import layout as layouts
@@ -231,13 +231,19 @@ SETTINGS: dict[str, tuple[MixedPrecisionPolicy, dict[str, Any]]] = {
     "bf16/fp32": (BF16, {}),
     "wire_dtype": (BF16, {"wire_dtype": torch.bfloat16}),
     "blocks together": (BF16, {"blocks_per_call": 2}),
-    "int8": (dataclasses.replace(BF16, gradient_codec=Int8()), {}),
-    "int8 with feedback": (dataclasses.replace(BF16, gradient_codec=Int8(feedback=True)), {}),
-    "bf16 between replicas": (dataclasses.replace(BF16, replica_codec=Cast(torch.bfloat16)), {"replicas": 2}),
-    "int8 between replicas": (dataclasses.replace(BF16, replica_codec=Int8(feedback=True)), {"replicas": 2}),
-    "PowerSGD": (dataclasses.replace(BF16, replica_codec=PowerSGD(rank=2)), {"replicas": 2}),
-    "fp8 gathers": (dataclasses.replace(BF16, gather_codec=Float8()), {}),
-    "a user's codec": (dataclasses.replace(BF16, gradient_codec=HighBytes()), {}),
+    "int8": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=Int8())), {}),
+    "int8 with feedback": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=Int8(feedback=True))), {}),
+    "bf16 between replicas": (
+        dataclasses.replace(BF16, compression=Compression(all_reduce=torch.bfloat16)),
+        {"replicas": 2},
+    ),
+    "int8 between replicas": (
+        dataclasses.replace(BF16, compression=Compression(all_reduce=Int8(feedback=True))),
+        {"replicas": 2},
+    ),
+    "PowerSGD": (dataclasses.replace(BF16, compression=Compression(all_reduce=PowerSGD(rank=2))), {"replicas": 2}),
+    "fp8 gathers": (dataclasses.replace(BF16, compression=Compression(all_gather=Float8())), {}),
+    "a user's codec": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=HighBytes())), {}),
 }
 
 
@@ -295,7 +301,7 @@ def sharded(model: Any, name: str) -> Any:
     options: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", shape),
         "reshard_after_forward": setting.reshard_after_forward,
-        "mp_policy": dataclasses.replace(policy, wire_dtype=setting.wire_dtype),
+        "mp_policy": setting.chosen(policy),
     }
     for group in join_blocks(model, fsdp2.wrap_groups(model), setting.blocks_per_call):
         for block in group.modules if setting.checkpointing else ():
@@ -470,8 +476,13 @@ def test_memory_over_a_group_written_in_python(
 def test_a_codec_that_reads_values_is_refused(backend: str) -> None:
     """It would fail in the middle of a step, on tensors without values."""
     codec = HighBytes(reads_values=True)
-    given: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(gradient_codec=codec), "backend": backend}
-    expected = r"plan: expected a gradient_codec that runs on the meta device, .* got HighBytes\(reads_values=True\)"
+    given: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(compression=Compression(reduce_scatter=codec)),
+        "backend": backend,
+    }
+    expected = (
+        r"plan: expected for reduce_scatter a codec that runs on the meta device, .* got HighBytes\(reads_values=True\)"
+    )
     with pytest.raises(NotImplementedError, match=expected):
         fsdp2.plan(Stack(), ranks=RANKS, batch=Stack().example, device="cpu", **given)
 
@@ -480,7 +491,10 @@ def test_what_a_codec_keeps_rests_on_the_device() -> None:
     """With feedback: as much as the unsharded gradients that it encodes, in the dtype in which they are packed."""
 
     def best(codec: Int8) -> fsdp2.PlanRow:
-        given: dict[str, Any] = {"mp_policy": dataclasses.replace(BF16, gradient_codec=codec), "settings": [{}]}
+        given: dict[str, Any] = {
+            "mp_policy": dataclasses.replace(BF16, compression=Compression(reduce_scatter=codec)),
+            "settings": [{}],
+        }
         return fsdp2.plan(Stack(), ranks=RANKS, batch=Stack().example, loss=loss_of, **given).best
 
     without, with_it = best(Int8()), best(Int8(feedback=True))

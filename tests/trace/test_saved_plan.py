@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.codecs import Int8
+from fsdp2.codecs import Compression, Int8
 from fsdp2.planning import apply
 from helpers import fake_world
 from models import CausalBlock, TinyGPT
@@ -79,8 +79,8 @@ def test_policies_of_modules_are_in_it(tmp_path: Path) -> None:
         *blocks, root = [call.kwargs["offload_policy"] for call in sharded.call_args_list]
         assert blocks == [CPUOffloadPolicy(pin_memory=False)] * 4
         assert root == OffloadPolicy()
-        _, plan = planned(settings=[{}], mp_policy=MixedPrecisionPolicy(gradient_codec=Int8()))
-        with pytest.raises(ValueError, match=r"mp_policy.gradient_codec: expected what a file can hold"):
+        _, plan = planned(settings=[{}], mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8())))
+        with pytest.raises(ValueError, match=r"mp_policy.compression.reduce_scatter: expected what a file can hold"):
             plan.to_dict()
 
 

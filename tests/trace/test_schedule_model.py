@@ -17,7 +17,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import AsIs, Cast
+from fsdp2.codecs import Compression, Int8
 from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
 
@@ -196,13 +196,15 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 POLICIES = (
     (MixedPrecisionPolicy(), (4, 4, 4)),
     (BF16, (2, 4, 4)),
-    (dataclasses.replace(BF16, wire_dtype=torch.bfloat16), (2, 2, 4)),
+    (dataclasses.replace(BF16, compression=Compression(reduce_scatter=torch.bfloat16)), (2, 2, 4)),
     (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), (4, 2, 2)),
     (MixedPrecisionPolicy(reduce_dtype=torch.float64), (4, 8, 8)),
-    (MixedPrecisionPolicy(reduce_dtype=torch.float64, wire_dtype=torch.float32), (4, 4, 8)),
+    (
+        MixedPrecisionPolicy(reduce_dtype=torch.float64, compression=Compression(reduce_scatter=torch.float32)),
+        (4, 4, 8),
+    ),
     # Parameters as small as these travel as without it.
-    (MixedPrecisionPolicy(gradient_codec=Cast(torch.bfloat16)), (4, 4, 4)),
-    (MixedPrecisionPolicy(gradient_codec=AsIs()), (4, 4, 4)),
+    (MixedPrecisionPolicy(compression=Compression(reduce_scatter=Int8())), (4, 4, 4)),
 )
 
 

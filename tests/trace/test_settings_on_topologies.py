@@ -37,7 +37,7 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
-from fsdp2.codecs import Cast
+from fsdp2.codecs import Compression
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
 from fsdp2.engine import codec
 from fsdp2.engine.group import Comms
@@ -365,20 +365,17 @@ TABLE: dict[str, Row] = {
         both=policy(param_dtype=BF16),
         options=policy(param_dtype=BF16, param_dtype_override_fn=lambda parameter: parameter.dtype),
     ),
-    "mp_policy(wire_dtype)": Row(
-        (W, W, W, W, Refused("only replicates"), W, Refused("only replicates"), W, H), options=policy(wire_dtype=BF16)
-    ),
-    "mp_policy(gradient_codec)": Row(
+    "mp_policy(compression.reduce_scatter)": Row(
         (W, W, W, W, Refused("only replicates"), W, Refused("only replicates"), W, H),
-        options=policy(gradient_codec=Cast(BF16)),
+        options=policy(compression=Compression(reduce_scatter=BF16)),
     ),
-    "mp_policy(gather_codec)": Row(
+    "mp_policy(compression.all_gather)": Row(
         (W, W, H, W, Refused("only replicates"), H, Refused("only replicates"), W, H),
-        options=policy(gather_codec=Cast(BF16)),
+        options=policy(compression=Compression(all_gather=BF16)),
     ),
-    "mp_policy(replica_codec)": Row(
+    "mp_policy(compression.all_reduce)": Row(
         (Refused("without replicas"), W, W, H, W, Refused("without replicas"), H, W, H),
-        options=policy(replica_codec=Cast(BF16)),
+        options=policy(compression=Compression(all_reduce=BF16)),
     ),
 }
 
@@ -558,6 +555,7 @@ def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     }.get(setting, setting)
     name = "MixedPrecisionPolicy" if setting.startswith("mp_policy") else name
     owner = getattr(FSDPModule, name, None) or getattr(fsdp2, name, None)
+    owner = Compression if "compression." in setting else owner
     text = " ".join((owner or fully_shard).__doc__.split())
     if owner is None:  # one of its arguments
         text = text.partition(f" {name.partition('=')[0]}: ")[2]
@@ -568,6 +566,8 @@ def test_every_setting_is_in_the_table() -> None:
     """Each method, argument, field and function that takes one."""
     arguments = {*inspect.signature(fully_shard).parameters} - {"module", "mp_policy"}
     fields = {f"mp_policy({field.name})" for field in dataclasses.fields(MixedPrecisionPolicy)}
+    fields.remove("mp_policy(compression)")
+    fields |= {f"mp_policy(compression.{field.name})" for field in dataclasses.fields(Compression)}
     fields |= {f"CPUOffloadPolicy({field.name})" for field in dataclasses.fields(CPUOffloadPolicy)}
     functions = {"register_fsdp_forward_method", "share_comm_ctx", "FSDP2_DEBUG"}
     topologies = {"mesh", "dp_mesh_dims"}  # each makes columns

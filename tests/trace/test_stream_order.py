@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.codecs import Compression
 from fsdp2.engine import buckets, comm, streams
 from fsdp2.engine import group as groups
 from fsdp2.engine.collectives import CustomComm
@@ -35,7 +36,7 @@ from helpers import NIGHTLY
 
 RANKS, BLOCKS, DIM = 4, 2, 16
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WIRE = dataclasses.replace(BF16, wire_dtype=torch.bfloat16)
+WIRE = dataclasses.replace(BF16, compression=Compression(reduce_scatter=torch.bfloat16))
 
 
 class Block(nn.Module):

@@ -28,7 +28,8 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
-from fsdp2.codecs import Cast
+from fsdp2.codecs import Compression
+from fsdp2.engine.codec import Cast
 from helpers import fake_world
 
 T = TypeVar("T")
@@ -377,30 +378,30 @@ CASES = {
     # policies
     "mp_policy: a class": option("mp_policy", lambda: MixedPrecisionPolicy, TypeError),
     "mp_policy: None": option("mp_policy", lambda: None, TypeError),
-    "wire_dtype: nothing to shard": Case(
+    "compression: nothing to shard": Case(
         ValueError,
-        "inner.weight: expected no wire_dtype .* on a mesh that only replicates, got torch.bfloat16",
+        "inner.weight: expected no compression of reduce_scatter on a mesh that only replicates, got torch.bfloat16",
         Block,
         {
             "mesh": lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)),
             "dp_mesh_dims": lambda: DataParallelMeshDims(replicate="replicas"),
-            "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
+            "mp_policy": lambda: MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
         },
     ),
-    "gradient_codec: gradients that it can't encode": Case(
+    "compression: gradients that it can't encode": Case(
         NotImplementedError,
         "inner.weight: gradients of torch.float32 are not encoded by Picky",
         Block,
-        {"mp_policy": lambda: MixedPrecisionPolicy(gradient_codec=Picky())},
+        {"mp_policy": lambda: MixedPrecisionPolicy(compression=Compression(reduce_scatter=Picky()))},
     ),
-    "wire_dtype: a parameter that is not sharded": Case(
+    "compression: a parameter that is not sharded": Case(
         ValueError,
-        "inner.bias: expected no wire_dtype .* on a mesh that only replicates, got torch.bfloat16",
+        "inner.bias: expected no compression of reduce_scatter on a mesh that only replicates, got torch.bfloat16",
         Block,
         {
             "mesh": lambda: init_device_mesh("cpu", (4,)),
             "shard_placement_fn": lambda: lambda param: replicas_of(param) if param.dim() == 1 else None,
-            "mp_policy": lambda: MixedPrecisionPolicy(wire_dtype=torch.bfloat16),
+            "mp_policy": lambda: MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
         },
     ),
     "offload_policy: the class": option("offload_policy", lambda: CPUOffloadPolicy, TypeError),
@@ -510,15 +511,15 @@ def test_what_shares_a_storage_and_no_element_is_accepted() -> None:
         assert isinstance(model, FSDPModule)
 
 
-def test_replicas_have_no_wire_dtype() -> None:
+def test_replicas_have_no_reduce_scatter_to_compress() -> None:
     """Nothing would travel in it. On one rank, which shards with nobody, the same program must run; so must one that
     shards all parameters over other meshes than the call's.
     """
-    policy = MixedPrecisionPolicy(wire_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16))
     with fake_world(4):
         model = Block()
         before = snapshot(model)
-        with pytest.raises(ValueError, match=r"wire_dtype in mp_policy on a mesh that only"):
+        with pytest.raises(ValueError, match="compression of reduce_scatter on a mesh that only"):
             replicate(model, mp_policy=policy)
         assert snapshot(model) == before
         fully_shard(model, mesh=init_device_mesh("cpu", (4, 1)), mp_policy=policy)

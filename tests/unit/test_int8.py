@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.codecs import Cast, Int8
-from fsdp2.engine.codec import Encoder
+from fsdp2.codecs import Int8
+from fsdp2.engine.codec import Cast, Encoder
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SHAPES = [(1, 1), (3, 7), (2, 128), (4, 132), (2, 1000), (64, 256)]

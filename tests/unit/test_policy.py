@@ -13,13 +13,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.checks.arguments import check_policy
-from fsdp2.codecs import AsIs, Cast, Float8
+from fsdp2.codecs import Compression, Float8, Int8
+from fsdp2.engine.codec import AS_IS, Cast
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
 CODEC = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 
 
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "wire_dtype"])
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "grad_dtype"])
 @pytest.mark.parametrize(
     ("value", "error"),
     [("bfloat16", TypeError), (float, TypeError), (16, TypeError), (False, TypeError), (torch.zeros(1), TypeError)]
@@ -65,8 +66,8 @@ def test_dtypes(
 
 @pytest.mark.parametrize(("wire", "summed"), [(BF16, F16), (F16, BF16), (F32, BF16), (F64, F32)])
 def test_a_wire_of_more_bits_than_are_summed_is_refused(wire: torch.dtype, summed: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"MixedPrecisionPolicy\.wire_dtype: .*narrower.*{summed}, got {wire}"):
-        MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire)
+    with pytest.raises(ValueError, match=rf"as reduce_scatter a dtype narrower.*{summed}, got {wire}"):
+        MixedPrecisionPolicy(reduce_dtype=summed, compression=Compression(reduce_scatter=wire))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,10 @@ def test_a_wire_of_more_bits_than_are_summed_is_refused(wire: torch.dtype, summe
 def test_gradients_are_never_sent_in_more_bits_than_they_are_summed_in(
     wire: torch.dtype | None, summed: torch.dtype | None, stored: torch.dtype, sent: torch.dtype
 ) -> None:
-    assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(stored) == sent
+    assert (
+        MixedPrecisionPolicy(reduce_dtype=summed, compression=Compression(reduce_scatter=wire)).sent_dtype(stored)
+        == sent
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,14 +112,19 @@ def test_gradients_may_be_sent_in_their_own_dtype(
     wire: torch.dtype | None, summed: torch.dtype | None, comes_in: torch.dtype, sent: torch.dtype
 ) -> None:
     """Unless the policy says in what; in another dtype of as many bits they would be rounded."""
-    assert MixedPrecisionPolicy(reduce_dtype=summed, wire_dtype=wire).sent_dtype(F32, comes_in) == sent
+    assert (
+        MixedPrecisionPolicy(reduce_dtype=summed, compression=Compression(reduce_scatter=wire)).sent_dtype(
+            F32, comes_in
+        )
+        == sent
+    )
 
 
 @pytest.mark.parametrize(
     "policy",
     [
-        MixedPrecisionPolicy(BF16, F32, wire_dtype=BF16),
-        MixedPrecisionPolicy(gradient_codec=Cast(BF16), gather_codec=Float8()),
+        MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=BF16)),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=BF16, all_gather=Float8())),
         OffloadPolicy(),
         CPUOffloadPolicy(),
     ],
@@ -135,12 +144,10 @@ def test_objects_with_the_same_fields_are_policies() -> None:
     """torch's own, of any release: its first four fields must be there, the others may."""
     fields = {"param_dtype": BF16, "reduce_dtype": F32, "output_dtype": F64, "cast_forward_inputs": False}
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
-    fields |= {"param_dtype_override_fn": print, "wire_dtype": BF16}
+    fields |= {"param_dtype_override_fn": print, "compression": Compression(Float8(), BF16)}
     assert check_policy(SimpleNamespace(**fields)) == MixedPrecisionPolicy(**fields)
-    coded = fields | {"wire_dtype": None, "gradient_codec": Cast(BF16), "gather_codec": Float8()}
-    assert check_policy(SimpleNamespace(**coded)) == MixedPrecisionPolicy(**coded)
-    with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.wire_dtype: .*narrower"):
-        check_policy(SimpleNamespace(**fields | {"wire_dtype": F64}))
+    with pytest.raises(ValueError, match=r"MixedPrecisionPolicy\.compression: .*narrower"):
+        check_policy(SimpleNamespace(**fields | {"compression": Compression(reduce_scatter=F64)}))
     assert check_policy(TorchPolicy(BF16, F32)) == MixedPrecisionPolicy(BF16, F32)
 
 
@@ -154,30 +161,62 @@ class Addressed(Cast):
     ("codec", "match"),
     [
         (Cast, "got its class"),
-        (BF16, "one without exchanges, feedback, packed_dtype, sent_nbytes, encode, decode, sum"),
+        (3, "one without exchanges, feedback, packed_dtype, sent_nbytes, encode, decode, sum"),
         (SimpleNamespace(exchanges=True, feedback=False, encode=print, decode=print, sum=print), "packed_dtype, sent_"),
         (Addressed(BF16), "whose repr says how it encodes"),
     ],
 )
 def test_what_is_no_codec_is_refused(codec: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.gradient_codec: expected a codec.*{match}"):
-        MixedPrecisionPolicy(gradient_codec=codec)
+    with pytest.raises(TypeError, match=rf"Compression\.reduce_scatter: expected a.* codec.*{match}"):
+        Compression(reduce_scatter=codec)
 
 
 def test_a_codec_that_may_change_is_refused() -> None:
     codec: Any = SimpleNamespace(**{name: getattr(Cast(BF16), name) for name in CODEC})
     with pytest.raises(TypeError, match="a codec that can be hashed, a frozen dataclass"):
-        MixedPrecisionPolicy(gradient_codec=codec)
+        Compression(reduce_scatter=codec)
 
 
-def test_gradients_travel_in_one_way() -> None:
-    with pytest.raises(
-        ValueError, match=r"wire_dtype or gradient_codec, got both, torch.bfloat16 and Cast\(dtype=torch.b"
-    ):
-        MixedPrecisionPolicy(wire_dtype=BF16, gradient_codec=Cast(BF16))
-    for chosen in ({"wire_dtype": BF16}, {"gradient_codec": Cast(BF16)}):
-        assert MixedPrecisionPolicy(BF16, F32, **chosen).codec_for(F32, BF16) == Cast(BF16)
-    assert MixedPrecisionPolicy(gradient_codec=AsIs()).codec_for(F32, BF16) == AsIs()
+def test_a_dtype_holds_for_all_parameters() -> None:
+    """A codec for those of 256 elements or more, in two dims that are longer than one."""
+    policy = MixedPrecisionPolicy(BF16, F32, compression=Compression(None, F16, F16))
+    assert policy.compression.all_reduce == Cast(F16)
+    for shape in ((3,), (64, 64)):
+        assert policy.codec_for(F32, BF16, shape) == Cast(F16)
+    coded = MixedPrecisionPolicy(BF16, F32, compression=Compression(Float8(), Int8()))
+    assert [coded.codec_for(F32, BF16, shape) for shape in ((3,), (64, 64))] == [Cast(BF16), Int8()]
+    assert [coded.gather_codec_for(F32, shape) for shape in ((3,), (64, 64))] == [None, Float8()]
+
+
+def test_a_dtype_as_wide_as_what_travels_changes_nothing() -> None:
+    """Gradients then travel in the dtype of their sums on gloo, too, and not in the one that autograd computes."""
+    policy = MixedPrecisionPolicy(BF16, F32, compression=Compression(BF16, F32, F32))
+    assert policy.codec_for(F32, BF16) == AS_IS
+    assert policy.gather_codec_for(F32, (64, 64)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"param_dtype": BF16, "compression": Compression(all_gather=F32)}, "all_gather a dtype narrower than param_"),
+        ({"reduce_dtype": BF16, "compression": Compression(all_reduce=F32)}, "all_reduce a dtype narrower than reduce"),
+    ],
+)
+def test_dtypes_that_would_compress_nothing_are_refused(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        MixedPrecisionPolicy(**given)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("value", [I64, torch.float8_e4m3fn, torch.complex64])
+def test_other_dtypes_are_refused(name: str, value: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=rf"^Compression\.{name}: expected a floating-point dtype of 16 bits or more"):
+        Compression(**{name: value})
+
+
+def test_compression_is_one_value() -> None:
+    with pytest.raises(TypeError, match=r"MixedPrecisionPolicy\.compression: expected a fsdp2\.codecs\.Compression"):
+        MixedPrecisionPolicy(compression=Int8())  # type: ignore[arg-type]
 
 
 def test_defaults_and_order_are_those_of_torch() -> None:
