@@ -256,7 +256,7 @@ class Compression:
 
     Raises:
         TypeError: a value is neither a floating-point dtype of 16 bits or more, nor a codec, nor None.
-        ValueError: `all_gather` has feedback (weights are rounded anew from exact ones), or does not compress.
+        ValueError: `all_gather` has feedback; or it, or `all_reduce`, is a codec that does not exchange bytes.
 
     Example:
         `MixedPrecisionPolicy(compression=Compression(all_gather=Float8(), reduce_scatter=torch.bfloat16))`
@@ -284,11 +284,12 @@ class Compression:
                 object.__setattr__(self, name, Cast(given))
             elif given is not None:
                 check_codec(given, where, may_sum=name == "all_reduce")
-        gathered = self.all_gather
-        if gathered is not None and (gathered.feedback or not gathered.exchanges):
+                if name != "reduce_scatter" and not getattr(given, "exchanges", True):
+                    raise ValueError(f"{where}: expected a codec that exchanges bytes, got {given!r}, which does not.")
+        if self.all_gather is not None and self.all_gather.feedback:
             raise ValueError(
-                f"Compression.all_gather: expected a codec that exchanges bytes, without feedback, got {gathered!r}. "
-                "What is gathered is rounded anew from weights that are exact: there is nothing to feed back."
+                f"Compression.all_gather: expected a codec without feedback, got {self.all_gather!r}. What is gathered "
+                "is rounded anew from weights that are exact: there is nothing to feed back."
             )
 
 

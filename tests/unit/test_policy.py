@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.checks.arguments import check_policy
 from fsdp2.codecs import Compression, Float8, Int8
-from fsdp2.engine.codec import AS_IS, Cast
+from fsdp2.engine.codec import AS_IS, AsIs, Cast
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
 CODEC = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
@@ -212,6 +212,12 @@ def test_dtypes_that_would_compress_nothing_are_refused(given: dict[str, Any], m
 def test_other_dtypes_are_refused(name: str, value: torch.dtype) -> None:
     with pytest.raises(TypeError, match=rf"^Compression\.{name}: expected a floating-point dtype of 16 bits or more"):
         Compression(**{name: value})
+
+
+def test_codecs_that_would_do_nothing_are_refused() -> None:
+    for name in ("all_gather", "all_reduce"):
+        with pytest.raises(ValueError, match=rf"^Compression\.{name}: expected a codec that exchanges bytes, got AsIs"):
+            Compression(**{name: AsIs()})
 
 
 def test_compression_is_one_value() -> None:
