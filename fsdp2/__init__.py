@@ -26,12 +26,11 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .optim.muon import muon
     from .optim.split import MatrixSplit, split_matrices
     from .optim.whole_matrix import WholeMatrixOptimizer
-    from .planning.check import CheckedValue, PlanCheck
-    from .planning.plan import Plan, PlanRow, plan
+    from .planning.plan import Plan, plan
     from .planning.policies import WrapGroup, wrap_groups
-    from .planning.prediction import Prediction
-    from .planning.saved import apply_plan
+    from .planning.prediction import PlanRow
     from .planning.settings import Setting
+    from .planning.times import Machine
     from .shards.find import shards_of
     from .shards.protocol import ShardGroup, ShardParam, Shards
     from .tools.audit import check
@@ -51,19 +50,17 @@ __version__ = "0.1.0"
 _MODULES = {
     "Accumulation": "features.accumulate",
     "AveragedModel": "optim.averages",
-    "CheckedValue": "planning.check",
     "Comparison": "tools.difference",
     "Difference": "tools.difference",
     "Finding": "tools.finding",
     "GroupDescription": "tools.describe",
+    "Machine": "planning.times",
     "MatrixSplit": "optim.split",
     "ModelDescription": "tools.describe",
     "ParamBucket": "tools.stream",
     "ParamStream": "tools.stream",
     "Plan": "planning.plan",
-    "PlanCheck": "planning.check",
-    "PlanRow": "planning.plan",
-    "Prediction": "planning.prediction",
+    "PlanRow": "planning.prediction",
     "Setting": "planning.settings",
     "ShardGroup": "shards.protocol",
     "ShardParam": "shards.protocol",
@@ -73,7 +70,6 @@ _MODULES = {
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "WrapGroup": "planning.policies",
     "accumulate": "features.accumulate",
-    "apply_plan": "planning.saved",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -115,7 +111,6 @@ __all__ = [
     "Accumulation",
     "AveragedModel",
     "CPUOffloadPolicy",
-    "CheckedValue",
     "Comparison",
     "DataParallelMeshDims",
     "Difference",
@@ -123,6 +118,7 @@ __all__ = [
     "Finding",
     "GradientReductionHandle",
     "GroupDescription",
+    "Machine",
     "MatrixSplit",
     "MixedPrecisionPolicy",
     "ModelDescription",
@@ -131,9 +127,7 @@ __all__ = [
     "ParamBucket",
     "ParamStream",
     "Plan",
-    "PlanCheck",
     "PlanRow",
-    "Prediction",
     "Setting",
     "ShardGroup",
     "ShardParam",
@@ -145,7 +139,6 @@ __all__ = [
     "WholeMatrixOptimizer",
     "WrapGroup",
     "accumulate",
-    "apply_plan",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",

@@ -4,7 +4,6 @@ The value has no length, no order and no methods, and can neither be called nor 
 a look raises an error that says nothing of the argument, and whoever does not use it has trained on without a word.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,9 +27,9 @@ class Nothing:
 # What users do not build, and what has no arguments to check: plain data that functions return.
 RETURNED = {
     *("Accumulation", "Comparison", "Difference", "Finding", "GroupDescription"),
-    *("MatrixSplit", "ModelDescription", "ParamBucket", "ParamStream", "Plan", "PlanCheck"),
-    *("PlanRow", "Prediction", "SkippableStep", "StreamVersion", "UnshardHandle"),
-    *("CheckedValue", "GradientReductionHandle", "FSDPModule", "ShardGroup", "ShardParam", "Shards"),
+    *("MatrixSplit", "ModelDescription", "ParamBucket", "ParamStream", "Plan"),
+    *("PlanRow", "SkippableStep", "StreamVersion", "UnshardHandle"),
+    *("GradientReductionHandle", "FSDPModule", "ShardGroup", "ShardParam", "Shards"),
 }
 # What anything may be given to, or what torch checks when it is used.
 ANY = {
@@ -44,7 +43,6 @@ ANY = {
     ("WrapGroup", "name"),  # checked where the groups are used
     ("WrapGroup", "modules"),
     ("WrapGroup", "options"),
-    ("WrapGroup", "by_rows"),
     ("muon", "params"),  # checked by torch's Optimizer
     ("WholeMatrixOptimizer", "params"),
     ("FSDPModule.set_custom_all_gather", "comm"),  # the error says all_gather: expected a callable
@@ -58,12 +56,6 @@ FLAGS = (
     *("enable", "free", "keep", "reduce_scatter_unused_params", "requires_all_reduce", "requires_gradient_sync"),
     *("reshard_after_backward", "reshard_after_forward", "unshard_in_backward"),
 )
-
-
-@functools.cache
-def saved_plan() -> dict[str, Any]:
-    """Returns a plan as JSON has it. Not made at import: it runs a backward, and other tests fork after that."""
-    return fsdp2.plan(nn.Linear(2, 2), ranks=2).to_dict()
 
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -122,9 +114,8 @@ def values(function: Callable[..., Any], model: Any) -> dict[str, Any]:
         "factor": 2.0,
     }
     known |= dict.fromkeys(FLAGS, True)
-    if function in (fsdp2.plan, fsdp2.wrap_groups, fsdp2.apply_plan):
+    if function in (fsdp2.plan, fsdp2.wrap_groups):
         known["model"] = nn.Linear(2, 2)
-        known["plan"] = saved_plan()
     if function in (fully_shard, fsdp2.replicate):
         known["module"] = nn.Linear(3, 3)
     if function is fsdp2.embed_by_rows:
