@@ -482,6 +482,7 @@ def planned_afterwards() -> None:
     parallel = parallelize_module(build(stack), mesh["tp"], {"0.up": ColwiseParallel()})
     refused(lambda: fsdp2.plan(parallel, ranks=2))
     assert fsdp2.plan(build(stack), ranks=2, batch=lambda: batch()).fits
+    compared.append("plans")
 
 
 @follows("Plan with one of these")
@@ -491,6 +492,7 @@ def planned_with_a_choice_by_parameter() -> None:
 
     refused(lambda: planned(fsdp2.OffloadBudget(10)), NotImplementedError)
     assert planned(fsdp2.OffloadPolicy()).best.resting > planned(fsdp2.CPUOffloadPolicy()).best.resting
+    compared.append("plans")
 
 
 @follows(
