@@ -86,7 +86,7 @@ class StorageMeterOfSteps(StorageMeter):
         """Begins a step."""
         self.peak, self.peak_at, self.activations = self.live, "", 0
 
-    def change(self, place: str, nbytes: int, more: int) -> None:
+    def change(self, nbytes: int, more: int) -> None:
         if more:
             self.note(more)
         self.live += nbytes

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,30 +137,15 @@ def plan(
         else read_settings(settings, worlds)
     )
     notes: list[str] = []
-    with _without_collections():
-        recorded = _Recorder(model, precision, batch, loss or default_loss, where.device, notes).record(
-            wrap_groups(model, policy), policy, any(setting.checkpointing for setting in chosen)
-        )
-        possible = [each for each in chosen if recorded.is_possible(each, is_users=settings is not None)]
-        if not possible:
-            why = " ".join(notes) or "Each wrapped module is a single layer."
-            raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
-        rows = sorted(_predict(model, possible, recorded, where, optimizer), key=_cost)
+    recorded = _Recorder(model, precision, batch, loss or default_loss, where.device, notes).record(
+        wrap_groups(model, policy), policy, any(setting.checkpointing for setting in chosen)
+    )
+    possible = [each for each in chosen if recorded.is_possible(each, is_users=settings is not None)]
+    if not possible:
+        why = " ".join(notes) or "Each wrapped module is a single layer."
+        raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
+    rows = sorted(_predict(model, possible, recorded, where, optimizer), key=_cost)
     return Plan(tuple(rows), tuple(recorded.groups), (*notes, *_notes_of(rows, recorded.groups)))
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Context: nothing is searched for garbage, which takes an eighth of a plan: copies of the model are many objects,
-    which stay until the plan is made.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _predict(

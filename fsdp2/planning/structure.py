@@ -30,7 +30,6 @@ class PlannedGroup:
         parameters: its distinct parameters, as they are now; see `on_meta`.
         compute_dtypes: the dtype in which each of them computes.
         policy: dtypes of compute and reduction.
-        options: what the wrap policy has chosen for it.
         indices: those of its modules, and of its parameters, in the outline.
         is_part: it is a large submodule of an outer call (see features/large_submodules.py), not a call of its own.
     """
@@ -40,7 +39,6 @@ class PlannedGroup:
     parameters: tuple[Tensor, ...]
     compute_dtypes: tuple[torch.dtype, ...]
     policy: MixedPrecisionPolicy
-    options: dict[str, Any]
     indices: tuple[tuple[int, ...], tuple[int, ...]]
     is_part: bool = False
 
@@ -97,15 +95,13 @@ def find_groups(
         of_modules = tuple(shell.index for shell in shells)
         for i, param in zip(indices, group.params, strict=True):
             dtypes[i] = param.unsharded.dtype
-        chosen = options[group.state]
         groups.append(
             PlannedGroup(
                 group.name,
                 tuple(modules[i] for i in of_modules),
                 tuple(parameters[i] for i in indices),
                 tuple(dtypes[i] for i in indices),
-                chosen.get("mp_policy", policy),
-                chosen,
+                options[group.state].get("mp_policy", policy),
                 (of_modules, indices),
                 is_part=group.state in parts,
             )

@@ -99,6 +99,10 @@ def assert_equal(model: nn.Module, expected: nn.Module, tolerance: float = 1e-5)
 def planned(names: Names) -> None:
     assert names["plan"].fits
     assert {row.setting.ranks for row in names["plan"].rows} == {8, 16}
+
+
+@guide("What gets groups of its own")
+def wrapped(names: Names) -> None:
     groups = fsdp2.describe(names["model"]).groups
     settings = ("reshard_after_forward=False",)
     assert [(each.name, each.settings) for each in groups[1:]] == [("blocks.0", settings), ("blocks.1", settings)]
