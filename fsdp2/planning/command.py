@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--backend", choices=("nccl", "gloo"), help="of the process group; else as the device usually has")
     add("--flops", type=float, help="floating-point operations per second that a rank reaches in a whole step: 4e14")
     add("--link", help='bytes per second that a rank sends to ranks of its own machine: "370GB/s"')
-    add("--network", help='bytes per second that a rank sends to other machines: "50GB/s"; else as --link')
+    add("--network", help='bytes per second that a rank sends to other machines: "50GB/s"')
     add("--ranks-per-machine", type=int, default=8, help="how many neighbouring ranks are on one machine (%(default)s)")
     add("--host-memory", help='bytes of a machine\'s CPU memory, for offload: "1TB"')
     add("--host-link", default="25GB/s", help="bytes per second between that and a device (%(default)s)")

@@ -110,7 +110,8 @@ def plan(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already.
+        ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already;
+            the ranks are on several machines, of which `link` is known and `network` is not.
         NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have; the
             policy chooses by parameter what is offloaded.
 
@@ -136,6 +137,7 @@ def plan(
         if settings is None
         else read_settings(settings, worlds)
     )
+    where.require_network(max(setting.ranks for setting in chosen))
     notes: list[str] = []
     recorded = _Recorder(model, precision, batch, loss or default_loss, where.device, notes).record(
         wrap_groups(model, policy), policy, any(setting.checkpointing for setting in chosen)

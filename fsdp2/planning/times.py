@@ -51,7 +51,7 @@ class Machine:
             of the plain model without communication; an H100 reached 5.5e14 with a Llama of 1 B parameters.
         link: bytes per second that a rank sends to ranks of its own machine (NVLink of an H100: "370GB/s").
         network: bytes per second that a rank sends to other machines by its share of the network cards (eight cards of
-            50 GB/s for eight ranks: "50GB/s"). None: as `link`.
+            50 GB/s for eight ranks: "50GB/s"). None: all ranks are on one machine.
         ranks_per_machine: how many neighbouring ranks are on one machine.
         host_memory: bytes of a machine's CPU memory, which its ranks share, for CPU offload. None: not compared.
         host_link: bytes per second, in each direction, between the CPU's memory and a device, for CPU offload; on an
@@ -106,6 +106,18 @@ class Machine:
     def has_speeds(self) -> bool:
         return self.link is not None and self.flops is not None
 
+    def require_network(self, num_ranks: int) -> None:
+        """
+        Raises:
+            ValueError: so many ranks are on several machines, and it is not known what they send to each other.
+        """
+        if self.has_speeds and self.network is None and num_ranks > self.ranks_per_machine:
+            raise ValueError(
+                "machine: expected network=, the bytes per second that a rank sends to other machines, since "
+                f"{num_ranks} ranks are on machines of {self.ranks_per_machine}; got link= alone. Write "
+                f"Machine(network=...), or Machine(ranks_per_machine={num_ranks}) if all are on one machine"
+            )
+
     @property
     def room(self) -> float | None:
         """Bytes of a device that a plan may fill."""
@@ -131,7 +143,7 @@ class Machine:
         on_each = -(-num_ranks // machines)
         link = _number(self.link)
         reached = max(LEAST_SHARE, 1 - LOST_BY_DOUBLING * log2(machines))
-        network = (link if self.network is None else _number(self.network)) * reached
+        network = (link if machines == 1 else _number(self.network)) * reached
         if is_ring:
             inside, between = nbytes if on_each > 1 else 0.0, nbytes / on_each if machines > 1 else 0.0
         else:

@@ -497,6 +497,7 @@ def planned_with_a_choice_by_parameter() -> None:
 
 @follows(
     "Pass a function of the output",
+    "Write Machine(network=...), or Machine(ranks_per_machine={}) if all are on one machine",
     "Choose a module around them",
     "it repeats no block. Pass a policy",
     "the policy matches nothing. Pass another",
@@ -504,6 +505,11 @@ def planned_with_a_choice_by_parameter() -> None:
     ranks=0,
 )
 def arguments_of_plans() -> None:
+    refused(lambda: fsdp2.plan(stack(), ranks=16, machine=fsdp2.Machine(link=1e9, flops=1e9)))
+    for known in ({"network": 1e9}, {"ranks_per_machine": 16}):
+        machine = fsdp2.Machine(link=1e9, flops=1e9, **known)
+        assert fsdp2.plan(stack(), ranks=16, batch=lambda: batch(), machine=machine).best.time is not None
+
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

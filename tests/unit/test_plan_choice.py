@@ -332,7 +332,7 @@ def test_two_recordings_serve_all_settings(monkeypatch: pytest.MonkeyPatch) -> N
 
     record = planning.record
     monkeypatch.setattr(planning, "record", counted)
-    made = plan(ranks=[8, 16, 64], flops=1e12, link="50GB/s")
+    made = plan(ranks=[8, 16, 64], flops=1e12, link="50GB/s", network="50GB/s")
     assert len(made.rows) == 8 + 16 + 16
     assert len(calls) == 2
 

@@ -40,10 +40,10 @@ def predict(machine: dict[str, Any], **arguments: Any) -> tuple[PlanRow, Times]:
 )
 def test_latency_of_a_ring_grows_with_its_hops(ranks: int, span: int, microseconds: float) -> None:
     """With machines of 8 ranks; the last two have one rank on each."""
-    machine = Machine(link=1, flops=1)
+    machine = Machine(link=1, network=1, flops=1)
     assert machine.message(1.0, ranks, span).latency == pytest.approx(microseconds * 1e-6, rel=1e-3)
     for other in ({"device": "cpu"}, {"backend": "gloo"}):
-        assert Machine(link=1, flops=1, **other).message(1.0, ranks, span).latency == 0  # type: ignore[arg-type]
+        assert Machine(link=1, network=1, flops=1, **other).message(1.0, ranks, span).latency == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_latency_of_a_ring_grows_with_its_hops(ranks: int, span: int, microsecon
         ({}, 8, 64, 50e9 * 0.85),  # replicas on 8 machines: one rank of each
         ({"network": 50e9 / 8}, 8, 64, 50e9 / 8 * 0.85),
         ({}, 16, 64, 2 * 50e9 * 0.85),  # two ranks of each machine
-        ({"network": None}, 64, 64, 370e9),
+        ({"network": None, "ranks_per_machine": 64}, 64, 64, 370e9),
         ({"ranks_per_machine": 4}, 64, 64, 4 * 50e9 * 0.8),
     ],
 )
@@ -116,7 +116,7 @@ def test_communicators_share_links_but_not_latencies() -> None:
     """Beyond a machine, reductions have a communicator of their own: bytes of both pass the links, latencies do not add
     up.
     """
-    row, latencies = predict({"flops": INFINITE, "link": INFINITE}, ranks=16)
+    row, latencies = predict({"flops": INFINITE, "link": INFINITE, "network": INFINITE}, ranks=16)
     gathers, reductions = (row.launched[kind] for kind in ("all_gather", "reduce_scatter"))
     hidden = max(gathers // 2 - 1, reductions - 1)  # of backward
     assert latencies.backward.communication == pytest.approx(hidden * 54.9e-6, rel=1e-3)
@@ -177,6 +177,16 @@ def test_without_speeds_or_activations_there_is_no_time() -> None:
 def test_wrong_fields_are_refused(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         Machine(**arguments)
+
+
+def test_ranks_on_several_machines_need_a_network() -> None:
+    speeds: dict[str, Any] = {"link": 1e9, "flops": 1e9}
+    with pytest.raises(
+        ValueError, match=r"machine: expected network=, .* since 16 ranks are on machines of 8; got link="
+    ):
+        predict(speeds, ranks=[8, 16])
+    for known in ({"network": 1e9}, {"ranks_per_machine": 16}):
+        predict({**speeds, **known}, ranks=16)
 
 
 def test_a_machine_is_a_machine() -> None:
