@@ -137,17 +137,38 @@ def plan(
         if settings is None
         else read_settings(settings, worlds)
     )
-    where.require_network(max(setting.ranks for setting in chosen))
-    notes: list[str] = []
-    recorded = _Recorder(model, precision, batch, loss or default_loss, where.device, notes).record(
-        wrap_groups(model, policy), policy, any(setting.checkpointing for setting in chosen)
-    )
+    _require_network(where, max(setting.ranks for setting in chosen))
+    calls = wrap_groups(model, policy)
+    notes = [*_notes_of_arguments(calls, policy, batch)]
+    blocks = _blocks(calls) if any(setting.checkpointing for setting in chosen) else []
+    recorded = _record(model, calls, precision, batch, loss or default_loss, blocks, where.device, notes)
     possible = [each for each in chosen if recorded.is_possible(each, is_users=settings is not None)]
     if not possible:
         why = " ".join(notes) or "Each wrapped module is a single layer."
         raise ValueError(f"settings: expected one without checkpointing, which nothing can have here. {why}")
     rows = sorted(_predict(model, possible, recorded, where, optimizer), key=_cost)
     return Plan(tuple(rows), tuple(recorded.groups), (*notes, *_notes_of(rows, recorded.groups)))
+
+
+def _require_network(machine: Machine, num_ranks: int) -> None:
+    """
+    Raises:
+        ValueError: so many ranks are on several machines, and it is not known what they send to each other.
+    """
+    if machine.has_speeds and machine.network is None and num_ranks > machine.ranks_per_machine:
+        raise ValueError(
+            "machine: expected network=, the bytes per second that a rank sends to other machines, since "
+            f"{num_ranks} ranks are on machines of {machine.ranks_per_machine}; got link= alone. Write "
+            f"Machine(network=...), or Machine(ranks_per_machine={num_ranks}) if all are on one machine"
+        )
+
+
+def _notes_of_arguments(calls: Sequence[WrapGroup], policy: Any, batch: Any) -> Iterator[str]:
+    if not calls:
+        why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
+        yield f"Nothing but the model itself is wrapped: {why}."
+    if batch is None:
+        yield "No batch was given: peaks are those of parameters and gradients, without activations."
 
 
 def _predict(
@@ -223,56 +244,37 @@ class _Recorded:
         return can_checkpoint or not setting.checkpointing
 
 
-class _Recorder:
-    """Records steps of a model.
+def _record(
+    model: nn.Module,
+    calls: Sequence[WrapGroup],
+    precision: MixedPrecisionPolicy,
+    batch: Callable[[], Any] | None,
+    loss: Callable[[Any], Tensor],
+    blocks: Sequence[nn.Module],
+    device: str,
+    notes: list[str],
+) -> _Recorded:
+    """Records a step with these calls, and if there are `blocks`, one in which these run again in backward.
 
-    Args:
-        model: the plain module.
-        precision: dtypes, for calls whose options have none.
-        batch, loss: as for `plan`.
-        device: the type of device that will train.
-        notes: gets what could not be recorded, and why.
+    `precision`: dtypes, for calls whose options have none. `notes` gets what could not be recorded, and why.
     """
+    outline, groups = find_groups(model, calls, precision)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        precision: MixedPrecisionPolicy,
-        batch: Callable[[], Any] | None,
-        loss: Callable[[Any], Tensor],
-        device: str,
-        notes: list[str],
-    ) -> None:
-        self._model, self._precision, self._batch, self._loss = model, precision, batch, loss
-        self._device, self._notes = device, notes
-
-    def record(self, calls: list[WrapGroup], policy: Any, checkpoints: bool) -> _Recorded:
-        """Records a step with these calls, which `policy` has chosen. `checkpoints`: also with checkpointing."""
-        if not calls:
-            why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
-            self._notes.append(f"Nothing but the model itself is wrapped: {why}.")
-        if self._batch is None:
-            self._notes.append("No batch was given: peaks are those of parameters and gradients, without activations.")
-        outline, groups = find_groups(self._model, calls, self._precision)
-        blocks = _blocks(calls) if checkpoints else []
-        plain = self._step(groups, ())
-        again = self._step(groups, blocks) if blocks and plain else None
-        recording = plain or without_activations(self._model, groups)
-        return _Recorded(outline, [group.on_meta() for group in groups], recording, again, plain is not None)
-
-    def _step(self, groups: Sequence[PlannedGroup], blocks: Sequence[nn.Module]) -> Recording | None:
-        """Records a step, in which `blocks` run again in backward. Returns None if it can't run without values."""
-        if self._batch is None:
+    def step(again: Sequence[nn.Module], left_out: str) -> Recording | None:
+        if batch is None:
             return None
-        _progress.info("recording a step without values%s", ", with checkpointing" if blocks else "")
+        _progress.info("recording a step without values%s", ", with checkpointing" if again else "")
         try:
-            return record(self._model, groups, self._batch, self._loss, blocks, self._device)
+            return record(model, groups, batch, loss, again, device)
         except Exception as error:  # whatever the user's forward raises without values
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            left_out = "Peaks are those of parameters and gradients alone: the"
-            what = "Checkpointing is left out: its" if blocks else left_out
-            self._notes.append(f"{what} step could not run without values ({text[:200]}).")
+            notes.append(f"{left_out} step could not run without values ({text[:200]}).")
             return None
+
+    plain = step((), "Peaks are those of parameters and gradients alone: the")
+    again = step(blocks, "Checkpointing is left out: its") if plain is not None and blocks else None
+    recording = plain or without_activations(model, groups)
+    return _Recorded(outline, [group.on_meta() for group in groups], recording, again, plain is not None)
 
 
 def _blocks(calls: Sequence[WrapGroup]) -> list[nn.Module]:

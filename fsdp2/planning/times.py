@@ -106,18 +106,6 @@ class Machine:
     def has_speeds(self) -> bool:
         return self.link is not None and self.flops is not None
 
-    def require_network(self, num_ranks: int) -> None:
-        """
-        Raises:
-            ValueError: so many ranks are on several machines, and it is not known what they send to each other.
-        """
-        if self.has_speeds and self.network is None and num_ranks > self.ranks_per_machine:
-            raise ValueError(
-                "machine: expected network=, the bytes per second that a rank sends to other machines, since "
-                f"{num_ranks} ranks are on machines of {self.ranks_per_machine}; got link= alone. Write "
-                f"Machine(network=...), or Machine(ranks_per_machine={num_ranks}) if all are on one machine"
-            )
-
     @property
     def room(self) -> float | None:
         """Bytes of a device that a plan may fill."""
@@ -127,31 +115,6 @@ class Machine:
     def workspace_nbytes(self) -> int:
         """Bytes that torch keeps for cuBLAS on CUDA, once for the thread of forward and once for that of backward."""
         return 2 * CUBLAS_WORKSPACE if self.torch_device.type == "cuda" else 0
-
-    def message(self, nbytes: float, num_ranks: int, span: int, passes: int = 1, is_ring: bool = True) -> Message:
-        """Returns what one launch of a collective takes.
-
-        Args:
-            nbytes: bytes that a rank sends.
-            num_ranks: how many ranks take part.
-            span: among how many neighbouring ranks these lie, equally far apart.
-            passes: how often the ring goes round: twice for an all-reduce.
-            is_ring: each rank sends to the next, so that all ranks of a machine share its cards. Else each rank sends
-                equally much to each other, and to those on other machines by its own card.
-        """
-        machines = min(num_ranks, -(-span // self.ranks_per_machine))
-        on_each = -(-num_ranks // machines)
-        link = _number(self.link)
-        reached = max(LEAST_SHARE, 1 - LOST_BY_DOUBLING * log2(machines))
-        network = (link if machines == 1 else _number(self.network)) * reached
-        if is_ring:
-            inside, between = nbytes if on_each > 1 else 0.0, nbytes / on_each if machines > 1 else 0.0
-        else:
-            to_each = nbytes / (num_ranks - 1)
-            inside, between = to_each * (on_each - 1), to_each * (num_ranks - on_each)
-        hops = (num_ranks - machines) * HOP_INSIDE + (machines - 1) * HOP_BETWEEN
-        latency = LATENCY + passes * hops if self.can_offload and self.backend == "nccl" else 0.0
-        return Message(latency, {"inside": inside / link, "between": between / network})
 
 
 def _number(value: Any) -> float:
@@ -165,6 +128,34 @@ class Message(NamedTuple):
 
     latency: float
     seconds_on: dict[str, float]
+
+
+def message_of(
+    machine: Machine, nbytes: float, num_ranks: int, span: int, passes: int = 1, is_ring: bool = True
+) -> Message:
+    """Returns what one launch of a collective takes.
+
+    Args:
+        nbytes: bytes that a rank sends.
+        num_ranks: how many ranks take part.
+        span: among how many neighbouring ranks these lie, equally far apart.
+        passes: how often the ring goes round: twice for an all-reduce.
+        is_ring: each rank sends to the next, so that all ranks of a machine share its cards. Else each rank sends
+            equally much to each other, and to those on other machines by its own card.
+    """
+    machines = min(num_ranks, -(-span // machine.ranks_per_machine))
+    on_each = -(-num_ranks // machines)
+    link = _number(machine.link)
+    reached = max(LEAST_SHARE, 1 - LOST_BY_DOUBLING * log2(machines))
+    network = (link if machines == 1 else _number(machine.network)) * reached
+    if is_ring:
+        inside, between = nbytes if on_each > 1 else 0.0, nbytes / on_each if machines > 1 else 0.0
+    else:
+        to_each = nbytes / (num_ranks - 1)
+        inside, between = to_each * (on_each - 1), to_each * (num_ranks - on_each)
+    hops = (num_ranks - machines) * HOP_INSIDE + (machines - 1) * HOP_BETWEEN
+    latency = LATENCY + passes * hops if machine.can_offload and machine.backend == "nccl" else 0.0
+    return Message(latency, {"inside": inside / link, "between": between / network})
 
 
 @dataclass
@@ -234,12 +225,12 @@ class Traffic:
         is_ring: bool = True,
         held: Any = None,
     ) -> InFlight:
-        """Begins a collective. See `Machine.message`.
+        """Begins a collective. See `message_of`.
 
         Args:
             kind: its name.
             nbytes: bytes of its tensors: those of all ranks, or those of the sum of an all-reduce.
-            num_ranks, span, is_ring: as for `Machine.message`.
+            num_ranks, span, is_ring: as for `message_of`.
             communicator: what the collective runs on, behind those before.
             launches: how many collectives it is issued in.
             held: what it keeps alive.
@@ -253,7 +244,7 @@ class Traffic:
         self.sent += sent
         if not self._machine.has_speeds:
             return InFlight(self, None, held)
-        message = self._machine.message(sent, num_ranks, span, passes, is_ring)
+        message = message_of(self._machine, sent, num_ranks, span, passes, is_ring)
         return self._add(communicator, message._replace(latency=launches * message.latency), held)
 
     def copy(self, direction: str, nbytes: int, held: Any, result: Any) -> InFlight:

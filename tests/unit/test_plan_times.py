@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.planning.prediction import PlanRow
-from fsdp2.planning.times import HOST_MEMORY, MEMORY, Machine, Times
+from fsdp2.planning.times import HOST_MEMORY, MEMORY, Machine, Times, message_of
 
 WIDTH, DEPTH, RANKS = 64, 4, 8
 BLOCK = WIDTH * WIDTH
@@ -41,9 +41,9 @@ def predict(machine: dict[str, Any], **arguments: Any) -> tuple[PlanRow, Times]:
 def test_latency_of_a_ring_grows_with_its_hops(ranks: int, span: int, microseconds: float) -> None:
     """With machines of 8 ranks; the last two have one rank on each."""
     machine = Machine(link=1, network=1, flops=1)
-    assert machine.message(1.0, ranks, span).latency == pytest.approx(microseconds * 1e-6, rel=1e-3)
+    assert message_of(machine, 1.0, ranks, span).latency == pytest.approx(microseconds * 1e-6, rel=1e-3)
     for other in ({"device": "cpu"}, {"backend": "gloo"}):
-        assert Machine(link=1, network=1, flops=1, **other).message(1.0, ranks, span).latency == 0  # type: ignore[arg-type]
+        assert message_of(Machine(link=1, network=1, flops=1, **other), 1.0, ranks, span).latency == 0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -63,15 +63,15 @@ def test_latency_of_a_ring_grows_with_its_hops(ranks: int, span: int, microsecon
 )
 def test_a_ring_uses_all_cards_of_its_ranks(arguments: dict[str, Any], number: int, span: int, speed: float) -> None:
     machine = Machine(**{"link": "370GB/s", "network": "50GB/s", **arguments})
-    assert 1e9 / max(machine.message(1e9, number, span).seconds_on.values()) == pytest.approx(speed)
+    assert 1e9 / max(message_of(machine, 1e9, number, span).seconds_on.values()) == pytest.approx(speed)
 
 
 def test_an_exchange_uses_a_card_for_each_rank() -> None:
     """Of 63 other ranks, 56 are on other machines."""
     machine = Machine(link="370GB/s", network="50GB/s")
-    between = machine.message(63e9, 64, 64, is_ring=False).seconds_on
+    between = message_of(machine, 63e9, 64, 64, is_ring=False).seconds_on
     assert between == pytest.approx({"inside": 7e9 / 370e9, "between": 56e9 / (50e9 * 0.85)})
-    inside = machine.message(7e9, 8, 8, is_ring=False).seconds_on
+    inside = message_of(machine, 7e9, 8, 8, is_ring=False).seconds_on
     assert inside == pytest.approx({"inside": 7e9 / 370e9, "between": 0})
 
 
