@@ -1,4 +1,4 @@
-"""Holds the private names of torch that the plan uses."""
+"""The private names of torch that a plan uses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 class PlainDispatchMode(TorchDispatchMode):
-    """Is a TorchDispatchMode whose own code is not hidden from dynamo, which would take as long as all it does."""
+    """A TorchDispatchMode whose own code is not hidden from dynamo, which would take as long as all it does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -46,7 +46,7 @@ class PlainDispatchMode(TorchDispatchMode):
 def fake_mode(after: Callable[[Any, Any, Any, Any], None]) -> FakeTensorMode:
     """Returns torch's FakeTensorMode, a context in which operations compute shapes, dtypes and storages, and no values.
 
-    `after(operation, args, kwargs, out)` is called behind each operation, but not behind those of which it is made.
+    `after(operation, args, kwargs, out)` is called after each operation, but not after those of which it is made.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,4 @@
-"""Holds the outline of a model, its modules and the sizes of its parameters, and shards copies of it.
+"""The outline of a model: its modules and the sizes of its parameters. It shards copies of it.
 
 A copy consists of modules that compute nothing, with parameters on meta: `fully_shard` makes the same groups of it as
 of the model.
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Outline:
-    """Describes a model, and the `fully_shard` calls on it.
+    """A model without its values, and the `fully_shard` calls on it.
 
     Args:
         kinds: of the shell of each module, the model first.

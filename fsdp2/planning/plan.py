@@ -87,7 +87,7 @@ def plan(
     collective was measured between GPUs.
 
     The best row is the fastest that fits; without speeds, the one that moves the fewest bytes. Rows with CPU offload
-    come behind all others that fit. If none fits, the best row is the one that misses least.
+    come after all others that fit. If none fits, the best row is the one that misses least.
 
     Args:
         model: a plain module, on meta or any other device. Parameters may be frozen and tied.
@@ -192,7 +192,7 @@ def _predict(
 
 
 def _cost(row: PlanRow) -> tuple[float, ...]:
-    """Returns by what rows are sorted. What is on the CPU comes behind all that fits without."""
+    """Returns the key by which rows are sorted. Rows with offload come after all that fit without."""
     first = sum(row.moved.values()) if row.time is None else row.time
     return row.missing + row.host_missing, row.setting.offload, first, row.flops, row.total
 

@@ -33,7 +33,7 @@ BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gr
 
 
 class Mark(NamedTuple):
-    """Describes one moment of a recording, and what was computed since the mark before.
+    """One moment of a recording, and what was computed since the mark before it.
 
     Args:
         kind: BEGIN or END of a module's forward, REACHED: backward comes to its outputs, INPUTS: the gradients of its
@@ -59,7 +59,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Recording:
-    """Holds the marks of one step. `last_peak`, `last_flops`: those of a mark, behind the last one."""
+    """The marks of one step. `last_peak` and `last_flops` are what was computed after the last mark."""
 
     marks: list[Mark] = field(default_factory=list)
     last_peak: int = 0

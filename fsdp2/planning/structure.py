@@ -22,7 +22,7 @@ from .times import Machine
 
 @dataclass(frozen=True, eq=False)
 class PlannedGroup:
-    """Describes one group that `fully_shard` would make.
+    """One group that `fully_shard` would make.
 
     Args:
         name: FQN of the first module, "root" for the model's own group.

@@ -151,7 +151,7 @@ def _times_text(times: Times) -> str:
         for name, each in (("forward", times.forward), ("backward", times.backward))
     )
     return (
-        f"time: {total} = {first} until the first computation + {forward} + {backward} + {last} behind the last one + "
+        f"time: {total} = {first} until the first computation + {forward} + {backward} + {last} after the last one + "
         f"{optimizer} of the optimizer"
     )
 

@@ -2,7 +2,7 @@
 
     time = first + max(compute, communication) of forward + max(compute, communication) of backward + last + optimizer
 
-`first` is the communication that the first computation waits for, `last` that which begins behind the last computation:
+`first` is the communication that the first computation waits for, `last` that which begins after the last computation:
 nothing hides these. All other communication runs during the computation of its pass. The collectives of one
 communicator run one after the other; those of several communicators share the links, but not the latencies. So the
 communication of a pass takes as long as its busiest communicator or link does.
@@ -231,7 +231,7 @@ class Traffic:
             kind: its name.
             nbytes: bytes of its tensors: those of all ranks, or those of the sum of an all-reduce.
             num_ranks, span, is_ring: as for `message_of`.
-            communicator: what the collective runs on, behind those before.
+            communicator: what the collective runs on, after those before it.
             launches: how many collectives it is issued in.
             held: what it keeps alive.
         """
@@ -248,7 +248,7 @@ class Traffic:
         return self._add(communicator, message._replace(latency=launches * message.latency), held)
 
     def copy(self, direction: str, nbytes: int, held: Any, result: Any) -> InFlight:
-        """Begins a copy between the device and the CPU, behind those before in the same direction."""
+        """Begins a copy between the device and the CPU, after those before it in the same direction."""
         self.moved["transfer"] += nbytes
         return self._add(direction, Message(0.0, {direction: nbytes / _number(self._machine.host_link)}), held, result)
 
@@ -296,7 +296,7 @@ class Times:
     Args:
         first: communication that the first computation waits for.
         forward, backward: computation, and the communication that runs during it.
-        last: communication that begins behind the last computation.
+        last: communication that begins after the last computation.
         optimizer: the optimizer's step.
     """
 
