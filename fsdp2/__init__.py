@@ -25,12 +25,11 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .optim.muon import muon
     from .optim.split import split_matrices
     from .optim.whole_matrix import WholeMatrixOptimizer
-    from .planning.check import CheckedValue, PlanCheck
-    from .planning.plan import Plan, PlanRow, plan
+    from .planning.plan import Plan, plan
     from .planning.policies import wrap_groups
-    from .planning.prediction import Prediction
-    from .planning.saved import apply_plan
+    from .planning.prediction import PlanRow
     from .planning.settings import Setting
+    from .planning.times import Machine
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
     from .tools.compare import compare
@@ -45,16 +44,13 @@ __version__ = "0.1.0"
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
     "AveragedModel": "optim.averages",
-    "CheckedValue": "planning.check",
+    "Machine": "planning.times",
     "Plan": "planning.plan",
-    "PlanCheck": "planning.check",
-    "PlanRow": "planning.plan",
-    "Prediction": "planning.prediction",
+    "PlanRow": "planning.prediction",
     "Setting": "planning.settings",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "accumulate": "features.accumulate",
-    "apply_plan": "planning.saved",
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
@@ -93,24 +89,21 @@ def __dir__() -> list[str]:
 __all__ = [
     "AveragedModel",
     "CPUOffloadPolicy",
-    "CheckedValue",
     "DataParallelMeshDims",
     "FSDPModule",
     "GradientReductionHandle",
+    "Machine",
     "MixedPrecisionPolicy",
     "OffloadBudget",
     "OffloadPolicy",
     "Plan",
-    "PlanCheck",
     "PlanRow",
-    "Prediction",
     "Setting",
     "ShardPlacementResult",
     "StreamVersion",
     "UnshardHandle",
     "WholeMatrixOptimizer",
     "accumulate",
-    "apply_plan",
     "cheapest_placement",
     "check",
     "clip_grad_norm_",

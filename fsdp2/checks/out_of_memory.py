@@ -1,4 +1,4 @@
-"""Adds to errors of memory that ran out where that was: the group, the pass, and what a plan predicted."""
+"""Adds to errors of memory that ran out where that was: the group and the pass."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ from ..engine.state import FSDPState
 
 _BEGIN = "fsdp2: memory ran out in "
 _ADVICE = (
-    "fsdp2.plan(model, ranks=..., batch=..., memory=...) says which settings need less: checkpointing, smaller blocks, "
+    "fsdp2.plan(model, ranks=..., batch=...) says which settings need less: checkpointing, smaller blocks, "
     "reshard_after_forward=True, CPUOffloadPolicy(); or fewer rows a rank."
 )
 
 
 class OutOfMemory(Observer):
-    """Adds a note to errors of memory that runs out in forwards. Their types, and their texts, stay as they are.
-
-    `predicted`: what a plan that was applied has predicted, as a sentence.
-    """
-
-    def __init__(self) -> None:
-        self.predicted = ""
+    """Adds a note to errors of memory that runs out in forwards. Their types, and their texts, stay as they are."""
 
     def call_failed(
         self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
@@ -41,9 +35,7 @@ class OutOfMemory(Observer):
         if any(note.startswith(_BEGIN) for note in getattr(error, "__notes__", ())) or _BEGIN in str(error):
             return
         resting = sum(param.local.nbytes for group in root.groups for param in group.params)
-        note = (
-            f"{_BEGIN}{where} on this rank. Its shards of the model take {_size(resting)}. {self.predicted or _ADVICE}"
-        )
+        note = f"{_BEGIN}{where} on this rank. Its shards of the model take {_size(resting)}. {_ADVICE}"
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:  # Python 3.10

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .compat import type_of
 
 if TYPE_CHECKING:
     from .comm import Comm, Purpose
-    from .streams import Transfers, Work
+    from .streams import Transfers
 
 
 class Simulation(Protocol):
@@ -29,12 +27,6 @@ class Simulation(Protocol):
     device: torch.device
     transfers: Transfers
     """Copies between that device and the CPU."""
-
-    def beside(self) -> AbstractContextManager[None]:
-        """Context: what is issued inside runs on a stream beside the one that computes; see `streams.beside`."""
-
-    def record_event(self) -> Work:
-        """Returns what ends when the stream that issues work now is through with what it was given."""
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -47,10 +39,6 @@ class SimulatedGroup(dist.ProcessGroup):
     @abstractmethod
     def among(self, ranks: Sequence[int]) -> SimulatedGroup:
         """Returns another group, of some of these ranks, by their indices; this rank is one of them."""
-
-    @abstractmethod
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Begins an all-to-all of `source`, which fills `output`. The ranks send each other equally much."""
 
 
 simulated: ContextVar[Simulation | None] = ContextVar("simulated", default=None)

@@ -41,14 +41,10 @@ def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
 
     `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
     `Comm.follows_stream`. See the lifetime rule. If an error ends the context, the current stream waits: memory that
-    goes with the error may still be in use. On a device without streams nothing changes.
+    goes with the error may still be in use. On a device without streams, and on a simulated one, nothing changes.
     """
-    if not exist_on(device):
+    if device.type == "meta" or not exist_on(device):
         yield
-        return
-    if device.type == "meta" and (simulation := simulated.get()) is not None:
-        with simulation.beside():
-            yield
         return
     current = torch.accelerator.current_stream(device)
     stream = _stream_beside(current, device)
@@ -106,11 +102,8 @@ class StreamWork:
     """Is all that the current stream of `device` was given before, none of which the host waits for."""
 
     def __init__(self, device: torch.device) -> None:
-        simulation = simulated.get() if device.type == "meta" else None
-        if simulation is None:
-            self._event: Any = torch.accelerator.current_stream(device).record_event()
-        else:
-            self._event = simulation.record_event()
+        is_simulated = device.type == "meta"
+        self._event: Any = AllWork(()) if is_simulated else torch.accelerator.current_stream(device).record_event()
 
     def wait(self) -> None:
         self._event.wait()

@@ -22,7 +22,6 @@ from ..engine.comm import compare_first
 from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.rank_facts import all_reduce_now
-from ..engine.simulation import SimulatedGroup
 from ..engine.state import STATE
 from ..engine.user_code import hides_modes
 
@@ -99,11 +98,7 @@ def _find_route(group: FSDPParamGroup, param: FSDPParam, ids: Tensor) -> Route:
         is_wrong = is_wrong.to(torch.int64)
         all_reduce_now(is_wrong, mesh.replicate_group, largest=True)
     counts, ranks = counts.masked_fill(is_wrong.bool(), -1), mesh.shard_group
-    if isinstance(ranks, SimulatedGroup):  # ids have no values: equally many for each rank
-        _all_to_all(torch.empty_like(counts), counts, None, None, ranks)
-        sent = received = [len(part) for part in sorted_ids.tensor_split(mesh.size)]
-    else:
-        sent, received = exchange_counts(counts, ranks)
+    sent, received = exchange_counts(counts, ranks)
     if -1 in received:
         wrong = [rank for rank, count in enumerate(received) if count < 0]
         raise IndexError(
@@ -149,10 +144,7 @@ def _all_to_all(
     """Sends `sent` rows of `source` to the ranks, one after the other, and gets `received` rows from each; None:
     equally many.
     """
-    if isinstance(process_group, SimulatedGroup):
-        process_group.all_to_all(output, source).wait()
-    else:
-        dist.all_to_all_single(output, source, received, sent, group=process_group)
+    dist.all_to_all_single(output, source, received, sent, group=process_group)
 
 
 class _Rows(torch.autograd.Function):

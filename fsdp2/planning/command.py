@@ -18,9 +18,15 @@ from ..engine.policy import MixedPrecisionPolicy
 from ..tools.columns import terminal_width
 from .plan import plan
 from .table import plan_text
+from .times import Machine
 
 SECONDS_BETWEEN_LINES = 1.0
 _logger = logging.getLogger("fsdp2.planning")
+# The arguments that are fields of a Machine.
+_OF_MACHINE = (
+    *("memory", "headroom", "device", "backend", "flops", "link"),
+    *("network", "ranks_per_machine", "host_memory", "host_link"),
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,22 +51,9 @@ def main(arguments: Sequence[str]) -> int:
             batch=_batch(given, is_of_transformers),
             loss=_find(given.loss) if given.loss else None,
             policy=_policy(given.policy),
-            memory=given.memory,
             mp_policy=_precision(given),
             optimizer=_number(given.optimizer),
-            device=given.device,
-            backend=given.backend,
-            link=given.link,
-            flops=given.flops,
-            machine_link=given.machine_link,
-            ranks_per_machine=given.ranks_per_machine,
-            cards_per_machine=given.cards_per_machine,
-            latency=given.latency,
-            memory_link=given.memory_link,
-            headroom=_number(given.headroom) if given.headroom else None,
-            host_memory=given.host_memory,
-            host_memory_link=given.host_memory_link,
-            beside_price=given.beside_price,
+            machine=Machine(**{name: getattr(given, name) for name in _OF_MACHINE}),
         )
     except (ImportError, AttributeError, OSError, TypeError, ValueError, NotImplementedError) as error:
         parser.error(f"{type(error).__name__}: {error}")
@@ -68,9 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         _logger.removeHandler(progress)
         _logger.setLevel(logging.NOTSET)
     print(plan_text(made, terminal_width()))
-    if given.save:
-        made.save(given.save)
-    only_root = len(made.groups()) == 1
+    only_root = len(made.groups) == 1
     if only_root:
         print("expected blocks to wrap, found none: pass --policy")
     return int(only_root or not made.fits)
@@ -95,18 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Predicts memory, communication and time of training a model with several settings. It needs no "
         "ranks and no device. Exits with 1 if nothing fits.",
         epilog="For example: python -m fsdp2 plan config.json --ranks 8 --memory 24GB --sequence-length 4096 "
-        "--param-dtype bfloat16 --link 50GB/s --flops 4e14",
+        "--param-dtype bfloat16 --link 370GB/s --flops 4e14",
     )
     add = parser.add_argument
     add("model", help="package.module:name of a class or function without arguments; or a config.json, or its folder")
     add("--ranks", type=int, nargs="+", required=True, help="how many ranks train; several are compared")
     add("--memory", help='bytes of a device: "24GB", "24GiB"')
-    add("--save", metavar="FILE", help="write how the best setting shards, as JSON for fsdp2.apply_plan")
-    add(
-        "--headroom",
-        help='bytes of it to keep for what is not counted, or a share: "4GB", "5%%"; else 10%% on accelerators',
-    )
-    add("--host-memory", help='bytes of a machine\'s CPU memory, for offload: "1TB"')
+    add("--headroom", type=float, default=0.1, help="share of it to keep for what is not counted (%(default)s)")
     add("--batch-size", type=int, default=1, help="rows of a rank's batch of token ids (%(default)s)")
     add("--sequence-length", type=int, help="columns of a rank's batch of token ids; without it there is no batch")
     add("--batch", help="package.module:function that returns the arguments of the model, instead")
@@ -120,29 +106,13 @@ def _parser() -> argparse.ArgumentParser:
         help="adamw, adam, muon, lion, momentum, sgd, or bytes for each element (%(default)s)",
     )
     add("--device", default="cuda", help="type of the device that trains (%(default)s)")
-    add("--backend", choices=("nccl", "gloo", "other"), help="of the process group; else as the device usually has")
-    add("--link", help='bytes per second that a network card sends to other machines: "50GB/s"')
-    add("--machine-link", help="bytes per second that a rank sends to ranks of its own machine; else as --link")
-    add("--ranks-per-machine", type=int, default=8, help="how many neighbouring ranks are on one machine (%(default)s)")
-    add("--cards-per-machine", type=int, help="how many network cards they share; else one for each rank")
-    add(
-        "--latency",
-        nargs="+",
-        help='of a collective: "20us"; or a base, a hop inside a machine, one between two; else by NCCL\'s table',
-    )
-    add("--memory-link", help='bytes per second between a device and its memory: "2.7TB/s"')
-    add(
-        "--host-memory-link",
-        default="100GB/s",
-        help="bytes per second between a machine's CPUs and their memory, in the optimizer's step (%(default)s)",
-    )
-    add(
-        "--beside-price",
-        type=float,
-        metavar="SHARE",
-        help="advise steps beside the next forward; each second of them costs computation so many, 0 to 1",
-    )
+    add("--backend", choices=("nccl", "gloo"), help="of the process group; else as the device usually has")
     add("--flops", type=float, help="floating-point operations per second that a rank reaches in a whole step: 4e14")
+    add("--link", help='bytes per second that a rank sends to ranks of its own machine: "370GB/s"')
+    add("--network", help='bytes per second that a rank sends to other machines: "50GB/s"')
+    add("--ranks-per-machine", type=int, default=8, help="how many neighbouring ranks are on one machine (%(default)s)")
+    add("--host-memory", help='bytes of a machine\'s CPU memory, for offload: "1TB"')
+    add("--host-link", default="25GB/s", help="bytes per second between that and a device (%(default)s)")
     return parser
 
 

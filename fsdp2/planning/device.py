@@ -1,8 +1,8 @@
 """Simulates a device whose tensors have sizes and no memory, and the ranks that share a model on it.
 
 Its tensors are on meta. The engine shards, gathers and reduces them as any others (`engine/simulation.py`), by its own
-Comms over process groups that send nothing. A meter counts the bytes of their storages, and clocks say when the
-collectives and the copies end.
+Comms over process groups that send nothing. A meter counts the bytes of their storages, and a `Traffic` those that are
+sent.
 """
 
 from __future__ import annotations
@@ -16,23 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks.headers import HEADER_NBYTES
-from ..checks.levels import is_on
-from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..engine import events
-from ..engine.build import Plan
-from ..engine.comm import AnyComm, CoalescedComm, Comm, Purpose, Unwatched
+from ..engine.comm import CoalescedComm, Comm, Purpose, Unwatched
 from ..engine.gloo import GATHERING, PairwiseComm
 from ..engine.mesh import DataMesh
 from ..engine.simulation import SimulatedGroup, simulated
 from ..engine.streams import AllWork, Transfers, Work
 from ..engine.user_code import hidden
 from ..features.large_submodules import gather_when_called, plan_large_submodules
-from .clocks import Clocks, Machine
 from .compat import mesh_of_numbers, no_dispatch
-from .links import End
 from .meter import StorageMeter
 from .settings import Setting
+from .times import InFlight, Machine, Traffic
 
 # ---- memory
 
@@ -91,7 +86,7 @@ class StorageMeterOfSteps(StorageMeter):
         """Begins a step."""
         self.peak, self.peak_at, self.activations = self.live, "", 0
 
-    def change(self, place: str, nbytes: int, more: int) -> None:
+    def change(self, nbytes: int, more: int) -> None:
         if more:
             self.note(more)
         self.live += nbytes
@@ -123,19 +118,6 @@ def _padded_nbytes(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> int:
 # ---- communication
 
 
-class _Ends:
-    """Is a collective or a copy in flight, which has an end. A copy has a result."""
-
-    def __init__(self, clocks: Clocks, end: End, tensors: Sequence[Tensor] = (), result: Any = None) -> None:
-        self._clocks, self._end, self._tensors, self._result = clocks, end, tensors, result
-
-    def wait(self) -> Any:
-        self._clocks.wait(self._end)
-        return self._result
-
-    finish = pass_on = wait
-
-
 class RanksOfSizes(SimulatedGroup):
     """Stands for the process group of rank 0 of so many, which are equally far apart among `span` neighbouring ones."""
 
@@ -145,7 +127,8 @@ class RanksOfSizes(SimulatedGroup):
         self._among: dict[int, RanksOfSizes] = {}
 
     def make_comm(self, purpose: Purpose) -> Comm:
-        comm: Comm = _COMMS[self.device.machine.backend](self, purpose)
+        kind: Any = _PairwiseOfSizes if self.device.machine.backend == "gloo" else CoalescedComm
+        comm: Comm = kind(self, purpose)
         return comm
 
     def among(self, ranks: Sequence[int]) -> SimulatedGroup:
@@ -154,12 +137,12 @@ class RanksOfSizes(SimulatedGroup):
             self._among[number] = RanksOfSizes(self.device, number, self._span * number // self.size())
         return self._among[number]
 
-    def begin(self, kind: str, tensors: Sequence[Tensor], is_ring: bool = True, launches: int = 1) -> Any:
+    def begin(self, kind: str, tensors: Sequence[Tensor], is_ring: bool = True, launches: int = 1) -> InFlight:
         """Begins a collective. `tensors`: those that have the bytes of all ranks."""
-        clocks, nbytes = self.device.clocks, sum([each.nbytes for each in tensors])
+        nbytes = sum([each.nbytes for each in tensors])
         is_ring = is_ring and self.device.machine.backend != "gloo"
-        end = clocks.communicate(kind, nbytes, self.size(), self._span, self, launches, is_ring)
-        return _Ends(clocks, end, tensors)
+        size, span = self.size(), self._span
+        return self.device.traffic.communicate(kind, nbytes, size, span, self, launches, is_ring, tensors)
 
     # The methods of process groups that Comms call.
 
@@ -181,39 +164,14 @@ class RanksOfSizes(SimulatedGroup):
     def allreduce(self, tensors: Any, *_: Any) -> Any:
         return self.begin("all_reduce", tensors)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Any:
-        return self.begin("all_to_all", [source], is_ring=False)
-
-
-class _AnyOfSizes(AnyComm):
-    """Begins collectives of one tensor: torch's functions for that take no group that torch does not know."""
-
-    group: Any
-
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        wide = tensor.float() if tensor.dtype == torch.float16 else tensor
-        return AllWork([self.group.begin("all_reduce", [wide])], [wide])
-
-    def _gather(self, output: Tensor, source: Tensor) -> Work:
-        work: Work = self.group.begin("all_gather", [output])
-        return work
-
-    def _scatter(self, output: Tensor, source: Tensor) -> Work:
-        work: Work = self.group.begin("reduce_scatter", [source])
-        return work
-
-    def _exchange(self, received: Tensor, source: Tensor) -> Work:
-        work: Work = self.group.begin("reduce_scatter", [source], is_ring=False)
-        return work
-
 
 class _PairwiseOfSizes(PairwiseComm):
-    """Exchanges messages as over gloo, with the memory of those that carry headers (checks/named_comm.py)."""
+    """Exchanges messages as over gloo."""
 
     group: Any
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return AllWork([self._headers(0), self.group.begin("all_reduce", [tensor])], [tensor])
+        return AllWork([self.group.begin("all_reduce", [tensor])], [tensor])
 
     def _exchange(
         self,
@@ -225,36 +183,24 @@ class _PairwiseOfSizes(PairwiseComm):
     ) -> Work:
         gathers = kind == GATHERING
         sent: Any = incoming if gathers else tensors
-        work = self.group.begin("all_gather" if gathers else "reduce_scatter", sent, False, len(tensors))
-        return AllWork([self._headers(outgoing[-1][0].nbytes), work])
-
-    def _headers(self, rider_nbytes: int) -> Work:
-        """Begins the messages with headers. `rider_nbytes`: what of the last tensor goes to each other rank; little
-        travels in them.
-        """
-        others = self.size - 1
-        most = MAX_RIDER_NBYTES // max(1, others)
-        sent = HEADER_NBYTES + rider_nbytes if 0 < rider_nbytes <= most else 0
-        nbytes = others * (HEADER_NBYTES + most + sent) if is_on("headers") else 0
-        return _Ends(self.group.device.clocks, End(0.0), [torch.empty(nbytes, dtype=torch.uint8, device="meta")])
-
-
-_COMMS: dict[str, Any] = {"nccl": CoalescedComm, "gloo": _PairwiseOfSizes, "other": _AnyOfSizes}
+        work: Work = self.group.begin("all_gather" if gathers else "reduce_scatter", sent, False, len(tensors))
+        return work
 
 
 @dataclass(frozen=True)
 class MeshOfSizes(DataMesh):
-    """Is the mesh of rank 0 among ranks that this process does not have.
+    """The mesh of rank 0 among ranks that this process does not have.
 
-    `on_device`: the same mesh for parameters that stay on the device, if those of this one may rest on the CPU.
+    `groups`: those that shard, and replicate. `offloads`: shards are on the CPU, which is another device than this one.
     """
 
-    on_device: MeshOfSizes | None = field(default=None, kw_only=True, repr=False)
+    offloads: bool = field(kw_only=True)
     groups: tuple[RanksOfSizes, RanksOfSizes | None] = field(kw_only=True, compare=False, repr=False)
-    # Inside each replica, and between them, if they share what rests.
-    groups_at_rest: tuple[RanksOfSizes, RanksOfSizes] | None = field(
-        default=None, kw_only=True, compare=False, repr=False
-    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.offloads:
+            object.__setattr__(self, "_device", torch.device("meta", 0))  # does not equal that of the shards, "meta"
 
     @property
     def shard_group(self) -> Any:
@@ -263,18 +209,6 @@ class MeshOfSizes(DataMesh):
     @property
     def replicate_group(self) -> Any:
         return self.groups[1]
-
-    @property
-    def shards_at_rest(self) -> Any:
-        return self.groups_at_rest is not None
-
-    @property
-    def inner_group(self) -> Any:
-        return self.groups_at_rest[0] if self.groups_at_rest is not None else self.groups[0]
-
-    @property
-    def outer_group(self) -> Any:
-        return self.groups_at_rest[1] if self.groups_at_rest is not None else None
 
     @property
     def rank(self) -> int:
@@ -289,7 +223,7 @@ class _TransfersOfSizes(Transfers):
     """Copies between the CPU, whose memory is not counted, and the device."""
 
     def __init__(self, device: DeviceOfSizes) -> None:
-        self._clocks, self._meter = device.clocks, device.meter
+        self._traffic, self._meter = device.traffic, device.meter
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         with no_dispatch():
@@ -298,13 +232,11 @@ class _TransfersOfSizes(Transfers):
         return found
 
     def start_in(self, target: Tensor, source: Tensor, then: Callable[[], Any]) -> Any:
-        end = self._clocks.transfer(source.nbytes)
-        with self._clocks.behind(end):
-            return _Ends(self._clocks, end, (target, source), then())
+        return self._traffic.copy("to the device", source.nbytes, (target, source), then())
 
     def start_out(self, source: Tensor) -> Any:
-        end = self._clocks.transfer(source.nbytes)
-        return _Ends(self._clocks, end, (source,), self.allocate(source.numel(), source.dtype))
+        target = self.allocate(source.numel(), source.dtype)
+        return self._traffic.copy("to the CPU", source.nbytes, source, target)
 
     def settle(self) -> None:
         pass
@@ -318,30 +250,18 @@ class DeviceOfSizes:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.device = machine, machine.torch_device
-        self.clocks, self.meter = Clocks(machine), StorageMeterOfSteps(on_cpu=self.device.type == "cpu")
+        self.traffic, self.meter = Traffic(machine), StorageMeterOfSteps(on_cpu=self.device.type == "cpu")
         self.transfers: Transfers = _TransfersOfSizes(self)
 
-    def beside(self) -> AbstractContextManager[None]:
-        return self.clocks.beside()
-
-    def record_event(self) -> Work:
-        return _Ends(self.clocks, self.clocks.now())
-
     def mesh(self, setting: Setting) -> Callable[[bool], DataMesh]:
-        """Returns a function that returns the mesh of a setting, for groups whose shards rest on the CPU, or not."""
-        shards, ranks, at_rest = setting.num_at_rest, setting.ranks, None
-        numbers = mesh_of_numbers((shards,) if shards == ranks else (setting.replicas, shards))
+        """Returns a function that returns the mesh of a setting, for groups whose shards are on the CPU, or not."""
+        shards, ranks, replicas = setting.num_shards, setting.ranks, setting.replicas
+        numbers = mesh_of_numbers((shards,) if replicas == 1 else (replicas, shards))
         own = RanksOfSizes(self, shards, shards)
-        replicas = RanksOfSizes(self, setting.replicas, ranks) if setting.replicas > 1 else None
-        if setting.shard_at_rest and replicas is not None:
-            inside = setting.num_shards
-            at_rest, replicas = (RanksOfSizes(self, inside, inside), replicas), None
-        axes: Any = ((0,), ()) if replicas is None else ((1,), (0,))
-        kinds: Any = {"groups": (own, replicas), "groups_at_rest": at_rest}
-        on_device = MeshOfSizes(numbers, *axes, **kinds)
-        apart = MeshOfSizes(numbers, *axes, on_device=on_device, **kinds)
-        object.__setattr__(apart, "_device", torch.device("meta", 0))  # which does not equal where shards rest
-        return lambda offloads: apart if offloads else on_device
+        groups = own, RanksOfSizes(self, replicas, ranks) if replicas > 1 else None
+        axes: Any = ((0,), ()) if replicas == 1 else ((1,), (0,))
+        meshes = [MeshOfSizes(numbers, *axes, groups=groups, offloads=offloads) for offloads in (False, True)]
+        return meshes.__getitem__
 
     @contextmanager
     def runs(self) -> Iterator[None]:
@@ -356,18 +276,9 @@ class DeviceOfSizes:
             simulated.reset(token)
 
 
-def _keep_on_device(plan: Plan) -> None:
-    """Gives parameters that stay on the device the mesh of those: on meta, a device and the CPU are one place."""
-    mesh = plan.mesh
-    if isinstance(mesh, MeshOfSizes) and mesh.on_device is not None:
-        for name, each in plan.parameters.items():
-            if not hasattr(each.offload, "pin_memory"):
-                plan.parameters[name] = each._replace(mesh=mesh.on_device)
-
-
 def _without_watchers() -> AbstractContextManager[None]:
     return events.chosen(
-        plan=(plan_large_submodules, _keep_on_device),
+        plan=(plan_large_submodules,),
         features=(gather_when_called,),
         observers=(),
         in_profiler=(),

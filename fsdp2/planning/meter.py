@@ -38,8 +38,8 @@ class StorageMeter(PlainDispatchMode):
         for each in tensors:
             self._enter(each, False)
 
-    def change(self, place: str, nbytes: int, more: int) -> None:
-        """Takes note of `nbytes` more, or fewer, on a type of device; before, of `more` for a moment."""
+    def change(self, nbytes: int, more: int) -> None:
+        """Takes note of `nbytes` more, or fewer; before, of `more` for a moment."""
         self.peak = max(self.peak, self.live + more)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
@@ -48,27 +48,27 @@ class StorageMeter(PlainDispatchMode):
         storage: Any = tensor.untyped_storage()
         if not isinstance(storage, _SizedStorage) and storage.device.type == "meta":
             storage.__class__ = _SizedStorage
-            storage.entry = entry = _Entry(self, tensor.device.type) if counts else None
+            storage.entry = entry = _Entry(self) if counts else None
             if entry is not None:
                 entry.resize(storage.nbytes())
 
 
 class _Entry:
-    """Holds what a meter knows of one storage."""
+    """The size of one storage, as a meter knows it."""
 
-    __slots__ = ("_meter", "_nbytes", "_place")
+    __slots__ = ("_meter", "_nbytes")
 
-    def __init__(self, meter: StorageMeter, place: str) -> None:
-        self._meter, self._place, self._nbytes = meter, place, 0
+    def __init__(self, meter: StorageMeter) -> None:
+        self._meter, self._nbytes = meter, 0
 
     def resize(self, nbytes: int) -> None:
         before, self._nbytes = self._nbytes, nbytes
         # torch gives a storage other memory before it frees what it has.
-        self._meter.change(self._place, nbytes - before, nbytes if before else 0)
+        self._meter.change(nbytes - before, nbytes if before else 0)
 
 
 class _SizedStorage(torch.UntypedStorage):
-    """Is the class of a storage that a meter has seen: the meter hears when its size changes, and when it goes."""
+    """A storage that a meter has seen. The meter hears when its size changes, and when it is freed."""
 
     entry: _Entry | None
 

@@ -1,4 +1,4 @@
-"""Holds the outline of a model, its modules and the sizes of its parameters, and shards copies of it.
+"""The outline of a model: its modules and the sizes of its parameters. It shards copies of it.
 
 A copy consists of modules that compute nothing, with parameters on meta: `fully_shard` makes the same groups of it as
 of the model.
@@ -6,7 +6,7 @@ of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
-from ..engine.codec import Compression
 from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
 from ..engine.offload import is_policy
 from ..engine.parameter import FSDPParam
-from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..engine.subclasses import is_packed
-from ..features.row_embedding import RowEmbedding
 from ..module import sharded_class
-from ..tools.padding import choose_placement
 from .compat import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting
@@ -48,23 +45,6 @@ class EmbeddingShell(Shell, nn.Embedding):
     """Stands for an embedding: its backward reads no weight."""
 
 
-class RowShell(EmbeddingShell):
-    """Stands for an embedding that is looked up by rows. It does what such an embedding does, on ids without values.
-
-    `backwards`: of each forward, the node of its graph, and shape and dtype of what it has returned. That is dropped:
-    the recording has it.
-    """
-
-    runs_without_gather = True
-    padding_idx = None
-
-    def forward(self, ids: Tensor) -> Any:
-        output = RowEmbedding.forward(self, ids)  # type: ignore[arg-type]
-        self.__dict__.setdefault("backwards", []).append((output.grad_fn, output.shape, output.dtype))
-        del output
-        return self.play()
-
-
 class UnusualShell(Shell):
     """Stands for a module whose class says itself how it is called: its parameters get no group of their own."""
 
@@ -79,34 +59,16 @@ def _kind_of(module: nn.Module) -> type[Shell]:
     return EmbeddingShell if isinstance(module, nn.Embedding) else Shell
 
 
-class RememberedChoice:
-    """Is a function of a user's that chooses where each parameter rests, and is asked once: it may count.
-
-    `by_name`: FQN, as seen from the modules of the call -> what it has said.
-    """
-
-    def __init__(self, choose: Callable[[str, nn.Parameter], OffloadPolicy | None]) -> None:
-        self.choose, self.by_name = choose, dict[str, OffloadPolicy | None]()
-
-    def __call__(self, name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
-        if name not in self.by_name:
-            self.by_name[name] = self.choose(name, parameter)
-        return self.by_name[name]
-
-
 class Call(NamedTuple):
-    """Describes a `fully_shard` call, or with `by_rows` one of `embed_by_rows`: the indices of its modules, and what
-    the policy has chosen.
-    """
+    """One `fully_shard` call: the indices of its modules, and what the policy has chosen."""
 
     modules: tuple[int, ...]
     options: dict[str, Any]
-    by_rows: bool = False
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Describes a model, and the `fully_shard` calls on it.
+    """A model without its values, and the `fully_shard` calls on it.
 
     Args:
         kinds: of the shell of each module, the model first.
@@ -133,14 +95,14 @@ class Outline:
         can_offload: bool,
         originals: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Root, dict[FSDPState, dict[str, Any]]]:
-        """Shards a new copy as `Plan.apply` shards the model. Returns its root, and the options of each state.
+        """Shards a new copy. Returns its root, and the options of each state.
 
         Args:
-            mesh: returns the mesh of groups whose shards rest on the CPU (True), or on the device.
+            mesh: returns the mesh of groups whose shards are on the CPU (True), or on the device.
             setting: what is chosen.
-            can_offload: shards can rest elsewhere than on the device.
-            originals: the model's parameters, for functions of the user's that choose by parameter. None: they were
-                asked before, and `compute_dtypes` is known.
+            can_offload: shards can be elsewhere than on the device.
+            originals: the model's parameters, for functions of the user's that choose dtypes by parameter. None: they
+                were asked before, and `compute_dtypes` is known.
         """
         shells = [kind(i) for i, kind in enumerate(self.kinds)]
         for parent, name, child in self.children:
@@ -159,31 +121,17 @@ class Outline:
             i = number[id(parameter)]
             return self.compute_dtypes[i] if originals is None else _compute_dtype(originals[i], policy)
 
-        def original(parameter: nn.Parameter) -> nn.Parameter:
-            return parameter if originals is None else originals[number[id(parameter)]]
-
-        budgets: dict[int, OffloadBudget] = {}
-        usual = usual_offload(setting)
-        for indices, chosen, by_rows in self.calls:
+        for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            offload = chosen.get("offload_policy", usual)
+            offloads = hasattr(chosen.get("offload_policy", usual_offload(setting)), "pin_memory")
             modules: list[Any] = [shells[i] for i in indices]
-            if by_rows:
-                rounding = replace(row_policy(policy), param_dtype_override_fn=partial(dtype_of, policy))
-                found = Arguments(mesh(False), mp_policy=rounding, by_rows=True)
-                apply(modules[0], found, lambda _: sharded_class(RowShell))
-                options[require_state(modules[0])] = chosen
-                continue
-            place, offloads = _without_pins(offload, budgets, original)
-            ranks = mesh(can_offload and offloads)
             apply(
                 modules if len(modules) > 1 else modules[0],
                 Arguments(
-                    ranks,
+                    mesh(can_offload and offloads),
                     chosen.get("reshard_after_forward", setting.reshard_after_forward),
-                    mp_policy=replace(setting.chosen(policy), param_dtype_override_fn=partial(dtype_of, policy)),
-                    offload_policy=place,
-                    shard_placement_fn=partial(choose_placement, ranks) if setting.cheapest_dims else None,
+                    mp_policy=replace(fitting(policy, setting), param_dtype_override_fn=partial(dtype_of, policy)),
+                    offload_policy=CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
                 ),
                 sharded_class,
             )
@@ -199,37 +147,16 @@ class Outline:
         return next(i for module, name, i in self.slots if (module, name) == place)
 
 
-def row_policy(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Returns the policy of an embedding that is looked up by rows: rows travel in `param_dtype`."""
-    return replace(policy, output_dtype=None, compression=Compression())
-
-
-def usual_offload(setting: Setting) -> OffloadPolicy | OffloadBudget:
-    """Returns where parameters rest of which the policy does not say it. All calls of a model share a budget."""
-    if setting.offload_budget is not None:
-        return OffloadBudget(setting.offload_budget)
+def usual_offload(setting: Setting) -> OffloadPolicy:
+    """Returns where parameters are if the wrap policy does not say it."""
     return CPUOffloadPolicy() if setting.offload else OffloadPolicy()
 
 
-def _without_pins(
-    offload: Any, budgets: dict[int, OffloadBudget], original: Callable[[nn.Parameter], nn.Parameter]
-) -> tuple[Any, bool]:
-    """Returns the same choice without page-locked memory, and whether parameters may rest on the CPU by it.
-
-    `budgets`: those of this copy, by the identity of the user's, which are for the model. `original`: returns the
-    model's parameter.
-    """
-
-    def unpinned(policy: OffloadPolicy | None) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=False) if hasattr(policy, "pin_memory") else OffloadPolicy()
-
-    if is_policy(offload):
-        return unpinned(offload), hasattr(offload, "pin_memory")
-    if isinstance(offload, OffloadBudget):
-        return budgets.setdefault(id(offload), OffloadBudget(offload.nbytes, pin_memory=False)), True
-    if isinstance(offload, Mapping):
-        return {pattern: unpinned(policy) for pattern, policy in offload.items()}, True
-    return lambda name, parameter: unpinned(offload(name, original(parameter))), True
+def fitting(policy: MixedPrecisionPolicy, setting: Setting) -> MixedPrecisionPolicy:
+    """Returns the policy of a call under this setting: there is no `all_reduce` without replicas."""
+    if setting.replicas > 1:
+        return policy
+    return replace(policy, compression=replace(policy.compression, all_reduce=None))
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:
@@ -264,16 +191,32 @@ def _check_codecs(policy: MixedPrecisionPolicy) -> None:
             ) from error
 
 
+def _check_offload(call: WrapGroup) -> None:
+    """Refuses to choose by parameter what is on the CPU.
+
+    Raises:
+        NotImplementedError: the policy of a call is a function, a dict or an OffloadBudget.
+    """
+    offload = call.options.get("offload_policy", OffloadPolicy())
+    if not is_policy(offload):
+        raise NotImplementedError(
+            f"plan: {call.name}: offload_policy: expected CPUOffloadPolicy() or OffloadPolicy(), for all parameters of "
+            f"the call, got {offload!r}. Plan with one of these."
+        )
+
+
 def outline_of(
     model: nn.Module, calls: Sequence[WrapGroup], policy: MixedPrecisionPolicy
 ) -> tuple[Outline, list[nn.Module], list[nn.Parameter]]:
     """Returns the outline of a model with these calls and the one on itself, its modules, and its parameters.
 
     Raises:
-        NotImplementedError: see `_check_codecs`.
+        NotImplementedError: see `_check_codecs` and `_check_offload`.
     """
     for each in dict.fromkeys([*(call.options.get("mp_policy", policy) for call in calls), policy]):
         _check_codecs(each)
+    for call in calls:
+        _check_offload(call)
     modules = {module: i for i, module in enumerate(modules_below(model))}
     parameters: dict[nn.Parameter, int] = {}
     children, slots = [], []
@@ -286,7 +229,7 @@ def outline_of(
         torch.empty(tuple(p.shape), dtype=p.dtype, device="meta", requires_grad=p.requires_grad) for p in parameters
     ]
     copy_grad_dtypes([*parameters], light)
-    found = [Call(tuple(modules[each] for each in call.modules), call.options, call.by_rows) for call in calls]
+    found = [Call(tuple(modules[each] for each in call.modules), call.options) for call in calls]
     kinds, last = tuple(map(_kind_of, modules)), Call((0,), {})
     outline = Outline(kinds, tuple(children), tuple(slots), tuple(light), (*found, last), policy)
     return outline, [*modules], [*parameters]

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..engine.compat import peek_local, post_accumulate_hooks_of
+from ..engine.compat import post_accumulate_hooks_of
 from ..engine.root import Root
 from .compat import no_dispatch
 from .device import DeviceOfSizes
 from .outline import Outline
-from .recording import BEGIN, END, GRADIENT, INPUTS, REACHED, ROWS, Mark, Recording
-from .stepping import OptimizerStep
+from .recording import BEGIN, END, GRADIENT, INPUTS, REACHED, Mark, Recording
 
 # A call of a module: the index of the module, and which of its calls it is.
 _Call = tuple[int, int]
@@ -43,13 +42,10 @@ class Playback:
         outline: of which it is a copy. Marks number its modules and parameters.
         recording: of a step of the plain model.
         device: where the copy is.
-        step: of the optimizer, which may run beside.
     """
 
-    def __init__(
-        self, root: Root, outline: Outline, recording: Recording, device: DeviceOfSizes, step: OptimizerStep
-    ) -> None:
-        self._meter, self._step, self._recording = device.meter, step, recording
+    def __init__(self, root: Root, outline: Outline, recording: Recording, device: DeviceOfSizes) -> None:
+        self._meter, self._traffic, self._recording = device.meter, device.traffic, recording
         shells: Any = [(module, group) for group in reversed(root.groups) for module in group.modules]
         self._modules = {shell.index: shell for shell, _ in shells}
         self._groups = {shell.index: group for shell, group in shells}
@@ -83,6 +79,7 @@ class Playback:
         self.forward_peak = self._meter.peak
         self._inputs.clear()
         self._outputs.clear()
+        self._traffic.in_backward = True
         loss.backward(torch.empty_like(loss))
         self._compute(self._recording.last_peak, self._recording.last_flops)
 
@@ -95,7 +92,7 @@ class Playback:
             kind, subject, call = marks[0].kind, marks[0].subject, marks[0].call
             dtype = (self._groups[subject].state.input_dtype or torch.float32) if kind == INPUTS else x.dtype
             x = _Node.apply(x, self, marks, dtype)
-            if kind in (GRADIENT, ROWS):
+            if kind == GRADIENT:
                 continue
             x.register_hook(_Arrival(self, marks[0]))
             if kind == INPUTS:
@@ -112,7 +109,7 @@ class Playback:
     def _compute(self, peak: int, flops: int) -> None:
         meter = self._meter
         meter.note(peak - meter.activations)
-        self._step.compute(flops)
+        self._traffic.compute(flops)
 
     def go_back(self, marks: Sequence[Mark]) -> None:
         """Does what a node of the chain stands for, when backward has come to it."""
@@ -127,21 +124,6 @@ class Playback:
             for each in marks:
                 self.follow(each)
                 self._accumulate(self._parameters[each.subject].unsharded)
-        elif mark.kind == ROWS:
-            self.follow(mark)
-            self._return_rows(self._modules[mark.subject], self._groups[mark.subject].params[0])
-
-    def _return_rows(self, module: Any, param: Any) -> None:
-        """Does the backward of a lookup by rows, and accumulates its gradient."""
-        node, shape, dtype = module.backwards.pop()
-        with no_dispatch():  # the recording has it
-            gradient = torch.empty(shape, dtype=dtype, device="meta")
-        with torch.no_grad():
-            found, *_ = node.apply(gradient)
-            if param.sharded.grad is None:
-                param.sharded.grad = found
-            else:
-                peek_local(param.sharded.grad).add_(peek_local(found))
 
     def _accumulate(self, unsharded: nn.Parameter) -> None:
         """Does what autograd does when it has computed the gradient of a parameter. Only `.grad` holds it then."""
@@ -169,15 +151,12 @@ class Playback:
                 self._meter.doing = f"forward of {name}"
                 self.order.append(name)
                 inputs = self._inputs.get((mark.subject, mark.call))
-            if mark.num_ids:
-                with no_dispatch():
-                    inputs = torch.empty(mark.num_ids, dtype=torch.int64, device="meta")
             with torch.set_grad_enabled(mark.has_grad):
                 self._modules[mark.subject](torch.empty(0, device="meta") if inputs is None else inputs)
         return mark
 
     def _play(self) -> Any:
-        """Is the forward of a module that has begun: plays the marks until its end. Returns its outputs."""
+        """Plays the marks until the end of a module that has begun, in its forward. Returns its outputs."""
         mark = self._go_on()
         while mark.kind != END:
             mark = self._go_on()
@@ -190,7 +169,7 @@ def _split(marks: Sequence[Mark]) -> tuple[list[Mark], list[list[Mark]]]:
     """Returns the marks of the forward, and those of backward: a list for each node of the chain, which has one mark,
     those of a forward that runs again, or those of gradients that come one after the other.
     """
-    kinds = (REACHED, INPUTS, GRADIENT, ROWS)
+    kinds = (REACHED, INPUTS, GRADIENT)
     first = next(
         (i for i, mark in enumerate(marks) if mark.kind in kinds or (mark.flag and mark.kind == BEGIN)), len(marks)
     )
@@ -209,7 +188,7 @@ def _split(marks: Sequence[Mark]) -> tuple[list[Mark], list[list[Mark]]]:
 
 
 class _Arrival:
-    """Is a hook on a tensor of the chain. It is called before the engine's hooks there."""
+    """A hook on a tensor of the chain, which is called before the engine's hooks there."""
 
     def __init__(self, playback: Playback, mark: Mark) -> None:
         self._playback, self._mark = playback, mark
@@ -219,7 +198,7 @@ class _Arrival:
 
 
 class _Node(torch.autograd.Function):
-    """Is a node of the chain."""
+    """A node of the chain."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, playback: Playback, marks: Sequence[Mark], dtype: torch.dtype) -> Tensor:

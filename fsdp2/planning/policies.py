@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -27,19 +27,17 @@ _WHOLE = (nn.MultiheadAttention,)
 
 @dataclass(frozen=True)
 class WrapGroup:
-    """Names the modules of one `fully_shard` call, and its arguments.
+    """The modules of one `fully_shard` call, and its arguments.
 
     Args:
         name: FQN of the first module.
         modules: one module, or several that share parameters.
         options: arguments of `fully_shard` that the policy has chosen for them, by name.
-        by_rows: it is a call of `embed_by_rows` instead.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    by_rows: bool = False
 
     @property
     def module(self) -> nn.Module | list[nn.Module]:
@@ -231,87 +229,6 @@ def _text(policy: Any) -> str:
     if isinstance(policy, Collection) and not isinstance(policy, str):
         return ", ".join(_text(each) for each in policy) or "an empty collection"
     return policy.__name__ if isinstance(policy, type) else str(policy)
-
-
-# ---- several blocks in one call
-
-
-def join_blocks(model: nn.Module, calls: Sequence[WrapGroup], count: int) -> list[WrapGroup]:
-    """Returns calls in which up to `count` neighbouring blocks are one: of one class, side by side in one container,
-    with the same arguments. The first are few (1, 2, 4, ...), since forward begins when the first one is gathered,
-    and a step ends when its gradients are reduced.
-
-    Returns `calls` themselves if they have no such blocks.
-    """
-    runs: list[list[WrapGroup]] = []
-    for call in calls:
-        if runs and _follows(call, runs[-1][-1]):
-            runs[-1].append(call)
-        else:
-            runs.append([call])
-    if count == 1 or all(len(run) == 1 for run in runs):
-        return [*calls]
-    joined: list[WrapGroup] = []
-    for run in runs:
-        first, size = 0, 1
-        while first < len(run):
-            together = run[first : first + size]
-            modules = tuple(module for call in together for module in call.modules)
-            joined.append(WrapGroup(together[0].name, modules, dict(together[0].options), together[0].by_rows))
-            first += size
-            size = min(count, first + 1)
-    return _in_order(joined, modules_below(model))
-
-
-def _follows(call: WrapGroup, before: WrapGroup) -> bool:
-    """Returns True if a call is on the next block of the same list."""
-    if len(call.modules) > 1 or len(before.modules) > 1 or call.options != before.options:
-        return False
-    if call.by_rows or before.by_rows:
-        return False
-    (list_of, _, index), (list_before, _, index_before) = call.name.rpartition("."), before.name.rpartition(".")
-    if list_of != list_before or not (index.isdecimal() and index_before.isdecimal()):
-        return False
-    return int(index) == int(index_before) + 1 and type(call.modules[0]) is type(before.modules[0])
-
-
-# ---- embeddings by rows
-
-
-def tables_of(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Returns the embeddings that `embed_by_rows` takes, by FQN."""
-    num_holders = {parameter: len(holders) for parameter, holders in _holders(model).items()}
-    return {
-        name: module
-        for module, name in modules_below(model).items()
-        if type(module) is nn.Embedding
-        and "forward" not in vars(module)
-        and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
-        and num_holders[module.weight] == 1
-    }
-
-
-def look_up_by_rows(model: nn.Module, calls: Sequence[WrapGroup], names: Sequence[str]) -> list[WrapGroup]:
-    """Returns calls before which the embeddings of these names are looked up by rows.
-
-    Raises:
-        ValueError: there is no such embedding that could be.
-    """
-    known = tables_of(model)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(
-            f"by_rows: {unknown[0]}: expected embeddings of class nn.Embedding, not tied, without max_norm, sparse and "
-            f"scale_grad_by_freq: {', '.join(known) or 'the model has none'}"
-        )
-    tables = [known[name] for name in names]
-    left = []
-    for call in calls:
-        modules = tuple(module for module in call.modules if module not in tables)
-        if len(modules) == len(call.modules):
-            left.append(call)
-        elif modules:
-            left.append(WrapGroup(modules_below(model)[modules[0]], modules, call.options))
-    return [*(WrapGroup(name, (known[name],), by_rows=True) for name in names), *left]
 
 
 # ---- tied parameters, order

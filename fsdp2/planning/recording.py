@@ -8,11 +8,11 @@ later played with each setting's unsharded parameters and gradients around it (p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,15 @@ if TYPE_CHECKING:
     from .compat import FakeTensorMode
 
 # Kinds of marks. `subject` is the index of a group's module in the outline, or of a parameter for GRADIENT.
-BEGIN, END, REACHED, INPUTS, GRADIENT, ROWS = "begin", "end", "reached", "inputs", "gradient", "rows"
+BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gradient"
 
 
 class Mark(NamedTuple):
-    """Describes one moment of a recording, and what was computed since the mark before.
+    """One moment of a recording, and what was computed since the mark before it.
 
     Args:
         kind: BEGIN or END of a module's forward, REACHED: backward comes to its outputs, INPUTS: the gradients of its
-            inputs are computed, GRADIENT: that of a parameter is, ROWS: those of the rows are that an embedding has
-            looked up.
+            inputs are computed, GRADIENT: that of a parameter is.
         subject: index of the module, or of the parameter.
         peak: most bytes alive since the mark before, in activations and gradients that are not complete.
         live: such bytes at this moment. A gradient that is complete counts in `peak` only.
@@ -46,7 +45,6 @@ class Mark(NamedTuple):
         call: of a module, which of its calls in the forward it is about, from 0 on.
         has_grad: of BEGIN: grad is enabled.
         flag: of END: outputs have a gradient to come. Of BEGIN: the forward runs again, in backward.
-        num_ids: of BEGIN of an embedding by rows, how many rows it looks up.
     """
 
     kind: str
@@ -57,27 +55,15 @@ class Mark(NamedTuple):
     flag: bool = False
     call: int = 0
     has_grad: bool = True
-    num_ids: int = 0
 
 
 @dataclass
 class Recording:
-    """Holds the marks of one step. `last_peak`, `last_flops`: those of a mark, behind the last one."""
+    """The marks of one step. `last_peak` and `last_flops` are what was computed after the last mark."""
 
     marks: list[Mark] = field(default_factory=list)
     last_peak: int = 0
     last_flops: int = 0
-
-    def of(self, modules: Collection[int]) -> Recording:
-        """Returns the same recording, which marks no other modules than these. Marks of gradients stay."""
-        found, peak, flops = Recording(), 0, 0
-        for mark in self.marks:
-            peak, flops = max(peak, mark.peak), flops + mark.flops
-            if mark.kind == GRADIENT or mark.subject in modules:
-                found.marks.append(mark._replace(peak=peak, flops=flops))
-                peak = flops = 0
-        found.last_peak, found.last_flops = max(peak, self.last_peak), flops + self.last_flops
-        return found
 
 
 class _Counter(StorageMeter):
@@ -129,11 +115,7 @@ def record(
         counter.leave_out(model.buffers())
         hooks = _Hooks(counter, marks)
         for i, module, group in modules_of(groups):
-            if group.by_rows:
-                stack.enter_context(
-                    _forward_as(module, partial(_look_up, cast("nn.Embedding", module), partial(hooks.mark, ROWS, i)))
-                )
-            stack.enter_context(hooks.on_module(module, i, *group.casts, counts_ids=group.by_rows))
+            stack.enter_context(hooks.on_module(module, i, *group.casts))
         for module in checkpointed:
             again = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
             stack.enter_context(_forward_as(module, again))
@@ -154,26 +136,6 @@ def record(
     return marks
 
 
-class _Rows(torch.autograd.Function):
-    """Looks rows of an embedding up without its table: neither forward nor backward takes memory for that."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, weight: Tensor, ids: Tensor, arrived: Callable[[], None]) -> Tensor:
-        ctx.arrived = arrived
-        return weight.new_empty(*ids.shape, weight.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.arrived()
-        return None, None, None, None
-
-
-def _look_up(module: nn.Embedding, arrived: Callable[[], None], input: Tensor) -> Any:
-    # Not the weight: its hook would be told of a gradient.
-    leaf = torch.empty(0, requires_grad=module.weight.requires_grad)
-    return _Rows.apply(leaf, module.weight.detach(), input, arrived)
-
-
 class _Hooks:
     """Notes marks when modules are called, when backward comes to them, and when gradients are complete."""
 
@@ -183,10 +145,10 @@ class _Hooks:
         # How often each module has been called.
         self._calls: Counter[int] = Counter()
 
-    def mark(self, kind: str, subject: int, flag: bool = False, call: int = 0, num_ids: int = 0) -> None:
+    def mark(self, kind: str, subject: int, flag: bool = False, call: int = 0) -> None:
         counter, has_grad = self._counter, torch.is_grad_enabled()
         numbers = counter.peak, counter.live, counter.flops
-        self._marks.append(Mark(kind, subject, *numbers, flag, call, has_grad, num_ids))
+        self._marks.append(Mark(kind, subject, *numbers, flag, call, has_grad))
         counter.peak, counter.flops = counter.live, 0
 
     def gradient(self, i: int, parameter: Tensor) -> None:
@@ -194,9 +156,7 @@ class _Hooks:
         self.mark(GRADIENT, i)
 
     @contextmanager
-    def on_module(
-        self, module: nn.Module, i: int, into: torch.dtype | None, out: torch.dtype | None, counts_ids: bool
-    ) -> Iterator[None]:
+    def on_module(self, module: nn.Module, i: int, into: torch.dtype | None, out: torch.dtype | None) -> Iterator[None]:
         begun: list[int] = []  # calls that run, the innermost last
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -204,8 +164,7 @@ class _Hooks:
                 args, kwargs = cast_floating(args, into), cast_floating(kwargs, into)
             inputs = [t for t in tensors_in(args, kwargs) if t.grad_fn is not None]
             call = self._calls[i]
-            num_ids = sum(t.numel() for t in tensors_in(args, kwargs)) if counts_ids else 0
-            self.mark(BEGIN, i, self.in_backward, call, num_ids)
+            self.mark(BEGIN, i, self.in_backward, call)
             if not self.in_backward:
                 self._calls[i] += 1
                 begun.append(call)
@@ -305,14 +264,13 @@ def _as_call(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def without_activations(model: nn.Module, groups: Sequence[PlannedGroup]) -> Recording:
     """Returns a recording of a model that computes nothing: modules run in the order in which they are registered, and
-    only complete gradients take memory. Embeddings by rows look none up.
+    only complete gradients take memory.
     """
     dtypes = compute_dtypes(groups)
     parameters = [*dtypes]
     nbytes = [p.numel() * dtype.itemsize for p, dtype in dtypes.items()]
-    recording, indices = Recording(), {module: i for i, module, group in modules_of(groups) if not group.by_rows}
-    by_rows = {p for group in groups for p in group.parameters if group.by_rows}
-    numbers = {parameter: i for i, parameter in enumerate(parameters) if parameter not in by_rows}
+    recording, indices = Recording(), {module: i for i, module, _ in modules_of(groups)}
+    numbers = {parameter: i for i, parameter in enumerate(parameters)}
     backward: list[list[Mark]] = []
     seen: set[nn.Module] = set()
 

@@ -13,17 +13,16 @@ from torch.distributed.tensor import DTensor
 from ..engine.layout import ParamSpec, param_spec
 from ..engine.parameter import grad_choice, with_grad_dtype
 from ..engine.policy import MixedPrecisionPolicy
-from ..tools.padding import cheapest_dim_of
-from .clocks import Machine
 from .device import DeviceOfSizes
-from .outline import Outline, RowShell, copy_grad_dtypes, outline_of
+from .outline import Outline, copy_grad_dtypes, outline_of
 from .policies import WrapGroup
 from .settings import Setting
+from .times import Machine
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedGroup:
-    """Describes one group that `fully_shard` would make.
+    """One group that `fully_shard` would make.
 
     Args:
         name: FQN of the first module, "root" for the model's own group.
@@ -31,10 +30,8 @@ class PlannedGroup:
         parameters: its distinct parameters, as they are now; see `on_meta`.
         compute_dtypes: the dtype in which each of them computes.
         policy: dtypes of compute and reduction.
-        options: what the wrap policy has chosen for it.
         indices: those of its modules, and of its parameters, in the outline.
         is_part: it is a large submodule of an outer call (see features/large_submodules.py), not a call of its own.
-        by_rows: its embedding is looked up by rows.
     """
 
     name: str
@@ -42,10 +39,8 @@ class PlannedGroup:
     parameters: tuple[Tensor, ...]
     compute_dtypes: tuple[torch.dtype, ...]
     policy: MixedPrecisionPolicy
-    options: dict[str, Any]
     indices: tuple[tuple[int, ...], tuple[int, ...]]
     is_part: bool = False
-    by_rows: bool = False
 
     @property
     def numel(self) -> int:
@@ -57,14 +52,11 @@ class PlannedGroup:
         copy_grad_dtypes(self.parameters, light)
         return replace(self, parameters=tuple(light))
 
-    def specs(self, num_shards: int, cheapest_dims: bool = False) -> tuple[ParamSpec, ...]:
-        """Returns what the layout must know of each parameter, cut among so many ranks: along dim 0, or along its
-        cheapest dim.
-        """
+    def specs(self, num_shards: int) -> tuple[ParamSpec, ...]:
+        """Returns what the layout must know of each parameter, cut among so many ranks."""
         specs = []
         for p, dtype in zip(self.parameters, self.compute_dtypes, strict=True):
-            dim = cheapest_dim_of(p, num_shards) if cheapest_dims and not self.by_rows else 0
-            spec = param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, dim, False)
+            spec = param_spec(tuple(p.shape) or (num_shards,), p.dtype, dtype, num_shards, 0, False)
             choice = grad_choice(p, self.policy.grad_dtype)
             specs.append(spec if choice is None else with_grad_dtype(spec, choice, self.policy))
         return tuple(specs)
@@ -72,7 +64,7 @@ class PlannedGroup:
     @property
     def casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """The dtypes to which floating-point inputs and outputs of its modules are cast."""
-        if self.is_part or self.by_rows:
+        if self.is_part:
             return None, None
         return self.policy.param_dtype if self.policy.cast_forward_inputs else None, self.policy.output_dtype
 
@@ -84,7 +76,7 @@ def find_groups(
     outermost first, as a root has them.
 
     Raises:
-        NotImplementedError: a parameter is a DTensor, of tensor parallelism.
+        NotImplementedError: a parameter is a DTensor, of tensor parallelism; see also `outline_of`.
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -92,7 +84,7 @@ def find_groups(
                 f"{name}: expected plain parameters, got a DTensor. Plan before parallelize_module."
             )
     outline, modules, parameters = outline_of(model, calls, policy)
-    device = DeviceOfSizes(Machine("cpu", "nccl"))
+    device = DeviceOfSizes(Machine(device="cpu", backend="nccl"))
     with device.runs():
         root, options = outline.shard(device.mesh(Setting(1)), Setting(1), False, parameters)
     parts = {part for state in root.states for part in state.parts}
@@ -103,18 +95,15 @@ def find_groups(
         of_modules = tuple(shell.index for shell in shells)
         for i, param in zip(indices, group.params, strict=True):
             dtypes[i] = param.unsharded.dtype
-        chosen = options[group.state]
         groups.append(
             PlannedGroup(
                 group.name,
                 tuple(modules[i] for i in of_modules),
                 tuple(parameters[i] for i in indices),
                 tuple(dtypes[i] for i in indices),
-                chosen.get("mp_policy", policy),
-                chosen,
+                options[group.state].get("mp_policy", policy),
                 (of_modules, indices),
                 is_part=group.state in parts,
-                by_rows=isinstance(shells[0], RowShell),
             )
         )
     return replace(outline, compute_dtypes=tuple(dtypes)), groups

@@ -75,7 +75,7 @@ def built_of_fake_tensors() -> None:
     train(shard(build()), build())
     with torch.device("meta"):
         model = Net()
-    assert fsdp2.plan(model, ranks=2, batch=lambda: batch(), device="cpu").best.prediction is not None
+    assert fsdp2.plan(model, ranks=2, batch=lambda: batch(), machine=fsdp2.Machine(device="cpu")).fits
     with torch.device("meta"):
         model = shard(Net())
     model.to_empty(device="cpu")
@@ -95,7 +95,7 @@ def run_with_fake_tensors() -> None:
             backward(model)
 
     refused(fake)
-    prediction = fsdp2.plan(build(), ranks=2, batch=lambda: batch(), device="cpu").best.prediction
+    prediction = fsdp2.plan(build(), ranks=2, batch=lambda: batch(), machine=fsdp2.Machine(device="cpu")).best
     assert prediction.step_peak > 0
     train(model, plain)
 

@@ -130,7 +130,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
-    """Yields what the calls of `fully_shard` get: few blocks at first, as in the plan of fsdp2."""
+    """Yields what the calls of `fully_shard` get: few blocks at first."""
     first, size = 0, 1
     while first < len(units):
         yield units[first] if size == 1 else units[first : first + size]

@@ -1,4 +1,4 @@
-"""Tests the note that errors of memory get: group, pass, and what an applied plan has predicted. Types stay."""
+"""Tests the note that errors of memory get: group, pass, and what to do. Types stay."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.tools.describe import size_text
 from helpers import fake_world, raises_in_backward
 
 DEPTH, WIDTH = 3, 1024
@@ -158,21 +155,3 @@ def test_python_without_notes() -> None:
     assert text.startswith(f"{TEXT}\nfsdp2: memory ran out in the forward of") or TEXT in text
     assert text.count("memory ran out in") == 1
     assert raised.value.args[1:] == (3,)
-
-
-def test_what_the_plan_predicted() -> None:
-    model = Net()
-    plan = fsdp2.plan(model, ranks=4, batch=lambda: torch.ones(2, WIDTH), device="cpu", optimizer="adamw")
-    plan.apply(init_device_mesh("cpu", (4,)))
-    step(model)
-    model.blocks[1].fails = raising(torch.OutOfMemoryError(TEXT))
-    (note,) = notes_of(model)
-    assert plan._applied is not None
-    _, taken = plan._applied  # for the mesh that there is
-    assert "The plan that was applied (4 ranks, reshard_after_forward=" in note
-    resting = taken.resting + plan.best.optimizer_nbytes
-    assert f"predicted {size_text(resting + taken.step_peak)}: {size_text(resting)} at rest, and" in note
-    assert f"{size_text(taken.step_peak)} above that, at the {taken.peak_at}" in note
-    assert "fsdp2.plan(" not in note
-    step(model)  # which ends what the plan measures: its profiler would run in later tests
-    assert not torch.autograd._profiler_enabled()

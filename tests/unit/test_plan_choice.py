@@ -6,7 +6,6 @@ tests/trace/test_plan.py compares the predictions with real steps.
 import copy
 import dataclasses
 import gc
-import json
 import re
 import sys
 import threading
@@ -26,13 +25,16 @@ from fsdp2.engine.owners import all_groups
 from fsdp2.engine.simulation import simulated
 from fsdp2.planning import plan as planning
 from fsdp2.planning.command import main as main_of_plan
+from fsdp2.planning.plan import Plan
+from fsdp2.planning.prediction import PlanRow
+from fsdp2.planning.settings import Setting
 from helpers import fake_world
-from models import CausalBlock, FrozenMix, TanhBlock, TinyGPT, TinyLSTM
+from models import FrozenMix, TanhBlock, TinyGPT, TinyLSTM
 
 WIDTH, HIDDEN, DEPTH, RANKS = 64, 256, 4, 8
 BLOCK = sum(p.numel() for p in TanhBlock(WIDTH, HIDDEN).parameters())
-INFINITE = 1e30
 WORKSPACES = 64 * 2**20  # of cuBLAS
+MACHINE = {field.name for field in dataclasses.fields(fsdp2.Machine)}
 
 
 def stack() -> nn.Sequential:
@@ -43,13 +45,14 @@ def batch() -> Tensor:
     return torch.ones(16, WIDTH)
 
 
-def plan(model: Any = None, **arguments: Any) -> fsdp2.Plan:
-    return fsdp2.plan(
-        stack() if model is None else model, **{"ranks": RANKS, "batch": batch, "headroom": 0, **arguments}
-    )
+def plan(model: Any = None, **arguments: Any) -> Plan:
+    """Plans for a machine without headroom. Fields of a Machine may stand among the arguments."""
+    machine = {"headroom": 0, **{name: arguments.pop(name) for name in [*arguments] if name in MACHINE}}
+    given = {"ranks": RANKS, "batch": batch, "machine": fsdp2.Machine(**machine), **arguments}
+    return fsdp2.plan(stack() if model is None else model, **given)
 
 
-def only(**arguments: Any) -> fsdp2.PlanRow:
+def only(**arguments: Any) -> PlanRow:
     (row,) = plan(**{"settings": [{}], **arguments}).rows
     return row
 
@@ -63,73 +66,45 @@ def only(**arguments: Any) -> fsdp2.PlanRow:
 )
 def test_states_of_optimizers(optimizer: Any, nbytes: int) -> None:
     row = only(optimizer=optimizer)
-    assert row.optimizer_nbytes == nbytes * DEPTH * BLOCK / RANKS
+    assert row.states == nbytes * DEPTH * BLOCK / RANKS
     assert row.resting == (4 + nbytes) * DEPTH * BLOCK / RANKS + WORKSPACES
-    assert row.total == row.resting + row.prediction.step_peak
+    assert row.total == row.resting + row.step_peak
 
 
 def test_frozen_parameters_have_no_states() -> None:
     model = stack()
     model[0].requires_grad_(False)
-    assert only(model=model).optimizer_nbytes == 8 * (DEPTH - 1) * BLOCK / RANKS
+    assert only(model=model).states == 8 * (DEPTH - 1) * BLOCK / RANKS
 
 
 def test_offload_leaves_workspaces_alone_on_the_device() -> None:
     row = only(settings=[{"offload": True}])
     shards = 4 * DEPTH * BLOCK / RANKS
-    assert (row.resting, row.prediction.shards) == (WORKSPACES, shards)
+    assert (row.resting, row.shards) == (WORKSPACES, shards)
     # Shards come for forward, again for backward but for the last two groups, and gradients go.
-    assert row.prediction.moved["transfer"] == shards * (1 + (DEPTH - 2) / DEPTH + 1)
+    assert row.moved["transfer"] == shards * (1 + (DEPTH - 2) / DEPTH + 1)
 
 
 def test_shards_are_padded_to_rows() -> None:
     row = only(model=nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 3)), batch=None, optimizer=None)
-    assert row.prediction.shards == 2 * 48  # 2 rows of 4 and 2 elements, a row of 9 and 1: 40 bytes, a multiple of 16
+    assert row.shards == 2 * 48  # 2 rows of 4 and 2 elements, a row of 9 and 1: 40 bytes, a multiple of 16
 
 
 def test_bytes_of_collectives_and_order() -> None:
-    taken = only().prediction
+    taken = only()
     assert taken.order == ("root", "0", "1", "2", "3")
     assert taken.moved == {"all_gather": 4 * BLOCK * (2 * DEPTH - 2), "reduce_scatter": 4 * BLOCK * DEPTH}
     assert taken.sent == sum(taken.moved.values()) * (RANKS - 1) / RANKS
-    taken = only(settings=[{"replicas": 2}]).prediction
+    taken = only(settings=[{"replicas": 2}])
     assert taken.moved["all_reduce"] == 4 * BLOCK * DEPTH / (RANKS / 2)
 
 
 def test_checkpointing_computes_the_forward_again() -> None:
-    plain, again = (only(settings=[{"checkpointing": each}]).prediction for each in (False, True))
+    plain, again = (only(settings=[{"checkpointing": each}]) for each in (False, True))
     matrix = 2 * 16 * WIDTH * HIDDEN  # of one product
     assert plain.flops == DEPTH * 2 * matrix * 3 - matrix  # the batch needs no gradient
     assert again.flops == plain.flops + DEPTH * 2 * matrix
     assert again.forward_peak < plain.forward_peak
-
-
-# ---- time
-
-
-ALONE: dict[str, Any] = {"latency": 0, "optimizer": None, "memory_link": INFINITE}
-
-
-def test_time_of_computation_alone() -> None:
-    taken = only(flops=1e9, link=INFINITE, **ALONE).prediction
-    assert taken.time == pytest.approx(taken.flops / 1e9)
-    assert taken.time == pytest.approx(taken.compute_time)
-
-
-def test_time_of_communication_alone() -> None:
-    """Collectives follow one another."""
-    taken = only(flops=INFINITE, link="1MB/s", **ALONE).prediction
-    assert taken.time == pytest.approx(taken.sent / 1e6)
-
-
-def test_communication_runs_beside_computation() -> None:
-    """The first gather is exposed, and the last reduction; all others are hidden behind slow computation."""
-    taken = only(flops=1e6, link="1GB/s", **ALONE).prediction
-    assert taken.time is not None
-    assert taken.compute_time is not None
-    exposed, block = taken.time - taken.compute_time, 4 * BLOCK * (RANKS - 1) / RANKS / 1e9
-    assert exposed == pytest.approx(taken.exposed_time)
-    assert block < exposed <= 2.01 * block
 
 
 # ---- choice
@@ -139,7 +114,7 @@ def test_the_fastest_row_that_fits_is_the_best() -> None:
     rows = plan(memory="1GB", flops=1e9, link=1e6).rows
     assert [row.setting.offload for row in rows] == [False] * 4 + [True] * 4
     for offload in (False, True):
-        times = [row.prediction.time for row in rows if row.setting.offload == offload]
+        times = [row.time for row in rows if row.setting.offload == offload]
         assert times == sorted(times)  # type: ignore[type-var]
     kept = rows[0]
     assert kept.setting.reshard_after_forward is False
@@ -151,45 +126,41 @@ def test_the_fastest_row_that_fits_is_the_best() -> None:
     (late,) = (row for row in made.rows if row.setting == kept.setting)
     assert (late.fits, late.missing) == (False, 1)
     assert "no: 1 B more, at the backward of" in str(made)
+    assert kept.times is not None
+    assert "time: " in str(made)
+    assert "of the optimizer" in str(made)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "speeds"),
-    [
-        ("momentum", {}),
-        (None, {"flops": 1e9, "link": 1e12, "host_link": 1e15}),
-        ("adamw", {"flops": 1e9, "link": 1e12, "host_link": 1e15}),
-    ],
-)
+@pytest.mark.parametrize("speeds", [{}, {"flops": 1e9, "link": 1e12, "host_link": 1e15}], ids=["bytes", "times"])
+@pytest.mark.parametrize("optimizer", ["momentum", None, "adamw"])
 def test_offload_is_the_best_only_if_nothing_else_fits(optimizer: str | None, speeds: dict[str, Any]) -> None:
-    """Though it may take no time. The table says so, and what rests on the CPU: states alone, if that is enough."""
+    """Though it may take no time. The table says so, what is on the CPU, and if states alone would be enough."""
     rows = plan(memory="1GB", optimizer=optimizer, **speeds).rows
     least = min(row.total for row in rows if not row.setting.offload)
     made = plan(memory=least, optimizer=optimizer, **speeds)
     assert not made.best.setting.offload
     fits = [row.setting.offload for row in made.rows if row.fits]
     assert fits == sorted(fits)
+    assert "Optimizer states on the CPU" not in str(made)
     made = plan(memory=least - 1, optimizer=optimizer, **speeds)
     assert made.fits
+    assert made.best.setting.offload
     numel = sum(param.numel() for param in stack().parameters())
     states = {"adamw": 2, "momentum": 1, None: 0}[optimizer]
-    assert made.best.setting.offload == (states == 0)
-    assert made.best.setting.offload_states == (states > 0)
-    if states:
-        assert made.best.host_nbytes == 4 * numel // RANKS * states
-    (whole,) = {row.host_nbytes for row in made.rows if row.setting.offload and row.setting.offload_budget is None}
+    assert ("Optimizer states on the CPU would make it fit" in str(made)) == (states > 0)
+    (whole,) = {row.on_host for row in made.rows if row.setting.offload}
     assert whole == 4 * numel // RANKS * (2 + states)
     assert "of the CPU's memory" in str(made)
     assert any("read and write 93.1 GiB of the CPU's memory per second" in note for note in made.notes)
     without = plan(memory="1GB", settings=[{}])
-    assert without.best.host_nbytes == 0
+    assert without.best.on_host == 0
     assert "CPU" not in str(without)
 
 
 def test_without_speeds_the_row_that_moves_least_is_the_best() -> None:
     best = plan(memory="1GB").best
-    assert best.setting == fsdp2.Setting(RANKS, reshard_after_forward=False)
-    assert best.prediction.time is None
+    assert best.setting == Setting(RANKS, reshard_after_forward=False)
+    assert best.time is None
 
 
 def test_if_nothing_fits_the_best_row_misses_least() -> None:
@@ -202,91 +173,36 @@ def test_if_nothing_fits_the_best_row_misses_least() -> None:
 
 def test_several_machines_are_compared_with_hybrid_meshes() -> None:
     settings = {row.setting for row in plan(ranks=[8, 16], device="cpu").rows}
-    assert fsdp2.Setting(16, replicas=2) in settings
-    assert fsdp2.Setting(16, reshard_after_forward=8) in settings
+    assert Setting(16, replicas=2) in settings
+    assert Setting(16, reshard_after_forward=8) in settings
     assert len(settings) == 4 + 8
     assert not any(setting.offload for setting in settings)
 
 
-def test_several_machines_are_compared_with_several_blocks_in_one_call() -> None:
-    """If it predicts times, and collectives have a latency."""
-    speeds = {"flops": 1e12, "link": "50GB/s"}
-    settings = {row.setting for row in plan(ranks=[8, 16], **speeds).rows}
-    assert {each.blocks_per_call for each in settings if each.ranks == 16} == {1, 2, 4}
-    assert {each.blocks_per_call for each in settings if each.ranks == 8} == {1}
-    for arguments in ({}, {**speeds, "latency": 0}, {**speeds, "device": "cpu"}):
-        assert {row.setting.blocks_per_call for row in plan(ranks=16, **arguments).rows} == {1}
-    made = plan(ranks=16, **speeds, settings=[{"blocks_per_call": 2}])
-    assert "2 blocks a call" in str(made)
-    assert [len(group.modules) for group in made.groups()] == [1, 1, 2, 1]
-    alone = plan(nn.Sequential(TanhBlock(WIDTH, HIDDEN)), ranks=16, **speeds)
-    assert {row.setting.blocks_per_call for row in alone.rows} == {1}
-    with pytest.raises(ValueError, match="blocks_per_call=2: expected blocks of one class side by side"):
-        plan(nn.Sequential(TanhBlock(WIDTH, HIDDEN)), settings=[{"blocks_per_call": 2}])
-    with pytest.raises(ValueError, match="blocks_per_call: expected 1 or more, got 0"):
-        fsdp2.Setting(8, blocks_per_call=0)
-
-
-def test_policies_by_name_are_compared() -> None:
-    made = plan(
-        TinyGPT(), batch=None, policy={"blocks": CausalBlock, "layers": [nn.Linear, nn.Embedding]}, settings=[{}]
-    )
-    assert [row.setting.policy for row in made.rows] == ["blocks"]
-    settings = [{"policy": "blocks"}, {"policy": "layers"}]
-    made = plan(TinyGPT(), batch=None, policy={"blocks": CausalBlock, "layers": nn.Linear}, settings=settings)
-    sizes = {row.setting.policy: len(made.groups(row)) for row in made.rows}
-    assert sizes == {"blocks": 3, "layers": 2 * 4 + 1 + 1}
-    assert "layers, reshard_after_forward=None" in str(made)
-
-
 def test_options_of_a_policy_replace_those_of_the_row() -> None:
-    kept = plan(policy={TanhBlock: {"reshard_after_forward": False}}, settings=[{}]).best.prediction
+    kept = plan(policy={TanhBlock: {"reshard_after_forward": False}}, settings=[{}]).best
     assert kept.moved["all_gather"] == 4 * BLOCK * DEPTH
     half = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
-    assert plan(policy={TanhBlock: half}, settings=[{}]).best.prediction.moved["all_gather"] == 2 * BLOCK * (
-        2 * DEPTH - 2
-    )
+    assert plan(policy={TanhBlock: half}, settings=[{}]).best.moved["all_gather"] == 2 * BLOCK * (2 * DEPTH - 2)
 
 
 # ---- headroom, the CPU
 
 
 def test_headroom_is_kept() -> None:
-    """On accelerators a tenth of the memory; it is said in the table."""
+    """A tenth of the memory, unless it is said; the table has it."""
     total = only(memory="1GB").total
     for arguments, fits in (
-        ({"memory": total}, False),
-        ({"memory": total, "headroom": 0}, True),
-        ({"memory": only(memory="1GB", device="cpu").total, "device": "cpu"}, True),
-        ({"memory": total + 1000, "headroom": 1000}, True),
-        ({"memory": total + 1000, "headroom": 1001}, False),
-        ({"memory": 2 * total, "headroom": "50%"}, True),
-        ({"memory": 2 * total, "headroom": "51%"}, False),
+        ({"memory": total, "headroom": 0.1}, False),
+        ({"memory": total}, True),
+        ({"memory": 2 * total, "headroom": 0.5}, True),
+        ({"memory": 2 * total, "headroom": 0.501}, False),
     ):
-        row = only(**{"headroom": None, **arguments})
-        assert row.fits == fits, arguments
-    made = plan(memory="1GB", headroom=None)
-    assert made.best.headroom == 1e8
+        assert only(**arguments).fits == fits, arguments
+    assert fsdp2.Machine().headroom == 0.1
+    made = plan(memory="1GB", headroom=0.1)
     assert "and 95.4 MiB kept for what is not counted, of 953.7 MiB on each device" in str(made)
-    assert "beside 1000 B kept for what is not counted" in str(plan(memory=10_000, headroom="10%"))
-    for wrong, error in ((-1, ValueError), ("much%", ValueError), ("2GB", ValueError), ([], TypeError)):
-        with pytest.raises(error, match="headroom"):
-            plan(memory="1GB", headroom=wrong)
-
-
-def test_the_step_on_the_cpu_takes_time() -> None:
-    """AdamW reads and writes 28 bytes for each parameter; the ranks of a machine share its memory."""
-    numel = DEPTH * BLOCK // RANKS  # of a rank
-    speeds = {"flops": 1e9, "link": 1e6, "latency": 0}
-    for ranks, sharing in ((RANKS, RANKS), (RANKS // 2, RANKS // 2), (2 * RANKS, RANKS)):
-        row = only(settings=[{"offload": True}], ranks=ranks, host_memory_link="1GB/s", **speeds)
-        own = numel * RANKS / ranks
-        assert row.prediction.optimizer_time == pytest.approx(28 * own * sharing / 1e9, rel=0.02)
-    slow, fast = (
-        only(settings=[{"offload": True}], host_memory_link=each, **speeds).prediction.time for each in (1e6, 1e12)
-    )
-    assert slow - fast == pytest.approx(28 * numel * RANKS * (1e-6 - 1e-12))
-    assert only(settings=[{"offload": True}]).prediction.optimizer_time is None
+    assert "with 1000 B kept for what is not counted" in str(plan(memory=10_000, headroom=0.1))
 
 
 def test_the_memory_of_the_cpu() -> None:
@@ -301,14 +217,15 @@ def test_the_memory_of_the_cpu() -> None:
     assert plan(memory="1GB", host_memory=1).fits, "rows without offload need none"
 
 
-def cluster(**arguments: Any) -> fsdp2.Setting:
-    """Returns what is advised for a model of 0.5 B parameters, with 8 rows of 1024 tokens for each rank."""
+def cluster(**machine: Any) -> Setting:
+    """Returns what is chosen for a model of 0.5 B parameters, with 8 rows of 1024 tokens for each rank."""
     with torch.device("meta"):
         model = TinyGPT(dim=4096, heads=32, depth=4)
-    speeds = {"flops": 4e14, "link": "50GB/s", "machine_link": "370GB/s", "param_dtype": torch.bfloat16}
+    where = fsdp2.Machine(flops=4e14, link="370GB/s", network="50GB/s", **machine)
     tokens = torch.zeros(8, 1024, dtype=torch.long)
-    made = fsdp2.plan(model, ranks=8, batch=lambda: tokens, **speeds, **arguments)
-    assert made.fits == (arguments.get("host_memory") is None)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    made = fsdp2.plan(model, ranks=8, batch=lambda: tokens, mp_policy=policy, machine=where)
+    assert made.fits == (machine.get("host_memory") is None)
     return made.best.setting
 
 
@@ -320,10 +237,8 @@ def test_advice_for_plain_cases() -> None:
     assert (ample.checkpointing, ample.offload, ample.replicas) == (False, False, 1)
     tight = cluster(memory="4.5GB")
     assert (tight.checkpointing, tight.offload) == (True, False)
-    small = cluster(memory="4.1GB")
-    assert (small.checkpointing, small.offload, small.offload_states) == (True, False, True)
-    smaller = cluster(memory="3.4GB")
-    assert (smaller.checkpointing, smaller.offload) == (True, True)
+    small = cluster(memory="3.4GB")
+    assert (small.checkpointing, small.offload) == (True, True)
     assert cluster(memory="3.4GB", host_memory="4GB") is not None
 
 
@@ -404,7 +319,7 @@ def test_a_model_on_meta_gets_the_same_plan() -> None:
 def test_a_plan_keeps_no_parameter_alive() -> None:
     """The parameters that sharding replaces must be freed."""
     made = plan()
-    assert all(p.is_meta for row in made.rows for group in made.groups(row) for p in group.parameters)
+    assert all(p.is_meta for group in made.groups for p in group.parameters)
 
 
 def test_two_recordings_serve_all_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +332,8 @@ def test_two_recordings_serve_all_settings(monkeypatch: pytest.MonkeyPatch) -> N
 
     record = planning.record
     monkeypatch.setattr(planning, "record", counted)
-    made = plan(ranks=[8, 16, 64], flops=1e12, link="50GB/s")
-    assert len(made.rows) > 32
+    made = plan(ranks=[8, 16, 64], flops=1e12, link="50GB/s", network="50GB/s")
+    assert len(made.rows) == 8 + 16 + 16
     assert len(calls) == 2
 
 
@@ -439,8 +354,8 @@ def test_a_forward_that_reads_values_gets_a_plan_of_states_alone() -> None:
     made = plan(DataDependent(), settings=[{}])
     assert not made.best.has_activations
     assert "Peaks are those of parameters and gradients alone: the step could not run without values" in str(made)
-    states = plan(DataDependent(), settings=[{}], batch=None).best.prediction
-    assert made.best.prediction == states
+    states = plan(DataDependent(), settings=[{}], batch=None).best
+    assert made.best == states
     assert states.step_peak >= 2 * 4 * BLOCK
     assert "No batch was given" in str(plan(DataDependent(), batch=None))
 
@@ -467,7 +382,7 @@ def test_an_lstm_is_recorded() -> None:
     """It keeps a second list of its weights."""
     model = TinyLSTM()
     made = plan(model, batch=lambda: model.example(rows=2, seed=0), policy=nn.LSTM, settings=[{}])
-    assert not made.notes
+    assert made.best.has_activations
     assert all(kept is own for kept, own in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
 
 
@@ -510,7 +425,7 @@ def test_the_table_has_each_group_and_each_row_once() -> None:
     ],
 )
 def test_sizes_are_read(text: Any, number: float) -> None:
-    assert only(memory=text).memory == number
+    assert fsdp2.Machine(memory=text).memory == number
 
 
 # ---- the command line
@@ -535,7 +450,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ["plan", "my_models:stack", "--ranks", "4", "--batch", "my_models:batch", "--memory", "1GB"]
-    more = ["--headroom", "5%", "--host-memory", "1GB", "--save", "plan.json"]
+    more = ["--headroom", "0.05", "--host-memory", "1GB"]
     monkeypatch.setattr(sys, "argv", ["fsdp2", *arguments, *more])
     with pytest.raises(SystemExit) as ended:
         main_of_package()
@@ -545,14 +460,13 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "planning: predicting 4 settings" in progress
     assert "0 ... 3 (4)  Linear" in text
     assert "and 47.7 MiB kept for what is not counted, of 953.7 MiB on each device" in text
-    assert json.loads((tmp_path / "plan.json").read_text())["setting"]["ranks"] == 4
-    speeds = ["--link", "1GB/s", "--flops", "1e12", "--memory-link", "1TB/s", "--cards-per-machine", "1"]
+    speeds = ["--link", "1GB/s", "--flops", "1e12", "--network", "1MB/s", "--host-link", "1GB/s"]
     times = []
-    for latency in ("1ms", "1ms 0 0", "0 1us 1ms"):
-        assert main_of_plan([*arguments[1:], "--ranks", "16", *speeds, "--latency", *latency.split()]) == 0
+    for ranks in ("4", "16"):
+        assert main_of_plan([*arguments[1:], "--ranks", ranks, *speeds]) == 0
         lines = capsys.readouterr().out.splitlines()
-        times.append([line.split()[-3:-1] for line in lines if "reshard_after_forward=None " in line])
-    assert times[0] == times[1] != times[2]
+        times.append([line.split()[-4:-2] for line in lines if line.startswith("*  reshard_after_forward=")])
+    assert times[0] != times[1]
 
 
 def test_command_line_says_what_is_wrong(
@@ -598,118 +512,38 @@ def test_plans_count_gradients_in_their_own_dtype() -> None:
         ).rows[0]
         for model, own in ((narrow, None), (wide, None), (narrow, policy))
     ]
-    assert rows[1].prediction == rows[2].prediction
-    moved = [row.prediction.moved["reduce_scatter"] for row in rows]
+    assert rows[1] == rows[2]
+    moved = [row.moved["reduce_scatter"] for row in rows]
     assert moved[1] == 2 * moved[0]
-    assert rows[1].prediction.step_peak >= rows[0].prediction.step_peak + 2 * sharded_nbytes
-
-
-# ---- settings that a plan adds by itself
-
-
-class Words(nn.Module):
-    """Has a table that is much larger than a rank's tokens."""
-
-    def __init__(self, tied: bool = False, rows: int = 32000) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(rows, WIDTH), nn.Linear(WIDTH, rows, bias=False)
-        self.blocks = stack()
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(tokens))[:, :4])
-
-
-SLOW: dict[str, Any] = {"link": 1e8, "flops": 1e14, "batch": lambda: torch.zeros(2, 16, dtype=torch.long)}
-
-
-def test_rows_are_advised_where_they_gain() -> None:
-    """Of large embeddings that are not tied, where they gain more than the host waits for them."""
-    made = plan(Words(), **SLOW)
-    assert made.best.setting.by_rows == ("embed",)
-    usual = next(row for row in made.rows if not row.setting.by_rows)
-    gain = usual.prediction.time - made.best.prediction.time  # type: ignore[operator]
-    assert gain > 1e-3
-    assert f"rows of embed (embed_by_rows): {gain * 1e3:.1f} ms less" in str(made)
-    assert "one wait of the host in each forward, up to 1 ms" in str(made)
-    for other in (
-        plan(Words(tied=True), **SLOW),
-        plan(Words(rows=500), **SLOW),
-        plan(Words(), **{**SLOW, "link": 1e12, "latency": 0}),
-        plan(Words(), **{**SLOW, "link": None}),
-        plan(Words(), **SLOW, settings=[{}]),
-    ):
-        assert not any(row.setting.by_rows for row in other.rows)
+    assert rows[1].step_peak >= rows[0].step_peak + 2 * sharded_nbytes
 
 
 class Experts(nn.Module):
-    """Has as many experts as there are ranks in a test, half or all of them."""
+    """Has as many experts as there are ranks in a test, or half of them."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(num_experts, WIDTH, HIDDEN))
-        self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.einsum("bd,edh->bed", self.norm(x), self.up).sum(1)
+        return x + torch.einsum("bd,edh->bed", x, self.up).sum(1)
 
 
-def test_few_experts_are_sharded_along_another_dim() -> None:
-    """Where padding matters. The row along dim 0 stays to compare. A user's settings stay as they are."""
-    options: dict[str, Any] = {"link": 1e8, "flops": 1e14}
+def test_padding_of_few_experts_is_noted() -> None:
     few, enough = (nn.Sequential(*[Experts(num) for _ in range(3)]) for num in (RANKS // 2, RANKS))
-    made = plan(few, **options)
-    assert made.best.setting.cheapest_dims
-    (padded,) = (row for row in made.rows if not row.setting.cheapest_dims)
-    assert padded.setting == dataclasses.replace(made.best.setting, cheapest_dims=False)
-    gain = padded.prediction.time - made.best.prediction.time  # type: ignore[operator]
-    assert f"cheapest dims: {gain * 1e3:.1f} ms less" in str(made)
-    assert not any(row.setting.cheapest_dims for row in plan(enough, **options).rows)
-    assert not any(row.setting.cheapest_dims for row in plan(few, settings=[{}], **options).rows)
-
-
-def test_late_steps_are_advised_where_the_user_allows() -> None:
-    speeds = {"flops": 1e9, "link": 1e6, "memory_link": 1e6}
-    assert not any(row.setting.beside_forward for row in plan(**speeds).rows)
-    made = plan(**speeds, beside_price=1)
-    assert made.best.setting.beside_forward
-    assert "Beside what is computed, AdamW costs beside_price of its time" in str(made)
-    assert "Write optimizer = fsdp2.flatten_optimizer(optimizer, beside_forward=True)" in str(made)
-    assert not any(row.setting.beside_forward for row in plan(**speeds, beside_price=1, device="cpu").rows)
-
-
-def test_replicas_share_what_rests_where_hsdp_does_not_fit() -> None:
-    speeds = {"flops": 1e12, "link": 1e8, "machine_link": 1e11, "ranks": 16}
-    ample = plan(**speeds, memory="1GB")
-    assert not any(row.setting.shard_at_rest for row in ample.rows)
-    hybrid = min(row.total for row in ample.rows if row.setting.replicas > 1 and not row.setting.offload)
-    made = plan(**speeds, memory=hybrid - 1)
-    (shared,) = (row for row in made.rows if row.setting.shard_at_rest)
-    assert shared.optimizer_nbytes == pytest.approx(only(ranks=16).optimizer_nbytes)
-
-
-def test_a_budget_is_advised_where_only_offload_fits() -> None:
-    """As much stays on the device as fits there, with its gradients and states."""
-    least = min(row.total for row in plan(memory="1GB", optimizer=None).rows if not row.setting.offload)
-    made = plan(memory=least - 4000, optimizer=None, flops=1e9, link=1e12)
-    assert made.fits
-    (partly,) = (row for row in made.rows if row.setting.offload_budget is not None)
-    fields = dataclasses.replace(partly.setting, offload_budget=None)
-    (whole,) = (row for row in made.rows if row.setting == fields)
-    assert partly.total <= least - 4000
-    assert 0 < partly.host_nbytes < whole.host_nbytes
-    assert "CPU offload but for" in str(made)
+    assert "padding makes shards and gathers 2.0 times as large" in str(plan(few))
+    assert "padding" not in str(plan(enough))
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "text"),
-    [
-        ({"offload_budget": 5}, ValueError, "expected bytes beside offload=True"),
-        ({"offload": True, "offload_budget": -5}, ValueError, "expected bytes beside offload=True"),
-        ({"offload": True, "offload_budget": 1.5}, TypeError, "offload_budget: expected an int or None"),
-    ],
+    "choice", [lambda name, parameter: None, {"up.*": fsdp2.CPUOffloadPolicy()}, fsdp2.OffloadBudget(5)], ids=str
 )
-def test_wrong_budgets(fields: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        fsdp2.Setting(8, **fields)
+def test_offload_by_parameter_is_refused(choice: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"plan: 0: offload_policy: expected CPUOffloadPolicy\(\) or "):
+        plan(policy={TanhBlock: {"offload_policy": choice}})
+
+
+def test_a_call_with_a_policy_of_its_own_is_offloaded() -> None:
+    row = only(policy={TanhBlock: {"offload_policy": fsdp2.CPUOffloadPolicy()}}, memory="1GB")
+    assert row.on_host == (4 + 4 + 8) * DEPTH * BLOCK / RANKS
+    assert row.resting == WORKSPACES

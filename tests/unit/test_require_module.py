@@ -19,7 +19,6 @@ def without_sync(model: Any) -> None:
 
 CASES: dict[str, Callable[[Any], object]] = {
     "split_matrices: model": fsdp2.split_matrices,
-    "apply_plan: model": lambda model: fsdp2.apply_plan(model, {}, None),
     "wrap_groups: model": fsdp2.wrap_groups,
     "save_model: model": lambda model: hf.save_model(model, "folder"),
     "load_model: model": lambda model: hf.load_model(model, "folder"),

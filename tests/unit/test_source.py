@@ -33,7 +33,7 @@ MAY_BE_PRIVATE = re.compile(
     r"|bridge/(patch|torch_interface|startup/sitecustomize)\.py"
 )
 # Packages that users may not have: a folder may import them inside functions.
-OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers", "yaml"}}
+OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
 # They run before a program that may have to set environment variables before it imports torch.
 STARTUP = {"bridge/when_imported.py", "bridge/startup/sitecustomize.py"}
 COLLECTIVES = re.compile(

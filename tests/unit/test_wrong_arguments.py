@@ -4,7 +4,6 @@ The value has no length, no order and no methods, and can neither be called nor 
 a look raises an error that says nothing of the argument, and whoever does not use it has trained on without a word.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,8 +26,7 @@ class Nothing:
 
 # What users do not build, and what has no arguments to check: plain data that functions return.
 RETURNED = {
-    *("CheckedValue", "FSDPModule", "GradientReductionHandle", "Plan", "PlanCheck", "PlanRow"),
-    *("Prediction", "StreamVersion", "UnshardHandle"),
+    *("FSDPModule", "GradientReductionHandle", "Plan", "PlanRow", "StreamVersion", "UnshardHandle"),
 }
 # What anything may be given to, or what torch checks when it is used.
 ANY = {
@@ -52,12 +50,6 @@ FLAGS = (
     *("enable", "free", "keep", "reduce_scatter_unused_params", "requires_all_reduce", "requires_gradient_sync"),
     *("reshard_after_backward", "reshard_after_forward", "unshard_in_backward"),
 )
-
-
-@functools.cache
-def saved_plan() -> dict[str, Any]:
-    """Returns a plan as JSON has it. Not made at import: it runs a backward, and other tests fork after that."""
-    return fsdp2.plan(nn.Linear(2, 2), ranks=2).to_dict()
 
 
 def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -116,9 +108,8 @@ def values(function: Callable[..., Any], model: Any) -> dict[str, Any]:
         "factor": 2.0,
     }
     known |= dict.fromkeys(FLAGS, True)
-    if function in (fsdp2.plan, fsdp2.wrap_groups, fsdp2.apply_plan):
+    if function in (fsdp2.plan, fsdp2.wrap_groups):
         known["model"] = nn.Linear(2, 2)
-        known["plan"] = saved_plan()
     if function in (fully_shard, fsdp2.replicate):
         known["module"] = nn.Linear(3, 3)
     if function is fsdp2.embed_by_rows:
