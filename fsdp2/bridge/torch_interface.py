@@ -20,6 +20,7 @@ from ..engine.policy import Hold
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..engine.torch_names import ComposableState, is_traced, register_composable, state_in_table
+from .fsdp1_states import StateRef
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
 # it alive.
@@ -242,7 +243,7 @@ def register_states(root: Root) -> None:
     for state in root.states:
         for module in state.modules:
             if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
-                register_composable(module, weakref.ref(_torch_state(state)), "fully_shard")
+                register_composable(module, StateRef(_torch_state(state)), "fully_shard")
 
 
 def get_module_fsdp_state(module: nn.Module) -> Any:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 
 from advised import ENTRIES
 from advised.registry import batch, build, heard, refused, shard
@@ -58,6 +60,7 @@ OTHERS: tuple[Callable[[], Any], ...] = (
     lambda: shard(build()).head.weight.untyped_storage().data_ptr(),  # see test_addresses.py
     lambda: shard(build(), reshard_after_forward=3),  # see test_placements.py
     lambda: shard(build(), mesh=DeviceMesh("cpu", [1, 0])),  # see test_mesh_order.py
+    lambda: FSDP1.set_state_dict_type(shard(build()), StateDictType.FULL_STATE_DICT),  # see test_migration.py
 )
 
 

@@ -240,6 +240,27 @@ def a_file_of_all_without_ranks() -> None:
             shutil.rmtree(folder[0])
 
 
+def states_by_fsdp1() -> None:
+    """FSDP1's methods for state dicts raise, with what to write, and leave its own modules and plain ones alone."""
+    fsdp1, full, model = torchs.FullyShardedDataParallel, torchs.StateDictType.FULL_STATE_DICT, shard(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    called = r"call torch\.distributed\.checkpoint\.state_dict\.{}_{}_state_dict instead"
+    with pytest.raises(RuntimeError, match=called.format("get", "model")), fsdp1.state_dict_type(model, full):
+        pass
+    with pytest.raises(RuntimeError, match=called.format("get", "optimizer")):
+        fsdp1.optim_state_dict(model, optimizer)
+    with pytest.raises(RuntimeError, match=called.format("set", "optimizer")):
+        fsdp1.optim_state_dict_to_load(model, optimizer, {})
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if of_first_rank():
+        for name, value in build().state_dict().items():
+            assert_same(state[name], value, 0, 0, name)
+    wrapped = fsdp1(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    with fsdp1.state_dict_type(wrapped, full):
+        shapes = {name: value.shape for name, value in wrapped.state_dict().items()}
+    assert shapes == {name: value.shape for name, value in build().state_dict().items()}
+
+
 # ---- every row -----------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +272,7 @@ def test_every_row_has_a_program_or_a_named_test() -> None:
     assert len(rows) == sum(len(ROWS[heading]) for heading in TABLES.values()), "two rows begin alike"
 
 
+@pytest.mark.filterwarnings("ignore:.*(deprecated|state_dict).*:FutureWarning")
 def test_programs_that_come_from_elsewhere() -> None:
-    programs = dict.fromkeys(PROGRAMS.values())  # some stand for two rows
+    programs = dict.fromkeys([*PROGRAMS.values(), states_by_fsdp1])  # some stand for two rows
     run_checks(2, [(program.__name__, program) for program in programs])
