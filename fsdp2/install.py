@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .bridge import torch_interface
+from .bridge import pipelining, torch_interface
 from .checks import comm_watcher, entry_points, named_comm, out_of_memory, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
@@ -34,6 +34,7 @@ def install() -> None:
             parameter_methods.hook_state_dicts,
             tools_when_needed.log_waste,
             lambda root: transforms.withdraw_where_disabled(),
+            lambda root: pipelining.adapt_schedules(),
         ),
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(

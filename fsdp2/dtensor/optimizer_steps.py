@@ -28,7 +28,6 @@ from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
 from .optimizer_states import adopt_states, cut_loaded_states, follow_state_dicts
 from .sharded_dtensor import ShardedDTensor
-from .switches import is_on
 
 Groups = Sequence[FSDPParamGroup]
 
@@ -122,7 +121,7 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         RuntimeError: gradients are still being reduced; or a check fails.
     """
     groups = _inspect(optimizer).alive()
-    if not groups or not is_on("optimizer-steps"):
+    if not groups:
         return None
     if isinstance(optimizer, Adafactor):
         raise NotImplementedError(
@@ -173,7 +172,7 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
         if plain and (groups or not has_stale):
             for report in stepped_beside:
                 report(optimizer, groups, plain)
-        if groups and is_on("optimizer-steps"):
+        if groups:
             adopt_states(optimizer)
             cut_loaded_states(optimizer)
             follow_state_dicts(optimizer)
@@ -226,7 +225,7 @@ def _follow(optimizer: Optimizer) -> None:
     """
     end_local_step(optimizer)
     facts = _inspect(optimizer)
-    if not (facts.groups or facts.has_stale) or not is_on("optimizer-steps"):
+    if not (facts.groups or facts.has_stale):
         return
     if not getattr(optimizer, "counts_own_steps", False):
         params = _params_of(optimizer)
