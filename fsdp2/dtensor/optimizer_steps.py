@@ -26,7 +26,7 @@ from ..engine.root import Root
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
-from .optimizer_states import adopt_states, cut_loaded_states, follow_state_dicts
+from .optimizer_states import cut_loaded_states, follow_state_dicts, refuse_lost_states
 from .sharded_dtensor import ShardedDTensor
 
 Groups = Sequence[FSDPParamGroup]
@@ -155,8 +155,7 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 def _inspect(optimizer: Optimizer) -> _Inspected:
     """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
-    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded, or are of before
-    fully_shard.
+    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded.
     """
     counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
     if facts is None:
@@ -173,7 +172,7 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
             for report in stepped_beside:
                 report(optimizer, groups, plain)
         if groups:
-            adopt_states(optimizer)
+            refuse_lost_states(optimizer)
             cut_loaded_states(optimizer)
             follow_state_dicts(optimizer)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)

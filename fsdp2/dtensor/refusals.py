@@ -27,7 +27,7 @@ from ..engine.owners import Owned, all_groups, has_left, owners_by_id, sharded_i
 from ..engine.replacements import REPLACE_BEFORE
 from .compat import name_of, spec_of
 from .crossings import owner_of
-from .sharded_dtensor import handle_operations, replace_attribute
+from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
 
 _COLLECTIVES = (
     *("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "gather_", "scatter_", "send", "recv_"),
@@ -170,6 +170,7 @@ def explain_refusals() -> None:
       has no memory;
     - `tolist()`, `numpy()`, and `__dlpack__`, whose readers would crash.
     """
+    explain_errors(_explain)
     replace_attribute("device_mesh", lambda _: property(_device_mesh))
     collectives = (getattr(torch.ops.c10d, name, None) for name in _COLLECTIVES)  # releases of torch add and drop some
     handle_operations((each.default for each in collectives if each is not None), _refuse_collective)
@@ -179,7 +180,7 @@ def explain_refusals() -> None:
         replace_attribute(name, partial(_refusing, name))
 
 
-def explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _explain(error: Exception, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Makes an error of torch about `op` say which parameter is meant, and what to do."""
     text, name, operands = str(error), name_of(op), [*tensors_in(args, kwargs)]
     if "Torch says" in text or (any(each in text for each in _DTYPES) and _explain_dtypes(error)):

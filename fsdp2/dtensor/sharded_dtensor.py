@@ -48,6 +48,8 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 # Operation -> the function that replaces it, below autograd, if a ShardedDTensor is among its arguments.
 _handlers: dict[Any, Handler] = {}
+# Functions that may change the text of an error about an operation.
+_explainers: list[Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]] = []
 
 
 class ShardedDTensor(DTensor):
@@ -303,6 +305,11 @@ def handler_of(op: Any) -> Handler:
     return _handlers.get(op, call_unhandled)
 
 
+def explain_errors(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    """Calls `explain(error, op, args, kwargs)` with the errors that torch raises about operations."""
+    _explainers.append(explain)
+
+
 def replace_attribute(name: str, replace: Callable[[Any], Any]) -> None:
     """Sets the attribute `name` of ShardedDTensor to `replace(attribute)`, of the one that it has or inherits."""
     setattr(ShardedDTensor, name, replace(getattr(ShardedDTensor, name)))
@@ -318,9 +325,8 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return _write(op, args, kwargs)
         return op(*map(_as_dtensor, args), **{name: _as_dtensor(each) for name, each in kwargs.items()})
     except (NotImplementedError, RuntimeError) as error:
-        from .refusals import explain  # which imports this file
-
-        explain(error, op, args, kwargs)
+        for explain in _explainers:
+            explain(error, op, args, kwargs)
         raise
 
 

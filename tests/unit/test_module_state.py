@@ -44,6 +44,7 @@ ALLOWED = {
     "checks._ONE_SEARCH": THREADS,
     "checks._checked": CACHE,
     "checks._groups": "what checks know of a process group, which is torch's, and which several Comms share",
+    "dtensor._explainers": OF_CLASS,
     "dtensor._handlers": OF_CLASS,
     "dtensor._inspected": CACHE,
     "dtensor.after_step": OF_STEPS,
