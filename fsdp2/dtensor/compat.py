@@ -67,12 +67,6 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTen
     return ext_compat.cut(full, mesh, placements, extensions().tensor_class)
 
 
-def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """Returns a DTensor of `local`, of any shape and strides, with the placements of `like`, none of which shards."""
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    return dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
-
-
 def set_local_and_spec(tensor: Tensor, local: Tensor, like: DTensor) -> None:
     """Replaces the local tensor of an existing DTensor, which users and optimizers hold, and gives it the spec of
     `like`.
@@ -111,11 +105,6 @@ def reduced(tensor: DTensor) -> DTensor:
 def is_partial(tensor: DTensor) -> bool:
     """Returns True if the ranks along some mesh axis hold values that are still to be reduced."""
     return any(each.is_partial() for each in spec_of(tensor).placements)
-
-
-def is_sharded_nowhere(tensor: DTensor) -> bool:
-    """Returns True if each rank has all elements."""
-    return all(each.is_replicate() for each in spec_of(tensor).placements)
 
 
 def is_strided(tensor: DTensor) -> bool:

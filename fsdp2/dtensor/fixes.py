@@ -14,7 +14,6 @@ from torch import nn
 from ..engine.events import extend
 from ..engine.once import once
 from ..engine.root import Root
-from ..engine.torch_names import keep_out_of_graphs
 from ..engine.write_notices import notices
 from .autograd_inputs import accept_sharded_inputs
 from .compat import allow_in_foreach, dispatch_to
@@ -66,7 +65,6 @@ def join_fixes(root: Root) -> None:
 @once
 def correct_torch() -> None:
     """Puts the fixes in force. Functions that replace the same attribute stand in the order in which they wrap it."""
-    keep_out_of_graphs()
     dispatch_to((ShardedDTensor, UnreducedDTensor, CopiedView))
     allow_in_foreach(ShardedDTensor)
     average_in_plain_tensors()

@@ -21,7 +21,6 @@ from .compat import (
     argument_names,
     cut,
     full_tensor_of,
-    is_sharded_nowhere,
     may_be_empty,
 )
 from .foreach_operations import specs_of
@@ -115,7 +114,7 @@ def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: d
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the number of a tensor of one element, which only one rank may hold."""
     (target,) = args
-    return call_unhandled(op, args, kwargs) if is_sharded_nowhere(target) else op(full_tensor_of(target))
+    return op(full_tensor_of(target))
 
 
 def _over_all_dims(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

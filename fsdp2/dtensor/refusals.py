@@ -43,7 +43,7 @@ _READERS = ("bitsandbytes", "safetensors", "transformers.modeling_utils", "trito
 # Texts in torch's errors: plain tensors among DTensors; operations for which DTensor has no rule, or none that fits;
 # operands of different dtypes.
 _MIXED = "mixed torch.Tensor and DTensor"
-_LACKS = ("sharding strategy registered", "Sharding propagation failed")
+_LACKS = ("sharding strategy registered", "Sharding propagation failed", "into a corresponding shard_order")
 _DTYPES = ("expected dtype", "expected scalar type")
 
 # ---- what to do, by who calls

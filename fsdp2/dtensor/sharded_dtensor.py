@@ -324,7 +324,7 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if is_mutable(op):
             return _write(op, args, kwargs)
         return op(*map(_as_dtensor, args), **{name: _as_dtensor(each) for name, each in kwargs.items()})
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         for explain in _explainers:
             explain(error, op, args, kwargs)
         raise

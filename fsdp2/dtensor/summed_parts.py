@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 from torch import Tensor
 
@@ -28,14 +28,17 @@ class _Part:
         self.name = name
 
 
-# Identity -> each part whose graph is alive. While there is none, no graph is walked over.
-parts: WeakValueDictionary[int, _Part] = WeakValueDictionary()
+# Identity -> each part whose graph is alive. While there is none, no graph is walked over: each backward asks, and a
+# WeakValueDictionary would answer in Python.
+parts: dict[int, ref[_Part]] = {}
 
 
 def note_part(node: Any, name: str) -> None:
     """Notes that `node` of a graph makes this rank's part of the parameter `name`."""
     part = _Part(name)
-    parts[id(part)] = node.metadata[_PART] = part
+    key = id(part)
+    parts[key] = ref(part, lambda _: parts.pop(key, None))
+    node.metadata[_PART] = part
 
 
 def refuse_summed_parts(outputs: Sequence[Any]) -> None:

@@ -202,7 +202,7 @@ def continues(expected: dict[str, Tensor], is_moved: bool) -> None:
         train(accelerator, model, optimizer, batches()[2:]).assert_like(second_half(expected))
 
 
-def test_an_optimizer_that_has_stepped_goes_on_with_its_states() -> None:
+def test_an_optimizer_that_has_stepped_loads_its_states() -> None:
     """With torch's FSDP2 its momenta begin anew."""
     expected = alone(trained_plainly)
     run_checks(2, [(f"{moved=}", partial(continues, expected, moved)) for moved in (False, True)], timeout=120)

@@ -250,11 +250,12 @@ PROGRAMS: list[Callable[[], bool]] = [
 ]
 # Programs of one rank alone, which holds no row: others would wait for it.
 ON_AN_EMPTY_RANK: list[Callable[[Any], object]] = [lambda p: p.max(), lambda p: p[:, 0].item()]
-# Programs for which torch needs no fix, and since which release. The last one needs it because of our class.
-RIGHT_SINCE = {
-    **dict.fromkeys(("whole_truth", "sum_of_norms", "gradient_of_a_last_column"), "2.15"),
-    "counted_collective": "2",
-}
+# Programs for which torch needs no fix any more since 2.15, and one that needed it only for our class until then.
+RIGHT = (
+    {"whole_truth", "sum_of_norms", "gradient_of_a_last_column", "written_by_a_mask"}
+    if torch.__version__ >= "2.15"
+    else {"counted_collective"}
+)
 
 
 def ends_well(program: Callable[[], object]) -> bool:
@@ -295,8 +296,7 @@ def test_they_are_needed(value: str) -> None:
     )
     if value == "off":
         assert result.returncode == 0, result.stderr
-        right = {name for name, release in RIGHT_SINCE.items() if torch.__version__ >= release}
-        assert {*json.loads(result.stdout.splitlines()[-1])} == right | {"DTensor"}
+        assert {*json.loads(result.stdout.splitlines()[-1])} == RIGHT | {"DTensor"}
     else:
         assert "FSDP2_DTENSOR_FIXES: expected off, or no value; got 'views'" in result.stderr
 

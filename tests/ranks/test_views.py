@@ -252,11 +252,11 @@ def test_on_two_axes() -> None:
         takes: list[Callable[[Any], Any]] = [lambda w: w[1], lambda w: w[1:3], lambda w: w.split(4)[1]]
         with torch.no_grad():
             for take in takes:
-                try:
-                    view = take(linear.weight)
-                except ValueError:
-                    assert torch.__version__ < "2.13", "torch 2.11 takes no views of a dim that two axes cut"
+                if torch.__version__ < "2.13":
+                    with pytest.raises(ValueError, match=r"^weight: DTensor can't do.*call full_tensor\(\)"):
+                        take(linear.weight)
                     continue
+                view = take(linear.weight)
                 assert_same(view.full_tensor(), take(PLAIN), 0, 0, "read")
                 with pytest.raises(
                     NotImplementedError, match=r"^weight: zero_ of a view.*full_params\(module, writeback"
