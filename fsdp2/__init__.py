@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from .api import embed_by_rows, fully_shard, replicate
 from .checks.table import set_checks
-from .dtensor.fixes import dtensor_fixes
 from .engine.forward_method import register_fsdp_forward_method
 from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
@@ -109,7 +108,6 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "describe",
-    "dtensor_fixes",
     "embed_by_rows",
     "even_batches",
     "flatten_optimizer",

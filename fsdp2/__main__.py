@@ -5,10 +5,6 @@
     torchrun --nproc-per-node 2 -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
 
-Prints the fixes for sharded parameters, what each does, and which are in force:
-
-    python -m fsdp2 fixes
-
 Prints the checks, what each finds and costs, and which are in force:
 
     python -m fsdp2 checks
@@ -63,12 +59,6 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
     return [*before, flags] if flags != "-" else before
 
 
-def _fixes(arguments: list[str]) -> None:
-    from .commands import fixes
-
-    fixes(arguments)
-
-
 def _checks(arguments: list[str]) -> None:
     from .commands import checks
 
@@ -107,7 +97,6 @@ def _version(_: list[str]) -> None:
 
 
 COMMANDS = {
-    "fixes": _fixes,
     "checks": _checks,
     "plan": _plan,
     "merge": _merge,

@@ -1,4 +1,4 @@
-"""Runs `python -m fsdp2 fixes`, `checks` and `env`: prints their tables for a terminal."""
+"""Runs `python -m fsdp2 checks` and `env`: prints their tables for a terminal."""
 
 from __future__ import annotations
 
@@ -7,32 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from .checks.levels import level_of
 from .checks.table import TABLE, describe_checks
-from .dtensor.fixes import describe_fixes, state_of_fix
-from .dtensor.table import FIXES
 from .environment import facts
 from .tools.columns import aligned, terminal_width, wrapped
-
-
-def fixes(arguments: Sequence[str]) -> None:
-    """Prints one line for each fix for sharded parameters, or all about some of them.
-
-    Raises:
-        SystemExit: 2, for wrong arguments; 0, for --help.
-    """
-    details = {
-        fix.name: {
-            "in force": state_of_fix(fix),
-            "torch": fix.torch,
-            "instead": fix.instead,
-            "situations": f"{fix.situations} of the tests' situations go wrong without it",
-        }
-        for fix in FIXES
-    }
-    about = (
-        "Lists what fsdp2 corrects in torch's operations on sharded parameters. FSDP2_DTENSOR_FIXES=-views,-random "
-        "leaves some out, FSDP2_DTENSOR_FIXES=off all."
-    )
-    _print("fixes", about, details, ("in force", "torch"), describe_fixes(), arguments)
 
 
 def checks(arguments: Sequence[str]) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .checks.levels import NAMES, level_of
-from .dtensor.fixes import state_of_fix
-from .dtensor.table import FIXES
+from .dtensor import fixes
 
 # Libraries that train with fsdp2, or that it reads files of.
 _LIBRARIES = (
@@ -72,7 +71,7 @@ def facts(version: str) -> list[tuple[str, str]]:
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
         ("libraries", ", ".join(_libraries()) or "none of those that are known to train with fsdp2"),
         ("checks", ", ".join(_changed_checks()) or "all at default"),
-        ("fixes", ", ".join(_changed_fixes()) or "all in force"),
+        ("fixes", "in force" if fixes.are_on() else "off"),
         *_variables(),
     ]
 
@@ -113,10 +112,6 @@ def _libraries() -> Iterator[str]:
 
 def _changed_checks() -> Iterator[str]:
     return (f"{name}={level}" for name in NAMES if (level := level_of(name)) != "default")
-
-
-def _changed_fixes() -> Iterator[str]:
-    return (f"-{fix.name}" for fix in FIXES if state_of_fix(fix) == "off")
 
 
 def _variables() -> Iterator[tuple[str, str]]:

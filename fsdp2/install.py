@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .bridge import torch_interface
+from .bridge import pipelining, torch_interface
 from .checks import comm_watcher, entry_points, named_comm, out_of_memory, table, tools_when_needed, unnoticed_writes
 from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
-from .engine import parameter_methods, subclasses, transforms
+from .engine import parameter_methods, subclasses, torch_names, transforms
 from .engine.events import extend
 from .features import (
     blocks,
@@ -33,7 +33,9 @@ def install() -> None:
             large_submodules.gather_when_called,
             parameter_methods.hook_state_dicts,
             tools_when_needed.log_waste,
+            lambda root: torch_names.keep_out_of_graphs(),
             lambda root: transforms.withdraw_where_disabled(),
+            lambda root: pipelining.adapt_schedules(),
         ),
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(

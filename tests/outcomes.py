@@ -21,6 +21,7 @@ import torch._dynamo  # as torch's FSDP2 does, in seconds: once, before the fork
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
 import fsdp2
 from helpers import RankError, alone, assert_same, end_of_part, full, run_ranks, shard_batch
@@ -33,8 +34,8 @@ PATIENCE_S = 10.0
 ADVICE = re.compile(
     r"\b(?:must|requires?|need to)\b|(?:^|[.:;,]\s+|\b(?:please|or|and|then|instead) )"
     r"(?:add|apply|build|broadcast|call|change|checkpoint|choose|clear|convert|copy|freeze|give|group|have|initialise|initialize"
-    r"|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|run|set|start|step|store|tie|use|wrap"
-    r"|write)\b",
+    r"|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|run|set|start|step|store|take|tie|use"
+    r"|wrap|write)\b",
     re.IGNORECASE,
 )
 NO_END = re.compile(r"timed out|timeout|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
@@ -193,7 +194,7 @@ def _end_of(situation: Situation, side: Side, expected: dict[str, Any]) -> Outco
     with _listening() as heard:
         try:
             _run(situation.program, side)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             return _judge(error, side)
     text = _difference(side.shown, expected, situation.tolerance)
     return Outcome(SILENT if text else EXACT, text, bool(heard))

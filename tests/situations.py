@@ -292,7 +292,7 @@ def weight_redistributed_in_the_loss(side: Side) -> None:
     side.grads("gradients", model)
 
 
-@ends(EXACT)
+@ends(LOUD, "Call full_tensor() on the parameter, or on what is computed from it")
 def weight_gathered_in_the_loss(side: Side) -> None:
     """The same by a functional all-gather of the shards"""
     model = shard(side, Net())
@@ -310,7 +310,7 @@ def shard_group(tensor: DTensor) -> Any:
     return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
 
 
-@ends(EXACT)
+@ends(LOUD, "Call full_tensor() on the parameter, or on what is computed from it")
 def penalty_summed_over_shards(side: Side) -> None:
     """The norm of all weights, of squares of local tensors that a functional all-reduce sums"""
     model = shard(side, Net())
@@ -432,7 +432,7 @@ def rows_of_a_gradient_cleared(side: Side) -> None:
 
 @ends(EXACT)
 def rows_initialised(side: Side) -> None:
-    """Built on meta, `reset_parameters` of an embedding with a padding row; one more row set to the mean of all"""
+    """Built on meta, `reset_parameters` of an embedding with a padding row"""
     with torch.device("meta" if side.is_sharded else "cpu"):
         model = nn.Sequential(nn.Embedding(9, 5, padding_idx=1), nn.Linear(5, 3))
     side.fully_shard(model)
@@ -440,6 +440,13 @@ def rows_initialised(side: Side) -> None:
     torch.manual_seed(5)
     for module in model:
         module.reset_parameters()
+    side.weights("initial", model)
+
+
+@ends(LOUD, "full_params(module, writeback=True)")
+def row_set_to_a_mean(side: Side) -> None:
+    """A row of an embedding, of a new token, set to the mean of the others"""
+    model = side.fully_shard(nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 3)))
     with torch.no_grad():
         model[0].weight[-1].copy_(model[0].weight[:-1].mean(0))
     side.weights("initial", model)
@@ -1020,7 +1027,7 @@ class InThree(nn.Linear):
         state.update(zip("qkv", state.pop(f"{prefix}weight").chunk(3), strict=True))
 
 
-@ends(EXACT)
+@ends(LOUD, "Take the view again, or the state dict that has it, on every rank")
 def checkpoints_of_parts(side: Side) -> None:
     """A checkpoint of parts of a weight, which a hook splits, taken once; saved after training, and loaded in place"""
     model, other = side.fully_shard(InThree()), side.fully_shard(InThree())
@@ -3729,7 +3736,7 @@ def step_plainly(side: Side, model: nn.Module, optimizer: torch.optim.Optimizer)
         optimizer.zero_grad()
 
 
-@ends(EXACT)
+@ends(LOUD, "would begin anew")
 def an_optimizer_that_has_stepped_before_sharding(side: Side) -> None:
     """An optimizer has stepped, then the model is sharded, and the groups get the sharded parameters"""
     model = Net()
@@ -3742,7 +3749,7 @@ def an_optimizer_that_has_stepped_before_sharding(side: Side) -> None:
     train(side, model, optimizer)
 
 
-@ends(EXACT)
+@ends(LOUD, "would begin anew")
 def an_optimizer_loaded_before_sharding(side: Side) -> None:
     """The same, of an optimizer that has loaded a state dict"""
     model = Net()

@@ -6,13 +6,20 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from ..dtensor.switches import is_on
 from ..engine.group import UNSHARDED, FSDPParamGroup
+from ..engine.once import once
 from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.state import groups_below
+from .when_imported import when_imported
 
 
-def adapt(stage: ModuleType) -> None:
+@once
+def adapt_schedules() -> None:
+    """Adapts torch.distributed.pipelining as soon as a program has imported it."""
+    when_imported("torch.distributed.pipelining.stage", _adapt)
+
+
+def _adapt(stage: ModuleType) -> None:
     """Registers the unsharded parameters while a zero-bubble schedule computes gradients of weights.
 
     Such a schedule searches `module.parameters()` for the leaves of the graph, between forward and backward. At that
@@ -25,7 +32,7 @@ def adapt(stage: ModuleType) -> None:
 
     @wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        groups = [] if backward_type == "full" or not is_on("pipelines") else groups_below(self.submod)
+        groups = [] if backward_type == "full" else groups_below(self.submod)
         for group in groups:
             _register_unsharded(group)
         try:

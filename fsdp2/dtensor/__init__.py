@@ -1,1 +1,1 @@
-"""Fixes for DTensor operations on sharded parameters: table.py lists them, and fixes.py puts them in force."""
+"""Fixes for DTensor operations on sharded parameters; fixes.py puts them in force."""

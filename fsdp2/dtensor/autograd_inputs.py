@@ -27,8 +27,7 @@ from .compat import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
 from .sharded_dtensor import replace_attribute
-from .summed_parts import average_summed_parts, parts
-from .switches import is_on, off
+from .summed_parts import parts, refuse_summed_parts
 
 _FREED_GRAPH = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
@@ -45,14 +44,11 @@ _SHAPE_READ = re.compile(r"\[torch\.[\w.]+ \[([\d, ]*)\]\]")
 
 
 def accept_sharded_inputs() -> None:
-    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to."""
-    wrap_engine(_entering)
-
-
-def find_accumulators_of_unsharded() -> None:
-    """Has `register_multi_grad_hook` wait for gradients of unsharded parameters: it looks for the accumulator of a
+    """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to.
+    `register_multi_grad_hook` then waits for gradients of unsharded parameters: it looks for the accumulator of a
     sharded one by `view_as`.
     """
+    wrap_engine(_entering)
     replace_attribute("view_as", _finding_accumulators)
 
 
@@ -73,7 +69,7 @@ def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
     def enter(  # which calls no other, as usual: it runs in each step
         outputs: Any, gradients: Any, retain_graph: Any, create_graph: Any, inputs: Any, *rest: Any, **options: Any
     ) -> Any:
-        if "inputs" in off or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return run(outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)
         if inputs:
             _refuse_losses_of_gradients(outputs)
@@ -86,15 +82,13 @@ def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_recording(outputs)
         if len(outputs) != 1 or type(outputs[0]) is not Tensor:
             _refuse_differing_numbers(outputs)
-        hooks = average_summed_parts(outputs) if parts else ()
+        if parts:
+            refuse_summed_parts(outputs)
         try:
             return run(outputs, gradients, retain_graph, create_graph, inputs, *rest, **options)
         except BaseException as error:
             _clean_up(error, outputs)
             raise
-        finally:
-            for each in hooks:
-                each.remove()
 
     return enter
 
@@ -209,8 +203,6 @@ def _leaf_nodes(outputs: Any) -> Iterator[Any]:
 
 def _unsharded_of(tensor: Tensor) -> Tensor:
     """Returns the unsharded parameter that stands in graphs for a sharded one, and any other tensor as it is."""
-    if not is_on("inputs"):
-        return tensor
     return next((owned.param.unsharded for owned in _owned([tensor])), tensor)
 
 

@@ -26,11 +26,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..engine import compat
 from ..engine import torch_names as ext_compat
-from ..engine.callers import optimizer_that_calls
 from ..engine.compat import local_of, new_dtensor
 from ..engine.events import extensions
 from ..engine.once import once
-from .wrapped_after import advice_about_caller, advice_about_optimizer
 
 # True if torch calls `__torch_dispatch__` of a subclass of DTensor for an operation on it only where it has been told.
 _HAS_DISPATCH_RULES = torch.__version__ < "2.13"
@@ -69,12 +67,6 @@ def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTen
     return ext_compat.cut(full, mesh, placements, extensions().tensor_class)
 
 
-def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """Returns a DTensor of `local`, of any shape and strides, with the placements of `like`, none of which shards."""
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    return dtensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta))
-
-
 def set_local_and_spec(tensor: Tensor, local: Tensor, like: DTensor) -> None:
     """Replaces the local tensor of an existing DTensor, which users and optimizers hold, and gives it the spec of
     `like`.
@@ -103,45 +95,16 @@ def full_tensor_of(tensor: DTensor) -> Tensor:
 
 def reduced(tensor: DTensor) -> DTensor:
     """Returns `tensor` with Replicate in place of its Partial placements. Every rank must call it."""
-    spec = spec_of(tensor)
-    replicated = _replicated(spec, range(spec.mesh.ndim))
-    return dtensor(_reduced_local(local_of(tensor), spec, replicated), replicated)
-
-
-def reduced_together(tensors: Sequence[DTensor], axis: int) -> list[DTensor]:
-    """Returns tensors that are all distributed alike, reduced along one mesh axis, in one collective."""
-    spec = spec_of(tensors[0])
-    replicated = _replicated(spec, [axis])
-    stacked = torch.stack([local_of(each) for each in tensors])
-    whole = _reduced_local(stacked, *(_along(axis, each, stacked) for each in (spec, replicated)))
-    return [dtensor(local, replicated) for local in whole.unbind()]
-
-
-def _along(axis: int, spec: DTensorSpec, local: Tensor) -> DTensorSpec:
-    """Returns a spec of a tensor whose local tensors are like `local`, with the placement of `spec` on one axis."""
-    placements = [spec.placements[i] if i == axis else Replicate() for i in range(spec.mesh.ndim)]
-    return compat.dtensor_spec(spec.mesh, tuple(placements), tuple(local.shape), local.dtype)
-
-
-def _replicated(spec: DTensorSpec, axes: Sequence[int]) -> DTensorSpec:
-    """Returns `spec` with Replicate in place of its Partial placements on mesh axes `axes`."""
-    placements = [Replicate() if i in axes and each.is_partial() else each for i, each in enumerate(spec.placements)]
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
-
-
-def _reduced_local(local: Tensor, spec: DTensorSpec, replicated: DTensorSpec) -> Tensor:
+    spec, local = spec_of(tensor), local_of(tensor)
+    placements = tuple(Replicate() if each.is_partial() else each for each in spec.placements)
+    replicated = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     summable = local.int() if local.dtype == torch.bool else local  # gloo's sum of two bools is a byte of 2
-    return redistribute_local_tensor(summable, spec, replicated).to(local.dtype)
+    return dtensor(redistribute_local_tensor(summable, spec, replicated).to(local.dtype), replicated)
 
 
 def is_partial(tensor: DTensor) -> bool:
     """Returns True if the ranks along some mesh axis hold values that are still to be reduced."""
     return any(each.is_partial() for each in spec_of(tensor).placements)
-
-
-def is_sharded_nowhere(tensor: DTensor) -> bool:
-    """Returns True if each rank has all elements."""
-    return all(each.is_replicate() for each in spec_of(tensor).placements)
 
 
 def is_strided(tensor: DTensor) -> bool:
@@ -270,35 +233,3 @@ def written_by(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             found += given if isinstance(given, list | tuple) else [given]
     return found
-
-
-def returned_of(op: Any, written: Sequence[Tensor]) -> Any:
-    """Returns the return value of `op`, which writes to the tensors `written`: one, several, or none of them."""
-    count = len(op._schema.returns)
-    return tuple(written) if count > 1 else written[0] if count else None
-
-
-def refuse_plain_target(op: Any, target: Any) -> None:
-    """Refuses to write a DTensor to a plain tensor. Torch fails an assertion there.
-
-    Raises:
-        RuntimeError: `target`, to which `op` would write, is plain.
-    """
-    if not isinstance(target, DTensor):
-        name = name_of(op)
-        advice = (
-            advice_about_caller()
-            or advice_about_optimizer()
-            or "Call full_tensor() on the DTensor, on every rank (`total += p.grad.norm().full_tensor()`)."
-        )
-        if name == "copy_" and optimizer_that_calls() is None:  # load_state_dict shows this once for each tensor
-            advice = (
-                "Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a "
-                "plain one, get it by torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-                "options=StateDictOptions(full_state_dict=True)) on every rank. To resize a parameter (an embedding, "
-                "for new tokens), do so before fully_shard."
-            )
-        raise RuntimeError(
-            f"{name} of a plain tensor of shape {tuple(target.shape)} with a DTensor: this rank may hold only a shard "
-            f"of the latter. {advice}"
-        )

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from ..bridge.when_imported import when_imported
 from .sharded_dtensor import ShardedDTensor
-from .switches import is_on
 
 
 def count_collectives_of_shards() -> None:
@@ -31,7 +30,7 @@ def _adapt(debug: ModuleType) -> None:
 def _as_of_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, ShardedDTensor) for each in types) and is_on("counted-collectives"):
+        if any(issubclass(each, ShardedDTensor) for each in types):
             types = tuple(DTensor if issubclass(each, ShardedDTensor) else each for each in types)
         return original(self, func, types, args, kwargs)
 

@@ -7,7 +7,7 @@ torch.compile has traced, torch still does so.
 
 A mesh axis on which the DTensor is sharded, or Partial, gives each rank its own part, of which it computes an addend:
 its gradient is what that rank computes, as in torch. So `sum(p.to_local().square().sum())`, added to each rank's loss,
-is the penalty of the whole model. Parts that ranks exchange by collectives with a gradient are in `summed_parts.py`.
+is the penalty of the whole model. `summed_parts.py` refuses collectives that take such parts.
 `grad_placements=` says what gradients are: with them nothing is averaged.
 
 A plain number of this rank, as in `loss + penalty` and `loss.detach() * p.norm()`, makes a plain tensor of a DTensor,
@@ -139,7 +139,7 @@ def _cross(tensor: DTensor, plain: Tensor, placements: Sequence[Any], grad_place
         refuse_differing_numbers(tensor, owner)
         plain.register_hook(unserializable_hook(_Average(owner, alike)))  # files hold values only
     if len(alike) < len(axes):
-        note_part(plain.grad_fn, owner.param.name, _divisor(owner, set(axes).difference(alike)))
+        note_part(plain.grad_fn, owner.param.name)
 
 
 def owner_of(tensor: DTensor) -> Owned | None:

@@ -1,24 +1,58 @@
-"""Puts the fixes of table.py in force, and switches them.
+"""Corrects what torch's DTensor computes otherwise than plain tensors, for sharded parameters.
 
 `install` connects this folder to the engine. Nothing of torch is changed before the first module is sharded.
+FSDP2_DTENSOR_FIXES=off leaves everything here out, so that sharded parameters are torch's DTensors: a report of a bug
+can then say if it is one of a fix.
 """
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..engine.events import extend
 from ..engine.once import once
 from ..engine.root import Root
-from ..engine.torch_names import keep_out_of_graphs
 from ..engine.write_notices import notices
-from . import switches
+from .autograd_inputs import accept_sharded_inputs
 from .compat import allow_in_foreach, dispatch_to
-from .copied_views import CopiedView
-from .optimizer_steps import note_call
-from .sharded_dtensor import ShardedDTensor, UnreducedDTensor, forget_replacements, look_up_in_user_classes
-from .table import FIXES, NAMES, Fix
+from .copies import copy_gradients
+from .counted_collectives import count_collectives_of_shards
+from .crossings import average_in_plain_tensors
+from .data_attribute import follow_data
+from .foreach_operations import operate_on_lists
+from .optimizer_steps import follow_optimizer_steps, note_call
+from .random_ops import randomize_like_plain_tensors
+from .reductions import reduce_full_tensors
+from .refusals import explain_refusals
+from .sharded_dtensor import ShardedDTensor, UnreducedDTensor, look_up_in_user_classes
+from .views import CopiedView, refuse_lost_writes
+from .writes import write_to_shards
+
+VARIABLE = "FSDP2_DTENSOR_FIXES"
+
+
+def are_on() -> bool:
+    """Returns True unless the environment switches the fixes off.
+
+    Raises:
+        ValueError: the environment variable has another value than `off`.
+    """
+    text = os.environ.get(VARIABLE, "").strip()
+    if text not in ("", "off"):
+        raise ValueError(f"{VARIABLE}: expected off, or no value; got {text!r}")
+    return not text
+
+
+def install() -> None:
+    """Makes the engine use ShardedDTensor for sharded parameters, and adds what joins each new root. It is called
+    once, before any module is sharded.
+    """
+    if are_on():
+        extend(tensor_class=ShardedDTensor, features=(join_fixes, note_call))
+        # Operations announce writes to sharded parameters before they happen.
+        notices.are_seen = notices.sees_operations = True
 
 
 def join_fixes(root: Root) -> None:
@@ -28,84 +62,20 @@ def join_fixes(root: Root) -> None:
         look_up_in_user_classes()
 
 
-def install() -> None:
-    """Makes the engine use ShardedDTensor for sharded parameters, and adds what joins each new root. It is called
-    once, before any module is sharded.
-    """
-    extend(tensor_class=ShardedDTensor, features=(join_fixes, note_call))
-
-
-def _use_class(cls: type[DTensor]) -> None:
-    """Makes `cls` the class of sharded parameters from now on. Writes to them are announced before they happen if
-    no local tensor has been returned to a user.
-    """
-    extend(tensor_class=cls)
-    allow_in_foreach(cls)
-    notices.sees_operations = cls is not DTensor
-    notices.are_seen = notices.sees_operations and not notices.are_awaited
-
-
 @once
 def correct_torch() -> None:
-    """Puts the fixes in force, without those that the environment leaves out."""
-    keep_out_of_graphs()
+    """Puts the fixes in force. Functions that replace the same attribute stand in the order in which they wrap it."""
     dispatch_to((ShardedDTensor, UnreducedDTensor, CopiedView))
-    switches.read_environment(NAMES)
-    _attach()
-    for fix in FIXES:
-        if fix.patch is not None:
-            fix.patch()
-
-
-def _attach() -> None:
-    forget_replacements()
-    for fix in FIXES:
-        if fix.attach is not None and switches.is_on(fix.name):
-            fix.attach()
-    _use_class(ShardedDTensor if any(switches.is_on(fix.name) for fix in FIXES if fix.attach) else DTensor)
-
-
-def dtensor_fixes(enabled: bool, *names: str) -> None:
-    """Switches fixes for sharded parameters on or off, from now on, in this process. Call it on every rank alike.
-
-    All fixes are on unless the environment variable FSDP2_DTENSOR_FIXES says otherwise: `off`, or names to leave out
-    (`-views,-random`). `python -m fsdp2 fixes` prints what each does.
-
-    Args:
-        enabled: True: operations do what they do on plain tensors. False: they do what they do on torch's DTensor.
-        names: the names of fixes; without names all fixes are switched. With all off, modules that are sharded from
-            then on have plain DTensors.
-
-    Raises:
-        TypeError: `enabled` is not a bool.
-        ValueError: there is no fix of that name.
-    """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled: expected a bool, got {enabled!r}")
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise ValueError(f"names: expected some of {', '.join(NAMES)}; got {', '.join(map(str, unknown))}")
-    correct_torch()
-    switches.switch(names or NAMES, enabled)
-    _attach()
-
-
-def describe_fixes() -> str:
-    """Returns the table as Markdown: a line for each fix, with what torch does, what fsdp2 does instead, whether it is
-    in force in this environment, and in how many of the tests' situations training goes wrong without it.
-    """
-    lines = ["| fix | in force | torch | instead | situations |", "|---|---|---|---|---|"]
-    for fix in FIXES:
-        cells = (fix.name, state_of_fix(fix), fix.torch, fix.instead, str(fix.situations))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def state_of_fix(fix: Fix) -> str:
-    """Returns "yes" or "off": if the fix is in force in this environment.
-
-    Raises:
-        ValueError: the environment names a fix that there is not.
-    """
-    switches.read_environment(NAMES)
-    return "yes" if switches.is_on(fix.name) else "off"
+    allow_in_foreach(ShardedDTensor)
+    average_in_plain_tensors()
+    follow_data()
+    copy_gradients()
+    refuse_lost_writes()
+    operate_on_lists()
+    write_to_shards()
+    reduce_full_tensors()
+    randomize_like_plain_tensors()
+    explain_refusals()
+    accept_sharded_inputs()
+    follow_optimizer_steps()
+    count_collectives_of_shards()

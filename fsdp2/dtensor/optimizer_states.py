@@ -1,9 +1,9 @@
 """Finds states of an optimizer of sharded parameters that are no DTensors, and cuts full ones.
 
 Full states, those of training in one process, come from `load_state_dict`: torch leaves them plain
-(`set_optimizer_state_dict` leaves those of scalars), and can't step with them. Or the optimizer has stepped before
-fully_shard, and its state has them under the original parameters. They are cut before the next step, which notices that
-`load_state_dict` has made another dict of states, or that fully_shard was called.
+(`set_optimizer_state_dict` leaves those of scalars), and can't step with them. They are cut before the next step, which
+notices that `load_state_dict` has made another dict of states. States of before fully_shard, under the original
+parameters, are refused.
 
 States that an optimizer has made of this rank's rows are right, until a checkpoint takes them for the same on all
 ranks.
@@ -24,7 +24,6 @@ from ..engine.compat import local_of
 from ..engine.owners import sharded_owner, some_of
 from ..engine.parameter import FSDPParam
 from ..engine.saved_shards import refuse_others
-from ..engine.ties import original_of
 from .compat import dtensor
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
@@ -61,14 +60,12 @@ def _shard(param: FSDPParam, full: Tensor) -> DTensor:
 # ---- states of before fully_shard
 
 
-def adopt_states(optimizer: Optimizer) -> None:
-    """Gives sharded parameters without states those of the original parameters from which they were cut, in full.
+def refuse_lost_states(optimizer: Optimizer) -> None:
+    """Refuses to begin anew for sharded parameters where there are states of what they were before fully_shard.
 
     Raises:
         RuntimeError: there are states of other tensors only, that are in no parameter group.
     """
-    for param, original in _originals(optimizer):
-        optimizer.state[param] = optimizer.state.pop(original)
     lost = lost_states(optimizer)
     if lost:
         sharded = [owned.param.name for param in _sharded(optimizer) if (owned := sharded_owner(param)) is not None]
@@ -82,12 +79,15 @@ def adopt_states(optimizer: Optimizer) -> None:
 
 def lost_states(optimizer: Any) -> list[Tensor]:
     """Returns the tensors in no parameter group that have states, if no sharded parameter has any, and most of these
-    could have been cut from the former, by their shapes. `adopt_states` may move them all: then there are none.
+    could have been cut from the former, by their shapes.
     """
     sharded, state = _sharded(optimizer), getattr(optimizer, "state", None)
-    if not sharded or not state or any(state.get(param) for param in sharded) or [*_originals(optimizer)]:
+    if not sharded or not state or any(state.get(param) for param in sharded):
         return []
-    left = _left(optimizer)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    left = [
+        each for each in state if isinstance(each, Tensor) and not isinstance(each, DTensor) and id(each) not in held
+    ]
     shapes, of_sharded = Counter(each.shape for each in left), Counter(each.shape for each in sharded)
     return left if 2 * (shapes & of_sharded).total() >= len(sharded) else []
 
@@ -95,24 +95,6 @@ def lost_states(optimizer: Any) -> list[Tensor]:
 def _sharded(optimizer: Any) -> list[DTensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     return [param for param in params if isinstance(param, DTensor) and param.requires_grad]
-
-
-def _left(optimizer: Any) -> list[Tensor]:
-    """Returns the plain tensors that have states, and are in no parameter group."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    state = getattr(optimizer, "state", None) or {}
-    return [
-        each for each in state if isinstance(each, Tensor) and not isinstance(each, DTensor) and id(each) not in held
-    ]
-
-
-def _originals(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Returns (sharded parameter without states, the original parameter, which has some)."""
-    wanted = {id(param): param for param in _sharded(optimizer)}
-    marks = ((original_of(each), each) for each in (_left(optimizer) if wanted else ()))
-    params = ((mark.param(), each) for mark, each in marks if mark is not None)
-    pairs = ((wanted.get(id(param.sharded)), each) for param, each in params if param is not None)
-    return [(param, each) for param, each in pairs if param is not None and not optimizer.state.get(param)]
 
 
 # ---- states of this rank's rows

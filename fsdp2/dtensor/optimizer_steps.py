@@ -26,9 +26,8 @@ from ..engine.root import Root
 from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
 from .local_steps import end_local_step, local_optimizer
-from .optimizer_states import adopt_states, cut_loaded_states, follow_state_dicts
+from .optimizer_states import cut_loaded_states, follow_state_dicts, refuse_lost_states
 from .sharded_dtensor import ShardedDTensor
-from .switches import is_on
 
 Groups = Sequence[FSDPParamGroup]
 
@@ -122,7 +121,7 @@ def _prepare(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         RuntimeError: gradients are still being reduced; or a check fails.
     """
     groups = _inspect(optimizer).alive()
-    if not groups or not is_on("optimizer-steps"):
+    if not groups:
         return None
     if isinstance(optimizer, Adafactor):
         raise NotImplementedError(
@@ -156,8 +155,7 @@ def _refuse_unfinished(optimizer: Optimizer, groups: Groups) -> None:
 
 def _inspect(optimizer: Optimizer) -> _Inspected:
     """Returns the groups whose parameters an optimizer steps on. If its parameters are new, it also reports plain ones
-    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded, or are of before
-    fully_shard.
+    that have gradients, for each rank steps on these by itself; it cuts full states that were loaded.
     """
     counts, facts = _counts_of(optimizer), _inspected.get(id(optimizer))
     if facts is None:
@@ -173,8 +171,8 @@ def _inspect(optimizer: Optimizer) -> _Inspected:
         if plain and (groups or not has_stale):
             for report in stepped_beside:
                 report(optimizer, groups, plain)
-        if groups and is_on("optimizer-steps"):
-            adopt_states(optimizer)
+        if groups:
+            refuse_lost_states(optimizer)
             cut_loaded_states(optimizer)
             follow_state_dicts(optimizer)
         facts = _inspected[id(optimizer)] = _Inspected(counts, [ref(group) for group in groups], has_stale)
@@ -226,7 +224,7 @@ def _follow(optimizer: Optimizer) -> None:
     """
     end_local_step(optimizer)
     facts = _inspect(optimizer)
-    if not (facts.groups or facts.has_stale) or not is_on("optimizer-steps"):
+    if not (facts.groups or facts.has_stale):
         return
     if not getattr(optimizer, "counts_own_steps", False):
         params = _params_of(optimizer)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..engine.compat import local_of
 from ..engine.rank_facts import broadcast_over, moves_data
-from .compat import argument_names, cut, full_tensor_of
+from .compat import cut, full_tensor_of
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
@@ -54,12 +54,12 @@ def randomize_like_plain_tensors() -> None:
     of the values that a plain tensor would get from the same seed, for any number of ranks. Replicated values come from
     the generator of the first of their ranks, so they are equal whatever the ranks' seeds are.
 
-    `rrelu` in training raises: each rank would use its own slopes.
+    `rrelu` raises: each rank would use its own slopes.
     """
     handle_operations(_IN_PLACE, _randomize_in_place)
     handle_operations(_LIKE, partial(_randomize, _empty_like))
     handle_operations(_FROM_VALUES, partial(_randomize, full_tensor_of))
-    handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _rrelu)
+    handle_operations([_aten.rrelu_with_noise.default, _aten.rrelu_with_noise_.default], _refuse_rrelu)
 
 
 def _randomize_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,16 +110,8 @@ def _empty_like(tensor: DTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def _rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result of `rrelu` in eval mode.
-
-    Raises:
-        NotImplementedError: it is in training mode.
-    """
-    given = {**dict(zip(argument_names(op), args, strict=False)), **kwargs}
-    if given.get("training", False):
-        raise NotImplementedError(
-            f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would use its own random slopes. "
-            "Use full_tensor(), on every rank, after the same torch.manual_seed."
-        )
-    return call_unhandled(op, args, kwargs)
+def _refuse_rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise NotImplementedError(
+        f"rrelu of a DTensor of global shape {tuple(args[0].shape)}: each rank would use its own random slopes. "
+        "Use full_tensor(), on every rank, after the same torch.manual_seed."
+    )

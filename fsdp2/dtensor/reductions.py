@@ -21,7 +21,6 @@ from .compat import (
     argument_names,
     cut,
     full_tensor_of,
-    is_sharded_nowhere,
     may_be_empty,
 )
 from .foreach_operations import specs_of
@@ -51,26 +50,21 @@ _MEAN_LOSSES = {
 }
 
 
-def average_losses() -> None:
-    """Makes `mse_loss` and similar losses the mean over all elements, also if ranks hold different numbers of them."""
+def reduce_full_tensors() -> None:
+    """Makes these reductions those of the full tensor. All ranks must call them.
+
+    - `mse_loss` and similar losses are the mean over all elements, also if ranks hold different numbers of them.
+    - Extremes, and norms that are extremes, are those of all elements, also where some rank holds none. Their indices
+      are those of the full tensor; torch 2.11 returns those of a rank's shard.
+    - `item()` of a sharded tensor of one element returns it on all ranks.
+    - Reductions over the dims `()`, which occur in the gradients of extremes, are over all dims. The gradient of
+      `p.select(-1, 0)` is that of the last dim: torch before 2.15 takes a negative dim for another one.
+    """
     handle_operations(_MEAN_LOSSES.keys(), _mean_loss)
     handle_operations(_MEAN_LOSSES.values(), _mean_loss_backward)
     handle_operations([_aten.binary_cross_entropy_with_logits.default], _mean_loss)
-
-
-def reduce_full_tensors() -> None:
-    """Computes extremes, and norms that are extremes, over all elements, also where some rank holds none. Their indices
-    are those of the full tensor; torch 2.11 returns those of a rank's shard. `item()` of a sharded tensor of one
-    element returns it on all ranks. All of them must call these operations.
-    """
     handle_operations(_EXTREMES, _extreme)
     handle_operations([_aten._local_scalar_dense.default], _item)
-
-
-def count_dims() -> None:
-    """Makes reductions over the dims `()`, which occur in the gradients of extremes, reduce over all dims, and corrects
-    the gradient of `p.select(-1, 0)`, where torch before 2.15 takes a negative dim for another one.
-    """
     for op in _OVER_DIMS:
         handle_operations([op], partial(_over_all_dims, handler_of(op)))
     if IS_OLD:
@@ -120,7 +114,7 @@ def _extreme_of_one(op: Any, target: Any, given: Any, rest: list[Any], kwargs: d
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the number of a tensor of one element, which only one rank may hold."""
     (target,) = args
-    return call_unhandled(op, args, kwargs) if is_sharded_nowhere(target) else op(full_tensor_of(target))
+    return op(full_tensor_of(target))
 
 
 def _over_all_dims(handler: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Defines ShardedDTensor, the class of sharded parameters, of their gradients, and of all results computed from them.
 
-torch's DTensor computes other results for some operations than plain tensors do, or has no rule for them. The fixes,
-which table.py lists, are attached to this class: other DTensors behave like torch's.
+torch's DTensor computes other results for some operations than plain tensors do, or has no rule for them. The fixes of
+this folder are attached to this class: other DTensors behave like torch's.
 
 An operation on a ShardedDTensor takes one way:
 
@@ -18,8 +18,7 @@ torch's code.
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -40,25 +39,21 @@ from .compat import (
     follow_local,
     is_partial,
     reduced,
-    reduced_together,
     set_local_and_spec,
     spec_of,
     written_by,
 )
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-Explainer = Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]
 
 # Operation -> the function that replaces it, below autograd, if a ShardedDTensor is among its arguments.
 _handlers: dict[Any, Handler] = {}
-# Names of the class's attributes that `replace_attribute` has set.
-_replaced: set[str] = set()
 # Functions that may change the text of an error about an operation.
-_explainers: list[Explainer] = []
+_explainers: list[Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]] = []
 
 
-class _Sharded(DTensor):
-    """Implements the part of ShardedDTensor that does not depend on which fixes are in force."""
+class ShardedDTensor(DTensor):
+    """A DTensor with the fixes. Results of operations on it have this class, too."""
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -67,12 +62,7 @@ class _Sharded(DTensor):
         if is_mutable(op):
             notices.notify()
             return _handlers.get(op, call_unhandled)(op, args, kwargs or {})
-        return cls._finished(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
-
-    @staticmethod
-    def _finished(result: Any) -> Any:
-        """Returns the result of an operation, of this class."""
-        return as_sharded(result)
+        return as_sharded(_handlers.get(op, call_unhandled)(op, args, kwargs or {}))
 
     def to_local(self, **options: Any) -> Tensor:
         """Returns what DTensor.to_local returns."""
@@ -81,7 +71,7 @@ class _Sharded(DTensor):
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
         """Returns what DTensor.redistribute returns, of this class."""
-        redistributed: DTensor = self._finished(super().redistribute(*args, **options))
+        redistributed: DTensor = as_sharded(super().redistribute(*args, **options))
         return redistributed
 
     @property
@@ -100,7 +90,7 @@ class _Sharded(DTensor):
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
         """Rebuilds a tensor in graphs that torch.compile makes."""
-        rebuilt: DTensor = ShardedDTensor._finished(DTensor.__tensor_unflatten__(inner, spec, size, stride))
+        rebuilt: DTensor = as_sharded(DTensor.__tensor_unflatten__(inner, spec, size, stride))
         return rebuilt
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -111,10 +101,6 @@ class _Sharded(DTensor):
         tensor.__dict__ = {name: value for name, value in vars(self).items() if name != _VALUE}
         saved_shards.mark(tensor)
         return tensor.__reduce_ex__(protocol)
-
-
-class ShardedDTensor(_Sharded):
-    """Is a DTensor with the fixes that are in force. Results of operations on it have this class, too."""
 
 
 class _Value:
@@ -150,7 +136,8 @@ class UnreducedDTensor(ShardedDTensor):
     An operation that computes with it gets the reduced value; all ranks must call that operation. The tensor itself
     stays as it is: the reduced value is kept next to it, and serves later operations. Only an operation that writes to
     the tensor makes a ShardedDTensor of it. Sums and multiples of sums, as in a penalty, and `stack`, as in clipping,
-    are left to DTensor's rules: one reduction serves all. `to_local()` returns this rank's part.
+    are left to DTensor's rules where all are distributed alike: one reduction serves all. `to_local()` returns this
+    rank's part.
     """
 
     @classmethod
@@ -167,10 +154,9 @@ class UnreducedDTensor(ShardedDTensor):
                 each._reduced()
                 each._value().put_into_tensors()
         if op in _JOINS:
-            joined = _reduced_where_unlike(
-                [_known_value_of(each) if _VALUE in vars(each) else each for each in args[0]]
-            )
-            return super().__torch_dispatch__(op, types, (joined, *args[1:]), kwargs)
+            known = list(map(_known_value_of, args[0]))
+            if len({isinstance(each, DTensor) and spec_of(each).placements for each in known}) == 1:
+                return super().__torch_dispatch__(op, types, (known, *args[1:]), kwargs)
         if op in _LINEAR:
             args = tuple(map(_known_value_of, args))
             if all(_is_sum(each) for each in args if isinstance(each, UnreducedDTensor)):
@@ -244,28 +230,6 @@ def _error_of_unreduced(spec: DTensorSpec, method: str) -> RuntimeError:
     )
 
 
-def _reduced_where_unlike(tensors: Sequence[Any]) -> Sequence[Any]:
-    """Returns `tensors`, reduced along each mesh axis on which they are not all Partial alike. Those that are alike, as
-    norms are where some parameters are replicated, are reduced together.
-    """
-    if len({isinstance(each, DTensor) and each.device_mesh for each in tensors}) > 1:
-        return tensors  # torch refuses them
-    if len({id(spec_of(each).placements) for each in tensors}) == 1:
-        return tensors
-    for axis in reversed(range(tensors[0].device_mesh.ndim)):
-        alike: defaultdict[DTensorSpec, list[int]] = defaultdict(list)
-        for i, each in enumerate(tensors):
-            alike[spec_of(each)].append(i)
-        if len({spec.placements[axis] for spec in alike}) == 1:
-            continue
-        tensors = [*tensors]
-        for spec, indices in alike.items():
-            if spec.placements[axis].is_partial():
-                for i, each in zip(indices, reduced_together([tensors[i] for i in indices], axis), strict=True):
-                    tensors[i] = each
-    return tensors
-
-
 @once
 def look_up_in_user_classes() -> None:
     """Has sharded parameters find what their users' classes define. Attributes that are missing take longer then."""
@@ -292,10 +256,12 @@ def _has_other_subclasses(types: Iterable[type]) -> bool:
 
 
 def as_sharded(result: Any) -> Any:
-    """Makes ShardedDTensors of torch's DTensors in `result`: a tensor, or a list or tuple. Returns `result`."""
+    """Makes ShardedDTensors, or UnreducedDTensors, of torch's DTensors in `result`: a tensor, or a list or tuple.
+    Returns `result`.
+    """
     kind = type(result)
-    if kind is DTensor:
-        result.__class__ = ShardedDTensor
+    if kind is DTensor or kind is ShardedDTensor:
+        result.__class__ = UnreducedDTensor if is_partial(result) else ShardedDTensor
     elif kind is list or kind is tuple:
         for each in result:
             as_sharded(each)
@@ -339,44 +305,14 @@ def handler_of(op: Any) -> Handler:
     return _handlers.get(op, call_unhandled)
 
 
-def replace_attribute(name: str, replace: Callable[[Any], Any]) -> None:
-    """Sets the attribute `name` of ShardedDTensor to `replace(attribute)`, of the one that it has or inherits."""
-    setattr(ShardedDTensor, name, replace(getattr(ShardedDTensor, name)))
-    _replaced.add(name)
-
-
-def explain_errors(explain: Explainer) -> None:
+def explain_errors(explain: Callable[[Exception, Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
     """Calls `explain(error, op, args, kwargs)` with the errors that torch raises about operations."""
     _explainers.append(explain)
 
 
-def reduce_results() -> None:
-    """Has results that DTensor's rule leaves Partial reduced before an operation computes with them.
-
-    Torch takes some of them for reduced ones: it adds norms of parts, counts the ranks that have found something, and
-    writes a number to each rank's addend.
-    """
-    replace_attribute("_finished", lambda _: staticmethod(_marked))
-
-
-def _marked(result: Any) -> Any:
-    """Makes ShardedDTensors, or UnreducedDTensors, of the DTensors in `result`. Returns `result`."""
-    kind = type(result)
-    if kind is DTensor or kind is ShardedDTensor:
-        result.__class__ = UnreducedDTensor if is_partial(result) else ShardedDTensor
-    elif kind is list or kind is tuple:
-        for each in result:
-            _marked(each)
-    return result
-
-
-def forget_replacements() -> None:
-    """Removes everything that these functions have set: the class then behaves like DTensor."""
-    _handlers.clear()
-    _explainers.clear()
-    for name in _replaced:
-        delattr(ShardedDTensor, name)
-    _replaced.clear()
+def replace_attribute(name: str, replace: Callable[[Any], Any]) -> None:
+    """Sets the attribute `name` of ShardedDTensor to `replace(attribute)`, of the one that it has or inherits."""
+    setattr(ShardedDTensor, name, replace(getattr(ShardedDTensor, name)))
 
 
 # ---- torch's own operations
@@ -388,7 +324,7 @@ def call_unhandled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if is_mutable(op):
             return _write(op, args, kwargs)
         return op(*map(_as_dtensor, args), **{name: _as_dtensor(each) for name, each in kwargs.items()})
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         for explain in _explainers:
             explain(error, op, args, kwargs)
         raise

@@ -6,7 +6,6 @@ or by what holds for the full tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.compat import dtensor_spec, local_if_any, local_of
 from ..engine.owners import sharded_in
-from ..engine.rank_facts import all_reduce_over
 from .compat import (
     REPLICATES_COPIED_GRADIENTS,
     cut,
@@ -24,11 +22,10 @@ from .compat import (
     full_tensor_of,
     is_strided,
     may_be_empty,
-    name_of,
-    refuse_plain_target,
     set_local_and_spec,
     spec_of,
 )
+from .refusals import refuse_plain_target
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten
@@ -39,16 +36,15 @@ _IN_PLACE = (
     *(_aten.addcmul_.default, _aten.addcdiv_.default),
     *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
 )
-_TRANSPOSES = {_aten.t_.default: _aten.t.default, _aten.transpose_.default: _aten.transpose.int}
 
 
 def write_to_shards() -> None:
     """Makes these writes possible, and exact:
 
     - `p.add_(q)` and others where two mesh axes cut a dim unevenly, or where there are fewer rows than ranks;
-    - `p[mask] = number`, `p[:, 1] = 0`, and `p[indices, 3] = number`, as in `sparse_`, if all ranks have the same
-      indices: else it raises on all of them;
-    - `eye_`, of which each rank writes its shard. Torch writes the full identity to each shard;
+    - `p[mask] = number` with a DTensor of the shape of `p`, as masks of pruning are;
+    - `p[:, 1] = 0` where ranks hold rows;
+    - `eye_`, of which each rank writes its shard: torch writes the full identity to each;
     - `q.t_()`, as in `orthogonal_`, of every DTensor but a sharded parameter.
 
     `total += p.norm()`, where `total` is plain, raises an error that says what to do.
@@ -59,38 +55,26 @@ def write_to_shards() -> None:
         handle_operations([_aten.new_empty_strided.default], _new_strided)
     handle_operations([_aten.fill_.Tensor], _fill)
     handle_operations([_aten.index_put_.default], _put)
-    handle_operations([_aten.index_fill_.int_Scalar], _fill_at)
     handle_operations([_aten.eye.m_out], _eye)
-    handle_operations(_TRANSPOSES, _transpose_in_place)
+    handle_operations([_aten.t_.default], _transpose_in_place)
 
 
 def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `op` in place. An operand that is distributed in another way is redistributed like the target where
-    torch might fail: if some ranks hold no element, or if two axes cut the same dim.
+    """Carries out `op`, which is elementwise, in place: on local tensors if all operands are distributed alike, for
+    which DTensor would spend more time on planning than on computing. An operand that is distributed in another way is
+    redistributed like the target where torch might fail: if some ranks hold no element, or two axes cut one dim.
     """
     target, *rest = args
     refuse_plain_target(op, target)
-    if _write_alike(op, args, kwargs):
-        return target
-    others = [each for each in rest if isinstance(each, DTensor)]
-    is_alike = all(each.placements == target.placements for each in others)
-    may_torch = not (may_be_empty(target) or is_strided(target))
-    if is_alike or may_torch or any(each.shape != target.shape for each in others):
-        return call_unhandled(op, args, kwargs)
-    op(local_of(target), *(_local_like(target, each) for each in rest), **kwargs)
+    spec, others = spec_of(target), [each for each in rest if isinstance(each, Tensor)]
+    are_alike = all(isinstance(each, DTensor) and spec_of(each) == spec for each in others)
+    if not are_alike:
+        may_torch = not (may_be_empty(target) or is_strided(target))
+        if may_torch or any(each.shape != target.shape if isinstance(each, DTensor) else each.dim() for each in others):
+            return call_unhandled(op, args, kwargs)
+        rest = [_local_like(target, each) for each in rest]
+    op(local_of(target), *map(local_if_any, rest), **kwargs)
     return target
-
-
-def _write_alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Carries out `op`, which is elementwise, on local tensors, and returns True, if all operands are distributed
-    alike. DTensor would spend more time on planning the operation than on computing it.
-    """
-    spec = spec_of(args[0])
-    for each in args:
-        if isinstance(each, Tensor) and not (isinstance(each, DTensor) and spec_of(each) == spec):
-            return False
-    op(*map(local_if_any, args), **kwargs)
-    return True
 
 
 def _local_like(target: DTensor, tensor: Any) -> Any:
@@ -131,57 +115,14 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `target[mask] = number` and `target[indices] = number`."""
-    target, indices, value, *rest = args
+    """Carries out `target[mask] = number`, where `mask` has a bool for each element of `target`."""
+    target, (mask, *others), value, *rest = args
+    is_mask = not others and isinstance(mask, DTensor) and mask.dtype == torch.bool
     is_number = isinstance(target, DTensor) and not isinstance(value, DTensor) and not value.dim()
-    if is_number and not any(rest) and not any(kwargs.values()) and _are_plain_indices(indices):
-        op(local_of(target), [_mask_at(target, indices)], value)
-        return target
-    if is_number and len(indices) == 1 and _is_mask_of(target, indices[0]):
-        op(local_of(target), [_local_like(target, indices[0])], value, *rest, **kwargs)
-        return target
-    return call_unhandled(op, args, kwargs)
-
-
-def _fill_at(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Carries out `target[indices] = number` in torch 2.15, which fills along one dim of a view."""
-    target, dim, indices, number = args
-    if not isinstance(target, DTensor) or not _are_plain_indices([indices]):
+    if not (is_mask and is_number and (target.shape, target.device_mesh) == (mask.shape, mask.device_mesh)):
         return call_unhandled(op, args, kwargs)
-    before = [None] * (dim % target.dim())
-    local_of(target).masked_fill_(_mask_at(target, [*before, indices]), number)
+    op(local_of(target), [_local_like(target, mask)], value, *rest, **kwargs)
     return target
-
-
-def _is_mask_of(target: DTensor, mask: Any) -> bool:
-    """Returns True if `mask` has a bool for each element of `target`."""
-    is_mask = isinstance(mask, DTensor) and mask.dtype == torch.bool
-    return is_mask and (target.shape, target.device_mesh) == (mask.shape, mask.device_mesh)
-
-
-def _are_plain_indices(indices: Sequence[Any]) -> bool:
-    given = [each for each in indices if each is not None]
-    return all(type(each) is Tensor and each.dtype != torch.bool for each in given)
-
-
-def _mask_at(target: DTensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """Returns a mask of the elements in this rank's shard of `target` that are at `indices` of the full tensor. Every
-    rank must call it.
-
-    Raises:
-        RuntimeError: `indices` differ between ranks; on all of them.
-    """
-    mesh, device = target.device_mesh, local_of(target).device
-    mask = torch.zeros(target.shape, dtype=torch.int8, device=device)
-    mask[tuple(slice(None) if each is None else each.to(device) for each in indices)] = 1
-    extremes = torch.stack([mask, -mask])
-    all_reduce_over(extremes, [mesh.get_group(axis) for axis in range(mesh.ndim)], largest=True)
-    if extremes.sum(0).any():
-        raise RuntimeError(
-            f"writing to indices of a DTensor of global shape {tuple(target.shape)}: expected the same indices on "
-            "every rank, got others on some. Compute them after the same torch.manual_seed on every rank."
-        )
-    return local_of(cut(mask.bool(), mesh, target.placements))
 
 
 def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,18 +135,18 @@ def _eye(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _transpose_in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Transposes a DTensor in place.
+    """Transposes a DTensor in place, as `orthogonal_` does.
 
     Raises:
         NotImplementedError: it is a sharded parameter, whose shape the group relies on.
     """
-    target = args[0]
+    (target,) = args
     param = sharded_in(local_of(target))
     if param is not None:
         raise NotImplementedError(
-            f"{param.name}: {name_of(op)} of a sharded parameter, which can't change its "
-            "shape. Transpose it before fully_shard, or write p.t(), which is a new tensor."
+            f"{param.name}: t_ of a sharded parameter, which can't change its shape. Transpose it before fully_shard, "
+            "or write p.t(), which is a new tensor."
         )
-    transposed = _TRANSPOSES[op](*args, **kwargs)
+    transposed = target.t()
     set_local_and_spec(target, local_of(transposed), transposed)
     return follow_local(op, args, kwargs)

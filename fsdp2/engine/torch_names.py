@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from ..bridge.when_imported import when_imported
 from . import compat
 from .compat import PLAIN, inner_tensors
+from .once import once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -149,6 +150,7 @@ def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
 _TRACED = ("entry_points.py", "forward_method.py", "module_class.py")
 
 
+@once
 def keep_out_of_graphs() -> None:
     """Has dynamo, as soon as it is imported, trace no file of fsdp2 but those in `_TRACED`."""
     when_imported("torch._dynamo", _skip_ours)

@@ -240,8 +240,11 @@ def copied_without_gradient(tensor: Tensor) -> Tensor:
     return total
 
 
-@follows("Call full_tensor() on the parameter instead, on every rank; or call the operation in torch.no_grad()")
-def collectives_without_a_gradient() -> None:
+@follows(
+    "Call full_tensor() on the parameter, or on what is computed from it, in place of to_local() and the collective, "
+    "on every rank; or call the collective in torch.no_grad()"
+)
+def collectives_of_parts() -> None:
     def squares(weight: Tensor) -> Tensor:
         return copied_without_gradient(weight.square().sum())
 
@@ -250,6 +253,9 @@ def collectives_without_a_gradient() -> None:
 
     model, plain = pair()
     refused(lambda: squares(model.head.weight.to_local()).backward())
+    model, plain = pair()
+    part = model.head.weight.to_local().square().sum()
+    refused(lambda: functional.all_reduce(part, "sum", dist.group.WORLD).sqrt().backward())
     loss_of(plain(batch())).backward()
     model, _ = pair()
     (loss_of(model(own(batch()))) + 0.1 * model.head.weight.full_tensor().square().sum().sqrt()).backward()
@@ -262,38 +268,6 @@ def collectives_without_a_gradient() -> None:
     (loss_of(model(own(batch()))) + scale * model.stem.bias.full_tensor().square().sum()).backward()
     whole = plain.head.weight.detach().square().sum()
     (loss_of(plain(batch())) + whole * plain.stem.bias.square().sum()).backward()
-    same_gradients(model, plain)
-
-
-@follows("Call to_local() once for each use; or full_tensor(), on every rank, in place of the collective")
-def one_part_in_two_ways() -> None:
-    """The losses are summed over the ranks; the mean of what ranks add beside that is trained."""
-
-    def summed(*numbers: Tensor) -> Tensor:
-        return functional.all_reduce(sum(numbers), "sum", dist.group.WORLD)
-
-    def of_outputs(model: Any, x: Tensor) -> Tensor:
-        return loss_of(model(x)) / dist.get_world_size()
-
-    model, plain = pair()
-    x = own(batch())
-
-    def at_once() -> None:
-        part = model.head.weight.to_local()
-        (summed(of_outputs(model, x), part.sin().sum()) + part.square().sum()).backward()
-
-    refused(at_once)
-    (loss_of(plain(batch())) + plain.head.weight.sin().sum() + plain.head.weight.square().sum()).backward()
-    model, _ = pair()
-    (
-        summed(of_outputs(model, x), model.head.weight.to_local().sin().sum())
-        + model.head.weight.to_local().square().sum()
-    ).backward()
-    same_gradients(model, plain)
-    model, _ = pair()
-    (
-        loss_of(model(x)) + model.head.weight.full_tensor().sin().sum() + model.head.weight.to_local().square().sum()
-    ).backward()
     same_gradients(model, plain)
 
 

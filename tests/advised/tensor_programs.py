@@ -1,17 +1,20 @@
 """Follows the advice of errors of operations on sharded parameters, and of what users put in their place."""
 
 import copy
+import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
 
 import fsdp2
@@ -381,52 +384,58 @@ def graphs_of_gradients_that_are_kept() -> None:
 # ---- views, data
 
 
-@follows("Take the view again, or call full_tensor() on the view, on every rank")
+@follows("Take the view again, or the state dict that has it, on every rank")
 def views_of_what_was_written() -> None:
     model, plain = pair()
     p, expected = model.head.weight.detach(), plain.head.weight.detach().clone()
     rows = p[1:3]
-    rows.to_local()
     p.add_(1)
     expected.add_(1)
+    refused(lambda: rows * 2)
+    same(p[1:3] * 2, expected[1:3] * 2, "taken again")
+
+
+@follows("Call clone() on the view first, which is a tensor of its own, or full_tensor(), on every rank")
+def local_tensors_of_views() -> None:
+    model, plain = pair()
+    rows, expected = model.head.weight.detach()[1:3], plain.head.weight.detach()[1:3]
     refused(rows.to_local)
-    same(p[1:3].to_local(), expected[1:3], "taken again")
-    same(rows.full_tensor(), expected[1:3], "full")
+    whole = rows.clone()
+    whole.to_local().mul_(2)
+    same(whole, expected * 2, "clone")
+    same(rows.full_tensor(), expected, "full")
 
 
-def with_tensor_parallelism(style: Any) -> tuple[Any, Any]:
-    """Returns a layer on a mesh of two axes, and a plain one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, plain = (build(lambda: nn.Sequential(nn.Linear(6, 8))) for _ in range(2))
-    parallelize_module(model, mesh["tp"], {"0": style})
-    return fully_shard(model, mesh=mesh["dp"]), plain
+class InTwo(Net):
+    """Has a state dict in which the head's weight is in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.split)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        whole = state.pop(f"{prefix}head.weight")
+        state.update(zip(("head.upper", "head.lower"), whole.split([1, 2]), strict=True))
+
+    @staticmethod
+    def join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state["head.weight"] = torch.cat([state.pop("head.upper"), state.pop("head.lower")])
 
 
-@follows("Write to the view itself, on every rank", ranks=4)
-def views_that_are_cut_along_another_dim() -> None:
-    model, plain = with_tensor_parallelism(RowwiseParallel())
-    rows, expected = model[0].weight.detach()[1:3], plain[0].weight.detach()
-    refused(lambda: rows.to_local().zero_())
-    rows.zero_()
-    expected[1:3].zero_()
-    same(model[0].weight.detach().full_tensor(), expected, "written")
-
-
-@follows(
-    "Write to the whole DTensor, or, for a sharded parameter, inside `with fsdp2.full_params(module, writeback=True)",
-    ranks=4,
-)
-def views_of_one_dim_that_two_axes_cut() -> None:
-    model, plain = with_tensor_parallelism(ColwiseParallel())
-    refused(lambda: model[0].weight.detach()[1:3].zero_())
-    with torch.no_grad():
-        model[0].bias.fill_(0.5)
-        plain[0].bias.fill_(0.5)
-        with full_params(model, writeback=True):
-            model[0].weight[:, 1:3].zero_()
-        plain[0].weight[:, 1:3].zero_()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        same(param.detach().full_tensor(), expected.detach(), "written")
+@follows("Load into clones of the views, call clone() on each, and pass the state dict to model.load_state_dict")
+def checkpoints_loaded_into_views() -> None:
+    model, plain = pair(InTwo)
+    other = shard(build(InTwo, seed=1))
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    dcp.save(model.state_dict(), checkpoint_id=folders[0])
+    refused(lambda: dcp.load(other.state_dict(), checkpoint_id=folders[0]), CheckpointException)
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    dcp.load(state, checkpoint_id=folders[0])
+    other.load_state_dict(state)
+    same_parameters(other, plain)
 
 
 @follows("Assign one that is distributed like it, or write to the present one: p.data.copy_(...)")
@@ -510,21 +519,6 @@ def transposed_in_place() -> None:
     for each in (model := build(), plain):
         each.stem.weight.data.t_()
     train(shard(model), plain)
-
-
-@follows("Compute them after the same torch.manual_seed on every rank")
-def indices_of_each_rank() -> None:
-    model, plain = pair()
-
-    def write(each: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            each.stem.weight[torch.randint(5, (3,))] = 0.0
-
-    refused(lambda: write(model, dist.get_rank()))
-    write(model, 7)
-    write(plain, 7)
-    train(model, plain)
 
 
 @follows("Call fsdp2.clip_grad_norm_(parameters, max_norm): it returns the norm, too")

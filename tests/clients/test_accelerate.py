@@ -186,7 +186,7 @@ def test_trains_as_plain(implementation: str, tmp_path: Path) -> None:
 
 
 def continues(expected: dict[str, Tensor], is_moved: bool) -> None:
-    """`is_moved`: prepare makes other parameters, on meta first; errors say to load what the optimizer had before."""
+    """Errors say to load what the optimizer had before. `is_moved`: prepare makes other parameters, on meta first."""
     with using("fsdp2"):
         model, optimizer = fresh()
         for batch in batches()[:2]:
@@ -196,14 +196,13 @@ def continues(expected: dict[str, Tensor], is_moved: bool) -> None:
         states = optimizer.state_dict()
         accelerator = make_accelerator(cpu_ram_efficient_loading=is_moved)
         model, optimizer = accelerator.prepare(model, optimizer)
-        if is_moved:
-            with pytest.raises(RuntimeError, match=r"would begin anew\. Call states = optimizer\.state_dict"):
-                optimizer.step()
-            optimizer.load_state_dict(states)
+        with pytest.raises(RuntimeError, match=r"would begin anew\. Call states = optimizer\.state_dict"):
+            optimizer.step()
+        optimizer.load_state_dict(states)
         train(accelerator, model, optimizer, batches()[2:]).assert_like(second_half(expected))
 
 
-def test_an_optimizer_that_has_stepped_goes_on_with_its_states() -> None:
+def test_an_optimizer_that_has_stepped_loads_its_states() -> None:
     """With torch's FSDP2 its momenta begin anew."""
     expected = alone(trained_plainly)
     run_checks(2, [(f"{moved=}", partial(continues, expected, moved)) for moved in (False, True)], timeout=120)

@@ -1,12 +1,13 @@
-"""Tests the table of fixes for sharded parameters: each is needed with this torch, helps, and changes nothing else.
+"""Tests that each fix for sharded parameters is needed with this torch, and helps.
 
-A program of each fix gives a wrong result while the fix is off. If a test fails because the result is right, the fix
-can be removed.
+Each program ends well with the fixes, and not with FSDP2_DTENSOR_FIXES=off. One that does can lose its fix.
+
+    FSDP2_DTENSOR_FIXES=off python tests/ranks/test_fixes.py    prints which end well
 """
 
 import copy
+import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp2 import dtensor_fixes, fully_shard
-from fsdp2.dtensor.fixes import describe_fixes
-from fsdp2.dtensor.table import FIXES, NAMES
-from helpers import fake_world, run_checks, sharded
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as pytest does
+
+from fsdp2 import fully_shard
+from helpers import fake_world, run_ranks, sharded
 
 WHOLE = torch.arange(20.0).reshape(5, 4) / 10 - 1
 
@@ -157,11 +158,6 @@ def written_sum() -> bool:
 def written_by_a_mask() -> bool:
     p = weight().detach()
     p[p > 0] = 0.0
-    for value in (1.0, -1.0):
-        scalar = sharded(torch.tensor(value), p.device_mesh, [Replicate()])
-        scalar[scalar > 0] = 0.0
-        if not same(scalar, torch.tensor(min(value, 0.0))):
-            return False
     return same(p, WHOLE.clamp(max=0))
 
 
@@ -239,106 +235,71 @@ def counted_collective() -> bool:
     return counted.get_total_counts() == 1
 
 
-# Each ends well with the fix only. Those below run on one rank alone, which holds no row: others would wait for it.
-PROGRAMS: dict[str, list[Callable[[], bool]]] = {
-    "partial-results": [whole_truth, sum_of_norms, norm_beside_a_number, written_sum, number_of_a_sum],
-    "full-tensor": [gradient_of_a_full_tensor, number_beside_a_norm],
-    "data": [assigned_data, counted_local_write, detached_in_inference],
-    "copies": [copied_gradient],
-    "inputs": [gradient_of_an_input],
-    "views": [written_row],
-    "foreach": [list_with_a_plain_tensor, infinity_on_another_mesh],
-    "writes": [written_by_a_mask, sum_beside_a_norm, identity],
-    "mean-losses": [mean_of_squares],
-    "dims": [sum_over_no_dims, *([gradient_of_a_last_column] if torch.__version__ < "2.15" else [])],
-    "random": [drawn],
-    "addresses": [address],
-    "errors": [error_of_a_product, collective_on_a_weight],
-    "optimizer-steps": [loss_of_a_closure],
-    "counted-collectives": [counted_collective],
-}
-ON_AN_EMPTY_RANK: dict[str, list[Callable[[Any], object]]] = {
-    "empty-shards": [lambda p: p.max(), lambda p: p[:, 0].item()],
-}
-# Shown in test_pipelining.py: its programs take a schedule of two stages.
-ELSEWHERE = {"pipelines"}
-# Programs for which torch needs no fix any more, and since which release.
-RIGHT_SINCE = {"whole_truth": "2.15", "sum_of_norms": "2.15"}
+def row_of_means() -> bool:
+    p = weight()
+    return raises(lambda: torch.no_grad()(p[1].copy_)(p.mean(0)), "would be lost")
 
 
-def ends_well(program: Callable[[], bool]) -> bool:
+PROGRAMS: list[Callable[[], bool]] = [
+    *(whole_truth, sum_of_norms, norm_beside_a_number, written_sum, number_of_a_sum),
+    *(gradient_of_a_full_tensor, number_beside_a_norm),
+    *(assigned_data, counted_local_write, detached_in_inference, copied_gradient, gradient_of_an_input),
+    *(written_row, row_of_means, list_with_a_plain_tensor, infinity_on_another_mesh),
+    *(written_by_a_mask, sum_beside_a_norm, identity, mean_of_squares, sum_over_no_dims, gradient_of_a_last_column),
+    *(drawn, address, error_of_a_product, collective_on_a_weight, loss_of_a_closure, counted_collective),
+]
+# Programs of one rank alone, which holds no row: others would wait for it.
+ON_AN_EMPTY_RANK: list[Callable[[Any], object]] = [lambda p: p.max(), lambda p: p[:, 0].item()]
+# Programs for which torch needs no fix any more since 2.15, and one that needed it only for our class until then.
+RIGHT = (
+    {"whole_truth", "sum_of_norms", "gradient_of_a_last_column", "written_by_a_mask"}
+    if torch.__version__ >= "2.15"
+    else {"counted_collective"}
+)
+
+
+def ends_well(program: Callable[[], object]) -> bool:
     try:
-        return program()
+        return program() is not False
     except Exception:
         return False
 
 
-def check_fix(name: str, program: Callable[[], bool]) -> None:
-    assert ends_well(program), "it does not help"
-    if torch.__version__ >= RIGHT_SINCE.get(program.__name__, "3"):
-        return
-    dtensor_fixes(False, name)
-    try:
-        assert not ends_well(program), "this torch does without: the fix can go"
-    finally:
-        dtensor_fixes(True, name)
+def end_well() -> list[str]:
+    """Returns the names of the programs that end well, on each of two ranks, or on an empty rank."""
+
+    def body(_: int, __: int) -> set[str]:
+        return {program.__name__ for program in PROGRAMS if ends_well(program)}
+
+    found = set.intersection(*run_ranks(2, body))
+    with fake_world(4, rank=3), torch.no_grad():
+        p = fully_shard(nn.Linear(4, 1), mesh=init_device_mesh("cpu", (2, 2))).weight
+        found |= {str(i) for i, program in enumerate(ON_AN_EMPTY_RANK) if ends_well(partial(program, p))}
+        found.add(type(p).__name__)
+    return sorted(found)
+
+
+NAMES = {*(program.__name__ for program in PROGRAMS), *map(str, range(len(ON_AN_EMPTY_RANK)))}
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_is_needed_and_helps() -> None:
-    assert {*PROGRAMS, *ON_AN_EMPTY_RANK, *ELSEWHERE} == {*NAMES}
-    programs = [(name, program) for name, programs in PROGRAMS.items() for program in programs]
-    run_checks(2, [(f"{name}, {program.__name__}", partial(check_fix, name, program)) for name, program in programs])
+def test_they_help() -> None:
+    assert {*end_well()} == NAMES | {"ShardedDTensor"}
 
 
-@pytest.mark.parametrize(("name", "index"), [("empty-shards", 0), ("empty-shards", 1)])
-def test_each_is_needed_where_a_rank_holds_nothing(name: str, index: int) -> None:
-    program = ON_AN_EMPTY_RANK[name][index]
-    with fake_world(4, rank=3), torch.no_grad():
-        p = fully_shard(nn.Linear(4, 1), mesh=init_device_mesh("cpu", (2, 2))).weight
-        program(p)
-        dtensor_fixes(False, name)
-        try:
-            with pytest.raises((RuntimeError, IndexError)):
-                program(p)
-        finally:
-            dtensor_fixes(True, name)
-
-
-def test_switches() -> None:
-    with pytest.raises(ValueError, match=r"names: expected some of partial-results, .*; got veiws"):
-        dtensor_fixes(False, "veiws")
-    with pytest.raises(TypeError, match="enabled: expected a bool"):
-        dtensor_fixes("views")  # type: ignore[arg-type]
-    for name in NAMES:
-        assert f"| {name} |" in describe_fixes()
-
-
-def test_the_table_has_the_numbers_of_the_newest_report() -> None:
-    """Of tests/run_fixes.py: how many situations end wrong without each."""
-    report = max((Path(__file__).parents[2] / "benchmarks" / "results").glob("*-fixes.md")).read_text()
-    counted = {name: int(number) for name, number in re.findall(r"^\| ([a-z0-9-]+) \| (\d+) \|", report, re.M)}
-    assert counted == {fix.name: fix.situations for fix in FIXES if fix.name in counted}
-    assert {*counted} == {*NAMES}
-
-
-def test_all_off_means_plain_dtensors() -> None:
-    with fake_world(2):
-        dtensor_fixes(False)
-        try:
-            assert type(fully_shard(nn.Linear(4, 5)).weight) is DTensor
-        finally:
-            dtensor_fixes(True)
-        assert type(fully_shard(nn.Linear(4, 5)).weight) is not DTensor
-
-
-@pytest.mark.parametrize(("value", "says"), [("-views", "| views | off |"), ("off", "| data | off |"), ("vies", "")])
-def test_the_environment_leaves_some_out(value: str, says: str) -> None:
-    command = [sys.executable, "-m", "fsdp2", "fixes", "--markdown"]
+@pytest.mark.parametrize("value", ["off", "views"])
+def test_they_are_needed(value: str) -> None:
+    """Without them parameters are torch's DTensors. There is one switch."""
     environment = {**os.environ, "FSDP2_DTENSOR_FIXES": value}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    if says:
-        assert says in result.stdout
-        assert ("| data | yes |" in result.stdout) == (value != "off")
+    result = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    if value == "off":
+        assert result.returncode == 0, result.stderr
+        assert {*json.loads(result.stdout.splitlines()[-1])} == RIGHT | {"DTensor"}
     else:
-        assert "FSDP2_DTENSOR_FIXES: expected on, off, or names to leave out, as in -views" in result.stderr
+        assert "FSDP2_DTENSOR_FIXES: expected off, or no value; got 'views'" in result.stderr
+
+
+if __name__ == "__main__":
+    print(json.dumps(end_well()))

@@ -1,5 +1,5 @@
 """Tests that losses of plain tensors made of sharded weights train like those of the whole batch, for any placement:
-`full_tensor()`, `redistribute`, `to_local()`, collectives of shards.
+`full_tensor()`, `redistribute`, `to_local()`; and that collectives of shards are refused.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as with_gradients
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -65,27 +64,6 @@ def redistributed(tensor: Any, **options: Any) -> Tensor:
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local(**options)
 
 
-def gathered(tensor: Any, gather: Callable[..., Tensor] | None = None) -> Tensor:
-    """Returns the whole weight, of shards of uneven sizes that a collective with a gradient has gathered."""
-    if not isinstance(tensor, DTensor) or not isinstance(tensor.placements[-1], Shard):
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    mesh, dim = tensor.device_mesh, tensor.placements[-1].dim
-    local = tensor.to_local().movedim(dim, 0)
-    rows = -(-tensor.shape[dim] // mesh.size(-1))
-    padded = F.pad(local, (0, 0) * (local.dim() - 1) + (0, rows - local.shape[0])).contiguous()
-    whole_of_all = (gather or all_gather)(padded, mesh.get_group(mesh.ndim - 1))
-    return whole_of_all[: tensor.shape[dim]].movedim(0, dim)
-
-
-def all_gather(own: Tensor, group: Any) -> Tensor:
-    name = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor_autograd"
-    return getattr(functional, name)(own, 0, group)
-
-
-def all_gather_of_nn(own: Tensor, group: Any) -> Tensor:
-    return torch.cat([*with_gradients.all_gather(own, group)])
-
-
 def of_a_redistributed_weight(model: Net, x: Tensor) -> Tensor:
     return x @ redistributed(model.head.weight)
 
@@ -94,20 +72,16 @@ def of_a_redistributed_product(model: Net, x: Tensor) -> Tensor:
     return x @ redistributed(2 * model.head.weight @ model.blocks[0].down.weight @ model.blocks[0].up.weight)
 
 
-def of_a_gathered_weight(model: Net, x: Tensor) -> Tensor:
-    return x @ gathered(model.head.weight)
-
-
 def of_a_weight_in_all_ways(model: Net, x: Tensor) -> Tensor:
     weight = model.head.weight
-    return x @ whole(weight) @ redistributed(weight) @ gathered(weight)
+    return x @ whole(weight) @ redistributed(weight)
 
 
 def of_a_checkpointed_use(model: Net, x: Tensor) -> Tensor:
     """The crossing is inside what runs again."""
 
     def used(x: Tensor) -> Tensor:
-        return torch.tanh(x @ redistributed(model.head.weight)) @ gathered(model.blocks[0].down.weight)
+        return torch.tanh(x @ redistributed(model.head.weight)) @ redistributed(model.blocks[0].down.weight)
 
     return checkpoint(used, x.detach().requires_grad_(), use_reentrant=False) @ whole(model.blocks[0].up.weight)
 
@@ -125,7 +99,6 @@ USES = (of_a_weight, of_the_product, of_several_groups, of_a_sum, twice, of_a_no
 OTHER_NAMES = (
     of_a_redistributed_weight,
     of_a_redistributed_product,
-    of_a_gathered_weight,
     of_a_weight_in_all_ways,
     of_a_checkpointed_use,
     of_a_weight_with_explicit_gradients,
@@ -269,52 +242,15 @@ def own_part(tensor: Any) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sum_over_shards(number: Tensor, like: Any, reduce: Callable[..., Tensor]) -> Tensor:
-    return (
-        reduce(number, like.device_mesh.get_group(like.device_mesh.ndim - 1)) if isinstance(like, DTensor) else number
-    )
-
-
-def by_function(number: Tensor, group: Any) -> Tensor:
-    return functional.all_reduce(number, "sum", group)
-
-
-def by_nn(number: Tensor, group: Any) -> Tensor:
-    return with_gradients.all_reduce(number, group=group)
-
-
 def of_own_rows(model: Net) -> Tensor:
     """Each rank adds the penalty of its rows; the sum over the ranks is trained."""
     return sum((own_part(p).square().sum() for p in model.parameters()), torch.zeros(()))
 
 
-def of_all_rows(model: Net) -> Tensor:
-    """No sum of parts: its gradient is right only if the number is."""
-    parts = sum((own_part(p).square().sum() for p in model.parameters()), torch.zeros(()))
-    return sum_over_shards(parts, model.head.weight, by_function).sqrt()
+def of_own_rows_of_a_result(model: Net) -> Tensor:
+    return own_part(2 * model.head.weight.square()).sum()
 
 
-def of_all_rows_by_nn(model: Net) -> Tensor:
-    return sum_over_shards(own_part(model.head.weight.square().sum()), model.head.weight, by_nn).sqrt()
-
-
-def of_one_part_twice(model: Net) -> Tensor:
-    """One part is summed, and used as it is."""
-    part = own_part(model.head.weight)
-    return part.square().sum() + sum_over_shards(part.abs().sum(), model.head.weight, by_function).square()
-
-
-def of_sums_of_sums(model: Net) -> Tensor:
-    """A collective behind another: the sum is divided once."""
-    weight = model.head.weight
-    total = sum_over_shards(own_part(weight).square().sum(), weight, by_function)
-    return sum_over_shards((own_part(weight) * total).sum(), weight, by_function)
-
-
-PENALTIES = (of_own_rows, of_all_rows, of_all_rows_by_nn, of_one_part_twice, of_sums_of_sums)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
 @pytest.mark.parametrize(("world_size", "mesh"), [(3, None), (4, (2, 2))])
 def test_penalties_of_own_parts(world_size: int, mesh: tuple[int, int] | None) -> None:
     def scenario(run: Run, penalty: Callable[[Net], Tensor], waits: bool) -> None:
@@ -327,19 +263,7 @@ def test_penalties_of_own_parts(world_size: int, mesh: tuple[int, int] | None) -
         run.step("after both", model, optimizer)
         assert not summed_parts.parts, "no graph is alive"
 
-    check(scenario, world_size, penalty=PENALTIES, waits=(False, True))
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
-def test_shards_gathered_by_other_names() -> None:
-    def scenario(run: Run, gather: Callable[..., Tensor]) -> None:
-        model = run.build(Net)
-        shard(run, model)
-        x = run.batch(seed=0)
-        loss_of(model(x) @ gathered(model.head.weight, gather) @ redistributed(model.stem.weight)).backward()
-        run.grads("of both", model)
-
-    check(scenario, 3, gather=(all_gather, all_gather_of_nn))
+    check(scenario, world_size, penalty=(of_own_rows, of_own_rows_of_a_result), waits=(False, True))
 
 
 def copied_without_gradient(tensor: Tensor) -> Tensor:
@@ -351,31 +275,53 @@ def copied_without_gradient(tensor: Tensor) -> Tensor:
     return copied
 
 
-def test_what_has_no_right_gradient_is_refused() -> None:
-    """On all ranks, before anything is communicated in backward."""
+def by_function(own: Tensor, group: Any) -> Tensor:
+    return functional.all_reduce(own, "sum", group)
 
-    def body(rank: int, size: int) -> None:
+
+def by_nn(own: Tensor, group: Any) -> Tensor:
+    return with_gradients.all_reduce(own, group=group)
+
+
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    name = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor_autograd"
+    return getattr(functional, name)(own.contiguous(), 0, group)
+
+
+def all_gather_of_nn(own: Tensor, group: Any) -> Tensor:
+    return torch.cat([*with_gradients.all_gather(own, group)])
+
+
+def without_gradient(own: Tensor, _: Any) -> Tensor:
+    return copied_without_gradient(own)
+
+
+COLLECTIVES = (by_function, by_nn, all_gather, all_gather_of_nn, without_gradient)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")
+def test_collectives_of_parts_are_refused() -> None:
+    """On all ranks, before anything is communicated in backward: alone, behind others, with activations."""
+
+    def body(rank: int, _: int) -> None:
         torch.manual_seed(0)
         model = fully_shard(nn.Linear(4, 4, bias=False))
-        x = torch.randn(2, 4)
-        local = model.weight.to_local()
-        both = functional.all_reduce(model(x).sum() + local.sum(), "sum", dist.group.WORLD)
-        with pytest.raises(
-            RuntimeError, match=r"^weight: the same to_local\(\) is used by itself and.*once for each use"
-        ):
-            (both + local.square().sum()).backward()
-        again = model.weight.to_local().square().sum()  # as the error says
-        (
-            functional.all_reduce(model(x).sum() + model.weight.to_local().sum(), "sum", dist.group.WORLD) + again
-        ).backward()
-        expected = 2 * model.weight.to_local() + 1 + size * x.sum(0)
-        torch.testing.assert_close(model.weight.grad.to_local(), expected)
-        filled = copied_without_gradient(model.weight.to_local())
-        with pytest.raises(RuntimeError, match=r"^weight: .*has no gradient.*full_tensor\(\)"):
-            filled.square().sum().backward()
+        group, x = dist.group.WORLD, torch.randn(2, 4)
+        says = r"^weight: a collective in the graph of the loss takes.*Call full_tensor\(\) on the parameter"
+        for collect in COLLECTIVES:
+            losses = (
+                lambda part, collect=collect: collect(part, group).square().sum(),
+                lambda part, collect=collect: by_function((collect(2 * part, group) * 3).sum(), group) + part.sum(),
+                lambda part, collect=collect: model(x).sum() + collect(part + model(x)[:, :4].sum(), group).sum(),
+            )
+            for loss in losses:
+                with pytest.raises(RuntimeError, match=says):
+                    loss(model.weight.to_local()).backward()
+        model.zero_grad()
         with torch.no_grad():  # as the error says
-            copied = copied_without_gradient(model.weight.to_local())
-        (model.weight.full_tensor().sum() + copied.sum()).backward()
+            collected = all_gather(model.weight.to_local(), group)
+        (model.weight.full_tensor() * collected).sum().backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), model.weight.detach().full_tensor())
 
     run_ranks(2, body)
 

@@ -29,10 +29,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "of several": lambda model: prune.global_unstructured(
         [(model.head, "weight"), (model.stem, "weight")], prune.L1Unstructured, amount=0.3
     ),
+    "random": lambda model: prune.random_unstructured(model.head, name="weight", amount=0.3),
 }
 # Each leaves a model that can't run.
 LATER: dict[str, Callable[[Any], Any]] = {
-    "random": lambda model: prune.random_unstructured(model.head, name="weight", amount=0.3),
     "nothing pruned": lambda model: prune.identity(model.head, "weight"),
     "norm": lambda model: parametrizations.weight_norm(model.head),
     "registered": lambda model: parametrize.register_parametrization(model.head, "weight", nn.Tanh()),

@@ -18,6 +18,8 @@ ENDS_OF_REPLICAS = {
     "data_of_shards_written": (EXACT, ""),
     "another_collective_before_backward": (LOUD, "all_gather: expected None"),
     "states_of_own_rows_in_a_distributed_checkpoint": (EXACT, ""),
+    "weight_gathered_in_the_loss": (EXACT, ""),
+    "penalty_summed_over_shards": (EXACT, ""),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore")

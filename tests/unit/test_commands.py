@@ -12,12 +12,10 @@ import torch
 import fsdp2
 from fsdp2.__main__ import main
 from fsdp2.checks.table import TABLE, describe_checks
-from fsdp2.dtensor.fixes import describe_fixes
-from fsdp2.dtensor.table import FIXES
 from fsdp2.environment import facts
 from fsdp2.tools.columns import aligned, ruled, wrapped
 
-NAMES = ("fixes", "checks", "plan", "merge", "env")
+NAMES = ("checks", "plan", "merge", "env")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -47,14 +45,14 @@ def test_releases(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("chekcs", "checks"), ("fix", "fixes"), ("plna", "plan"), ("trian.py", None), ("no/such/file.py", None)],
+    [("chekcs", "checks"), ("plna", "plan"), ("trian.py", None), ("no/such/file.py", None)],
 )
 def test_unknown_words(
     word: str, meant: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, word, "--lr", "1") == 2
     text = capsys.readouterr().err
-    assert re.search(f"expected a script, or one of fixes, .*, env, help; got '{word}', which is no file", text)
+    assert re.search(f"expected a script, or one of checks, .*, env, help; got '{word}', which is no file", text)
     assert ("Did you mean" in text) == (meant is not None)
     if meant:
         assert f"`python -m fsdp2 {meant}`" in text
@@ -67,20 +65,18 @@ def test_commands_have_help(command: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("width", [60, 100, 400])
-@pytest.mark.parametrize("command", ["fixes", "checks"])
 def test_tables_fit_the_terminal(
-    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cells are wrapped, and nothing is left out; in wide ones each row has one line."""
     monkeypatch.setenv("COLUMNS", str(width))
-    texts = {fix.name: fix.torch for fix in FIXES} if command == "fixes" else {row.name: row.catches for row in TABLE}
-    assert call(monkeypatch, command) == 0
+    texts = {row.name: row.catches for row in TABLE}
+    assert call(monkeypatch, "checks") == 0
     head, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert head.startswith("name")
     assert all(len(line) <= width for line in (head, *lines))
-    middle, last = ("in force", "torch") if command == "fixes" else ("level", "catches")
-    first = slice(0, head.index(middle))
-    for column, expected in ((first, [*texts]), (slice(head.index(last), None), [*texts.values()])):
+    first = slice(0, head.index("level"))
+    for column, expected in ((first, [*texts]), (slice(head.index("catches"), None), [*texts.values()])):
         shown = "".join(line[column] for line in lines)
         assert shown.replace(" ", "") == "".join(expected).replace(" ", "")
     assert (len(lines) == len(texts)) == (width == 400)
@@ -126,15 +122,14 @@ def test_env_has_what_a_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "gloo" in rows["backends"]
     assert (rows["NCCL_DEBUG"], rows["FSDP2_DEBUG"], rows["WORLD_SIZE"]) == ("INFO", "1", "4")
     assert "MY_TOKEN" not in rows
-    assert (rows["checks"], rows["fixes"]) == ("all at default", "all in force")
+    assert (rows["checks"], rows["fixes"]) == ("all at default", "in force")
     fsdp2.set_checks("debug", "unseen writes")
-    fsdp2.dtensor_fixes(False, "views")
+    monkeypatch.setenv("FSDP2_DTENSOR_FIXES", "off")
     try:
         rows = dict(facts("1"))
-        assert (rows["checks"], rows["fixes"]) == ("unseen writes=debug", "-views")
+        assert (rows["checks"], rows["fixes"]) == ("unseen writes=debug", "off")
     finally:
         fsdp2.set_checks("default", "unseen writes")
-        fsdp2.dtensor_fixes(True, "views")
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
@@ -145,18 +140,12 @@ def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
 
 def test_all_about_one_and_all_as_markdown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    assert call(monkeypatch, "fixes", "--markdown") == 0
-    assert capsys.readouterr().out == describe_fixes() + "\n"
     assert call(monkeypatch, "checks", "--markdown") == 0
     assert capsys.readouterr().out == describe_checks() + "\n"
-    row, fix = TABLE[1], FIXES[1]
+    row = TABLE[1]
     assert call(monkeypatch, "checks", row.name, TABLE[2].name) == 0
     text = capsys.readouterr().out
     for each in (row.name, row.catches, row.communicates, row.costs, TABLE[2].catches):
-        assert each in text
-    assert call(monkeypatch, "fixes", fix.name) == 0
-    text = capsys.readouterr().out
-    for each in (fix.name, fix.torch, fix.instead):
         assert each in text
     assert call(monkeypatch, "checks", "haeders") == 2
     assert "expected names among" in capsys.readouterr().err
