@@ -17,7 +17,7 @@ from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_co
 if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
-    from .features.accumulate import Accumulation, accumulate, no_sync
+    from .features.accumulate import Accumulation, accumulate
     from .features.even_batches import even_batches
     from .features.machines import hsdp_mesh
     from .features.skip import SkippableStep, skip_together
@@ -84,7 +84,6 @@ _MODULES = {
     "hsdp_mesh": "features.machines",
     "even_batches": "features.even_batches",
     "muon": "optim.muon",
-    "no_sync": "features.accumulate",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
     "shards_of": "shards.find",
@@ -159,7 +158,6 @@ __all__ = [
     "fully_shard",
     "hsdp_mesh",
     "muon",
-    "no_sync",
     "patch_torch",
     "plan",
     "register_fsdp_forward_method",

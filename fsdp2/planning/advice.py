@@ -87,7 +87,7 @@ class Adviser:
                 break
             row = self._row(replace(found.setting, offload_budget=budget))
             if row.fits:
-                return [row]
+                return [row] if row.host_nbytes < found.host_nbytes else []
             budget -= row.missing
         return []
 
@@ -160,7 +160,7 @@ def texts(row: PlanRow, rows: Sequence[PlanRow]) -> list[str]:
     if setting.offload_budget is not None:
         found.append(
             f"a budget of {size_text(setting.offload_budget)} (OffloadBudget): "
-            f"{_beside(row, rows, offload_budget=None)}. At most one call has a group for each place. Simulated"
+            f"{_beside(row, rows, offload_budget=None)}. Simulated"
         )
     if setting.beside_forward:
         found.append(

@@ -359,10 +359,9 @@ class DeviceOfSizes:
 def _keep_on_device(plan: Plan) -> None:
     """Gives parameters that stay on the device the mesh of those: on meta, a device and the CPU are one place."""
     mesh = plan.mesh
-    if isinstance(mesh, MeshOfSizes) and mesh.on_device is not None:
+    if isinstance(mesh, MeshOfSizes) and mesh.on_device is not None and not hasattr(plan.offload, "pin_memory"):
         for name, each in plan.parameters.items():
-            if not hasattr(each.offload, "pin_memory"):
-                plan.parameters[name] = each._replace(mesh=mesh.on_device)
+            plan.parameters[name] = each._replace(mesh=mesh.on_device)
 
 
 def _without_watchers() -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..engine.build import Arguments, apply
 from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
-from ..engine.offload import is_policy
 from ..engine.parameter import FSDPParam
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from ..engine.root import Root
@@ -76,21 +75,6 @@ def _kind_of(module: nn.Module) -> type[Shell]:
     if cls.__call__ is not nn.Module.__call__ or cls.__getattr__ is not nn.Module.__getattr__:
         return UnusualShell
     return EmbeddingShell if isinstance(module, nn.Embedding) else Shell
-
-
-class RememberedChoice:
-    """Is a function of a user's that chooses where each parameter rests, and is asked once: it may count.
-
-    `by_name`: FQN, as seen from the modules of the call -> what it has said.
-    """
-
-    def __init__(self, choose: Callable[[str, nn.Parameter], OffloadPolicy | None]) -> None:
-        self.choose, self.by_name = choose, dict[str, OffloadPolicy | None]()
-
-    def __call__(self, name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
-        if name not in self.by_name:
-            self.by_name[name] = self.choose(name, parameter)
-        return self.by_name[name]
 
 
 class Call(NamedTuple):
@@ -158,9 +142,6 @@ class Outline:
             i = number[id(parameter)]
             return self.compute_dtypes[i] if originals is None else _compute_dtype(originals[i], policy)
 
-        def original(parameter: nn.Parameter) -> nn.Parameter:
-            return parameter if originals is None else originals[number[id(parameter)]]
-
         budgets: dict[int, OffloadBudget] = {}
         usual = usual_offload(setting)
         for indices, chosen, by_rows in self.calls:
@@ -173,7 +154,7 @@ class Outline:
                 apply(modules[0], found, lambda _: sharded_class(RowShell))
                 options[require_state(modules[0])] = chosen
                 continue
-            place, offloads = _without_pins(offload, budgets, original)
+            place, offloads = _without_pins(offload, budgets)
             ranks = mesh(can_offload and offloads)
             apply(
                 modules if len(modules) > 1 else modules[0],
@@ -212,25 +193,15 @@ def usual_offload(setting: Setting) -> OffloadPolicy | OffloadBudget:
     return CPUOffloadPolicy() if setting.offload else OffloadPolicy()
 
 
-def _without_pins(
-    offload: Any, budgets: dict[int, OffloadBudget], original: Callable[[nn.Parameter], nn.Parameter]
-) -> tuple[Any, bool]:
+def _without_pins(offload: Any, budgets: dict[int, OffloadBudget]) -> tuple[Any, bool]:
     """Returns the same choice without page-locked memory, and whether parameters may rest on the CPU by it.
 
-    `budgets`: those of this copy, by the identity of the user's, which are for the model. `original`: returns the
-    model's parameter.
+    `budgets`: those of this copy, by the identity of the user's, which are for the model.
     """
-
-    def unpinned(policy: OffloadPolicy | None) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=False) if hasattr(policy, "pin_memory") else OffloadPolicy()
-
-    if is_policy(offload):
-        return unpinned(offload), hasattr(offload, "pin_memory")
     if isinstance(offload, OffloadBudget):
         return budgets.setdefault(id(offload), OffloadBudget(offload.nbytes, pin_memory=False)), True
-    if isinstance(offload, Mapping):
-        return {pattern: unpinned(policy) for pattern, policy in offload.items()}, True
-    return lambda name, parameter: unpinned(offload(name, original(parameter))), True
+    offloads = hasattr(offload, "pin_memory")
+    return CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(), offloads
 
 
 def _compute_dtype(parameter: nn.Parameter, policy: MixedPrecisionPolicy) -> torch.dtype:

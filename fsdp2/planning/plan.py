@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.out_of_memory import OutOfMemory
-from ..engine.offload import is_policy
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import require_state
 from ..tools.describe import size_text
@@ -25,7 +24,7 @@ from . import apply, arguments, saved, table
 from .advice import Adviser, large_tables, line_of_optimizer
 from .check import PlanCheck, SecondStep
 from .clocks import Machine
-from .outline import Outline, RememberedChoice
+from .outline import Outline
 from .policies import WrapGroup, join_blocks, look_up_by_rows, wrap_groups
 from .prediction import Prediction, ShardedCopy, key_of
 from .recording import Recording, record, without_activations
@@ -539,10 +538,6 @@ class _Recorder:
     def _calls_of(self, policy: Any) -> list[WrapGroup]:
         """Returns the calls of a policy."""
         calls = wrap_groups(self._model, policy)
-        for call in calls:
-            offload = call.options.get("offload_policy")
-            if callable(offload) and not is_policy(offload):
-                call.options["offload_policy"] = RememberedChoice(offload)
         if not calls:
             why = "it repeats no block. Pass a policy" if policy is None else "the policy matches nothing. Pass another"
             self._notes.append(f"Nothing but the model itself is wrapped: {why}.")

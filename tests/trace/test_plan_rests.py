@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
+from fsdp2 import MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from fsdp2.engine import buckets, build
 from fsdp2.engine import group as groups
 from fsdp2.engine.mesh import DataMesh
@@ -236,32 +236,23 @@ def test_a_mesh_without_names_is_refused() -> None:
             fsdp2.Setting(8, shard_at_rest=True, **fields)
 
 
-# ---- offload by parameter
-
-
-CPU = CPUOffloadPolicy(pin_memory=False)
+# ---- offload up to a budget
 
 
 def _stays(policy: OffloadPolicy) -> bool:
     return not hasattr(policy, "pin_memory")
 
 
-def matrices(name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
-    return CPU if parameter.dim() > 1 else None
-
-
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
         ({"offload": True, "offload_budget": 150_000}, {}),
-        ({}, {"offload_policy": matrices}),
-        ({}, {"offload_policy": {"up.*": CPU, "qkv.weight": CPU}}),
         ({}, {"offload_policy": OffloadBudget(60_000)}),
     ],
-    ids=["budget", "function", "mapping", "budget of a user"],
+    ids=["budget", "budget of a user"],
 )
-def test_offload_by_parameter(fields: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call has a group for each place. The device is simulated in the CPU's memory."""
+def test_offload_budgets(fields: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is simulated in the CPU's memory."""
     model = Stack()
     plan = planned(model, fields, BF16, device=str(DEVICE), policy={Block: options})
     monkeypatch.setattr(DataMesh, "device", DEVICE)
@@ -276,19 +267,6 @@ def test_offload_by_parameter(fields: dict[str, Any], options: dict[str, Any], m
     row = plan.best
     assert row.host_nbytes == pytest.approx(4 * on_host, rel=0.01)  # shards, gradients, two states
     assert row.resting == pytest.approx(3 * (whole - on_host), rel=0.01)
-
-
-def test_a_function_is_asked_once() -> None:
-    """It may count bytes by itself, and answer other when it is asked again."""
-    asked: list[str] = []
-
-    def choose(name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
-        asked.append(name)
-        return CPU if len(asked) % 2 else None
-
-    plan = planned(Stack(), {}, FP32, device="cuda", policy={Block: {"offload_policy": choose}})
-    assert sorted(asked) == sorted([name for name, _ in Stack()[0].named_parameters()] * len(Stack()))
-    assert plan.best.host_nbytes > 0
 
 
 # ---- the optimizer's step

@@ -690,9 +690,10 @@ def test_replicas_share_what_rests_where_hsdp_does_not_fit() -> None:
 
 
 def test_a_budget_is_advised_where_only_offload_fits() -> None:
-    """As much stays on the device as fits there, with its gradients and states."""
-    least = min(row.total for row in plan(memory="1GB", optimizer=None).rows if not row.setting.offload)
-    made = plan(memory=least - 4000, optimizer=None, flops=1e9, link=1e12)
+    """As many calls stay on the device as fit there, with their gradients and states."""
+    model = nn.Sequential(*stack(), *stack())
+    least = min(row.total for row in plan(model, memory="1GB", optimizer=None).rows if not row.setting.offload)
+    made = plan(model, memory=least - 4000, optimizer=None, flops=1e9, link=1e12)
     assert made.fits
     (partly,) = (row for row in made.rows if row.setting.offload_budget is not None)
     fields = dataclasses.replace(partly.setting, offload_budget=None)
