@@ -366,12 +366,6 @@ def _count_stored(root: Root) -> int:
     return sum(stored) + len(root.queue.running)
 
 
-def find_active(root: Root) -> Accumulation | None:
-    """Returns the block that has been entered, if one has."""
-    watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
-    return None if watch is None else watch.active
-
-
 # ---- sums over ranks
 
 
