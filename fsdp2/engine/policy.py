@@ -217,7 +217,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class OffloadBudget:
-    """Keeps so many bytes of sharded parameters on the mesh's device; the rest are on the CPU.
+    """Keeps up to `nbytes` of sharded parameters on the mesh's device, and the others on the CPU.
 
     Give one object to all `fully_shard` calls of a model: they share the budget, in their order. The parameters of a
     call stay on the device if all of their shards fit into what is left; else they rest on the CPU, with their
@@ -230,7 +230,7 @@ class OffloadBudget:
         pin_memory: see `CPUOffloadPolicy`.
 
     Attributes:
-        left: bytes of the budget that no parameter has taken.
+        left: the bytes of the budget that no call has taken yet.
 
     Raises:
         TypeError: `nbytes` is not an int, or `pin_memory` not a bool.
