@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -2752,6 +2753,15 @@ def state_dict_on_one_rank(side: Side) -> None:
             assert len(model.state_dict()) == len(list(model.parameters()))
         side.rows(f"output {step}", model(side.batch(step)))
     side.grads("all", model)
+
+
+@ends(LOUD, "get_model_state_dict")
+def full_state_dict_of_fsdp1(side: Side) -> None:
+    """`FSDP.state_dict_type(model, FULL_STATE_DICT)`, left over from FSDP1"""
+    model = shard(side, Net())
+    with FSDP1.state_dict_type(model, StateDictType.FULL_STATE_DICT) if side.is_sharded else nullcontext():
+        for name, value in model.state_dict().items():
+            side.shown[name] = value
 
 
 @ends(EXACT)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from importlib import import_module
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from ..engine.torch_names import ComposableState, is_traced, register_composable
 _ATTRIBUTE = "_torch_state"
 # The modules of torch that have its descriptions of meshes, and the phases of its groups. Programs compare with these.
 _INTERNAL = "torch.distributed.fsdp._fully_shard."
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+# How many functions of torch are at most between FSDP1's `set_state_dict_type` and the look-up in the table.
+_DEPTH = 24
 
 
 def _mesh_info(mesh: DataMesh) -> Any:
@@ -234,6 +238,39 @@ def _may_gather(group: FSDPParamGroup) -> bool:
     return bool(group.params) and group.mesh.size > 1 and not is_lent
 
 
+class StateRef(weakref.ref[Any]):
+    """A weak reference to a state in torch's table of composable states.
+
+    It refuses FSDP1's `state_dict_type(model, FULL_STATE_DICT)`, which looks there for modules of FSDP1. Finding none,
+    that would do nothing, and a program that came from FSDP1 would save shards as a full state dict.
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        state = super().__call__()
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(_DEPTH):
+            if frame is None or state is None:
+                break
+            if frame.f_code.co_name == "set_state_dict_type" and frame.f_globals.get("__name__") == _FSDP1:
+                _refuse_full_state_dict(state, **frame.f_locals)
+            frame = frame.f_back
+        return state
+
+
+def _refuse_full_state_dict(state: TorchState, module: nn.Module, state_dict_type: Any, **_: Any) -> None:
+    name, names = "FullyShardedDataParallel", [param.name for group in state.state.groups for param in group.params]
+    is_of_fsdp1 = isinstance(module, getattr(sys.modules[_FSDP1], name))
+    if names and state_dict_type.name == "FULL_STATE_DICT" and not is_of_fsdp1:
+        raise RuntimeError(
+            f"{name}.state_dict_type(FULL_STATE_DICT): expected a {name}, got {type(module).__name__}, which "
+            f"fully_shard was applied to (it manages {names[0]}). On every rank, call "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) instead."
+        )
+
+
 def register_states(root: Root) -> None:
     """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
     needs_all_ranks = ForwardsNeedAllRanks(root)
@@ -242,7 +279,7 @@ def register_states(root: Root) -> None:
     for state in root.states:
         for module in state.modules:
             if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
-                register_composable(module, weakref.ref(_torch_state(state)), "fully_shard")
+                register_composable(module, StateRef(_torch_state(state)), "fully_shard")
 
 
 def get_module_fsdp_state(module: nn.Module) -> Any:
