@@ -41,11 +41,6 @@ def drop_saved(model: nn.Module) -> None:
     saved_tensors._unpack = _Unchecked(saved_tensors).unpack
 
 
-def drop_saved_tensor_hooks(model: nn.Module) -> None:
-    """Drops the hooks on saved tensors: hooks on outputs alone have weights gathered for backward."""
-    model.set_saved_tensor_hooks(False)  # type: ignore[operator]
-
-
 def drop_versions(model: nn.Module) -> None:
     """Drops the counts of writes to each parameter that `drop_replaced` and `drop_saved` compare."""
     for group in _groups(model):
@@ -96,7 +91,6 @@ GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
     "no-written": (drop_written,),
     "no-replaced": (drop_replaced,),
     "no-saved": (drop_saved,),
-    "no-hooks": (drop_saved_tensor_hooks,),
     "no-calls": (drop_calls,),
     "no-headers": (drop_headers,),
     "interrupted": (interrupt_senders,),

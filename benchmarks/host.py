@@ -27,8 +27,7 @@ HOST_SHAPES = {"9 parameters": HOST_SHAPE, "1 parameter": ONE_MATRIX_SHAPE}
 
 def measure_host(job: Job, libraries: Sequence[Library]) -> list[Row]:
     (world_size,) = job.worlds
-    cases = [(label, shape, precision, True) for label, shape in HOST_SHAPES.items() for precision in PRECISIONS]
-    cases += [("9 parameters", HOST_SHAPE, precision, False) for precision in PRECISIONS]
+    cases = [(label, shape, precision) for label, shape in HOST_SHAPES.items() for precision in PRECISIONS]
     start_fake_group(world_size)
     rows = [_calls_row(*case, libraries) for case in cases]
     dist.destroy_process_group()
@@ -37,38 +36,33 @@ def measure_host(job: Job, libraries: Sequence[Library]) -> list[Row]:
     return rows + [_time_row(*case, libraries, rounds) for case in cases]
 
 
-def _time_row(label: str, shape: Shape, precision: str, hooked: bool, libraries: Sequence[Library], rounds: int) -> Row:
+def _time_row(label: str, shape: Shape, precision: str, libraries: Sequence[Library], rounds: int) -> Row:
     """Returns the process time of a step beyond the plain model's, per group. Libraries, plain model and floor take
     turns.
     """
-    libraries = _choose(libraries, precision, hooked)
-    calls = build_steps(shape, precision, libraries, hooked)
+    libraries = able(libraries, precision)
+    calls = build_steps(shape, precision, libraries)
     times = interleave(calls, rounds=rounds, warmup=2, measure=process_seconds)
     per_group = 1e6 / shape.groups
-    above = {library.name: subtract(times[library.name], times["plain"], per_group) for library in libraries}
+    above = {
+        library.name: subtract(times[library.name], times["plain"], per_group) for library in able(libraries, precision)
+    }
     bare, limit = (statistics.median(times[name]) * per_group for name in ("plain", "floor"))
-    return timed_row("host", "us per group and step", _setting(label, precision, hooked), above, bare, limit)
+    return timed_row("host", "us per group and step", _setting(label, precision), above, bare, limit)
 
 
-def _choose(libraries: Sequence[Library], precision: str, hooked: bool) -> list[Library]:
-    """Returns the libraries that can run; without saved-tensor hooks the one that has them, and torch's FSDP2."""
-    return [each for each in able(libraries, precision) if hooked or each.has_more or each.name == "torch"]
-
-
-def build_steps(shape: Shape, precision: str, libraries: Sequence[Library], hooked: bool = True) -> dict[str, Call]:
+def build_steps(shape: Shape, precision: str, libraries: Sequence[Library]) -> dict[str, Call]:
     """Returns a step of each library, of the "plain" model, and the "floor"."""
-    steps = {library.name: build_step(library, shape, precision, hooked) for library in libraries}
+    steps = {library.name: build_step(library, shape, precision) for library in libraries}
     return {**steps, "plain": build_step(None, shape, precision), "floor": _build_floor(shape, precision)}
 
 
-def build_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
-    """Returns a step of a library, or of the plain model. `hooked`: with saved-tensor hooks, if the library has any."""
+def build_step(library: Library | None, shape: Shape, precision: str) -> Call:
+    """Returns a step of a library, or of the plain model."""
     if library is None:
         model = build_plain(shape, precision)
     else:
         model = build_sharded(shape, precision, library, dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        if not hooked and library.has_more:
-            model.set_saved_tensor_hooks(False)
     return partial(run_step, model, make_batch(shape, precision))
 
 
@@ -94,28 +88,28 @@ def _build_floor(shape: Shape, precision: str) -> Call:
     return partial(repeat, shape.groups, floor_of_one_group)
 
 
-def _calls_row(label: str, shape: Shape, precision: str, hooked: bool, libraries: Sequence[Library]) -> Row:
+def _calls_row(label: str, shape: Shape, precision: str, libraries: Sequence[Library]) -> Row:
     plain = count_step_calls(None, shape, precision)
     values = {
-        each.name: (count_step_calls(each, shape, precision, hooked) - plain) / shape.groups
-        for each in _choose(libraries, precision, hooked)
+        each.name: (count_step_calls(each, shape, precision) - plain) / shape.groups
+        for each in able(libraries, precision)
     }
-    setting = _setting(label, precision, hooked)
+    setting = _setting(label, precision)
     return Row("host", "Python calls per group and step", setting, values, bare=plain / shape.groups)
 
 
-def _setting(label: str, precision: str, hooked: bool) -> str:
-    return f"N={dist.get_world_size()} {precision}, {label}" + ("" if hooked else ", no saved-tensor hooks")
+def _setting(label: str, precision: str) -> str:
+    return f"N={dist.get_world_size()} {precision}, {label}"
 
 
-def count_step_calls(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> int:
+def count_step_calls(library: Library | None, shape: Shape, precision: str) -> int:
     """Counts the Python functions that one step in steady state calls; without a library, the plain model's."""
-    return count_calls(build_steady_step(library, shape, precision, hooked))
+    return count_calls(build_steady_step(library, shape, precision))
 
 
-def build_steady_step(library: Library | None, shape: Shape, precision: str, hooked: bool = True) -> Call:
+def build_steady_step(library: Library | None, shape: Shape, precision: str) -> Call:
     """Returns a step that has run four times: in the 1st, 2nd, 4th, 8th, ... more checks run."""
-    step = build_step(library, shape, precision, hooked)
+    step = build_step(library, shape, precision)
     repeat(4, step)
     return step
 

@@ -92,8 +92,7 @@ SUITES = {
         "CPU time of the process above the plain model's, on a process group that writes nothing (since 2.13, torch's "
         "own fake group writes every rank's slice, which costs more than the libraries do); Python functions called, "
         "an exact count. Limit: casts and collectives issued group by group, with no hooks and no parameters around "
-        "them, measured in the same rounds. Without saved-tensor hooks: `set_saved_tensor_hooks(False)`, by which "
-        "gradients must come in by outputs, as torch's FSDP2 expects them.",
+        "them, measured in the same rounds.",
         quick_worlds=(8, 64, 512),
         turns=3,
         peers=("fsdp1", "ddp", "simple"),

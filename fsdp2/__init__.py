@@ -16,7 +16,7 @@ from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_co
 if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import hf as hf
     from .bridge.patch import patch_torch
-    from .features.accumulate import accumulate, no_sync
+    from .features.accumulate import accumulate
     from .features.even_batches import even_batches
     from .features.skip import skip_together
     from .optim.averages import AveragedModel
@@ -59,7 +59,6 @@ _MODULES = {
     "full_params": "tools.full_params",
     "even_batches": "features.even_batches",
     "muon": "optim.muon",
-    "no_sync": "features.accumulate",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
     "skip_together": "features.skip",
@@ -114,7 +113,6 @@ __all__ = [
     "full_params",
     "fully_shard",
     "muon",
-    "no_sync",
     "patch_torch",
     "plan",
     "register_fsdp_forward_method",

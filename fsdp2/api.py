@@ -90,24 +90,14 @@ def fully_shard(
             nothing is gathered, whatever the setting; an int is refused on a mesh that only replicates.
         shard_placement_fn: called once with each parameter, returns the Shard(dim) to use, or None for Shard(0). Dims
             need not divide evenly, but gathers and reductions bring padding then: `cheapest_placement` is such a
-            function, which keeps padding small, and much padding is logged. Parameters sharded along other dims than 0
+            function, which keeps padding small; `describe` shows it. Parameters sharded along other dims than 0
             are copied once more per gather. It may return a ShardPlacementResult, for a parameter on a mesh of its own
             (experts, for example): the parameters of each mesh then form a group, and settings and methods of the
             module reach all of them. On a mesh that only replicates it must return None, or such a result.
         mp_policy: dtypes of compute and reduction.
         offload_policy: a CPUOffloadPolicy keeps sharded parameters, gradients and so the optimizer on the CPU, and
-            copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already. To choose
-            by parameter, pass:
-
-            - a function of a parameter's FQN, as seen from `module`, and the parameter. It returns a policy, or None
-              for the device. It must return the same on all ranks;
-            - a mapping of patterns to policies. A pattern matches FQNs, as seen from `module`, by the rules of
-              `fnmatch.fnmatchcase`. The first that matches counts; what none matches stays on the device; a pattern
-              that matches no parameter of this call is an error;
-            - an `OffloadBudget`: as many bytes as fit stay on the device, in all calls that get the object.
-
-            The parameters of a call that rest in different places form a group for each place. A group more is one
-            all-gather more in forward and one in backward, and one reduction.
+            copies the shards to the mesh's device for each gather. On a mesh of CPUs they are there already. An
+            `OffloadBudget`, given to all calls, keeps as many bytes on the device as fit.
         ignored_params: parameters to leave as they are: not sharded, moved or reduced. A module among them stands for
             its parameters, and its buffers are not moved either. Any iterable, or one module. Parameters outside of
             `module` may be among them: one set serves all calls.

@@ -32,7 +32,6 @@ def install() -> None:
             conditional.join_consensus,
             large_submodules.gather_when_called,
             parameter_methods.hook_state_dicts,
-            tools_when_needed.log_waste,
             lambda root: torch_names.keep_out_of_graphs(),
             lambda root: transforms.withdraw_where_disabled(),
             lambda root: pipelining.adapt_schedules(),

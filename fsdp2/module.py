@@ -23,7 +23,7 @@ from .engine.policy import Hold, check_bool
 from .engine.replicas import CommHook
 from .engine.state import groups_below, groups_of, require_state, states_of
 from .engine.user_code import hides_modes
-from .features.accumulate import no_sync
+from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
@@ -128,14 +128,15 @@ class FSDPModule:
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes accumulate gradients on each rank, and communicate none.
 
-        It is that of `fsdp2.no_sync(model)`: `set_requires_gradient_sync(False)` for this module and all sharded ones
-        inside, each of which has its setting of before when the block ends. DDP and FSDP1 have a method of this name.
-        Every rank must enter it.
+        It does what `set_requires_gradient_sync(False)` does, for this module and all sharded ones inside. Each of them
+        gets its setting of before when the block ends, also by an exception. The next backward that reduces includes
+        what was accumulated. The forward may run inside or before. DDP and FSDP1 have a method of this name. Every rank
+        must enter it.
 
         Example:
             `with model.no_sync(): loss.backward()` for all micro-batches but the last.
         """
-        return no_sync(cast(nn.Module, self))
+        return unsynchronized(groups_below(cast(nn.Module, self)))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Chooses whether the backward passes that follow sum gradients over replicas (HSDP, `replicate`).
@@ -692,57 +693,6 @@ class FSDPModule:
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
         root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
-
-    def set_backward_prefetch(self, when: Literal["pre", "post"]) -> None:
-        """Chooses when backward begins to gather the next group ahead. On the root only.
-
-        It is FSDP1's `BackwardPrefetch`. Modules with a list (`set_modules_to_backward_prefetch`) follow that instead.
-        Where ranks hold whole parameters there is nothing to gather. With conditional modules, "post" gathers
-        nothing ahead in backward. Every rank must call it.
-
-        Args:
-            when: "pre", the default: when backward reaches a group, so that two groups are unsharded while it computes.
-                "post": when backward has computed the gradients of a group and freed it, before it reduces them. Then
-                one group is unsharded at a time, beside the root, and an all-gather has only the reduction of a group,
-                and on devices what is left of its compute, to hide behind. One group stays after forward, not two.
-
-        Raises:
-            ValueError: neither.
-            RuntimeError: not the root, or during a backward pass.
-
-        Example:
-            `model.set_backward_prefetch("post")` where the peak of memory is in backward
-        """
-        if when not in ("pre", "post"):
-            raise ValueError(f'when: expected "pre" or "post", got {when!r}')
-        root = root_of(self, "set_backward_prefetch")
-        if root.is_in_backward():
-            raise RuntimeError("set_backward_prefetch: call it between backward passes, not during one")
-        root.set(prefetches_late=when == "post")
-
-    def set_saved_tensor_hooks(self, enabled: bool) -> None:
-        """Chooses how backward finds out that it needs the unsharded parameters of a group. On the root only.
-
-        Args:
-            enabled: True, the default: each weight that autograd has saved is watched, and gathered when backward reads
-                it, whatever way the gradient came. False: gradients must enter each sharded module through a tensor
-                that it returned, as torch's FSDP2 expects. That saves about a third of the host time. Autograd refuses
-                a gradient that comes another way, for example from a tensor that a forward hook has kept: "one of the
-                variables needed for gradient computation has been modified by an inplace operation". Keep the hooks for
-                functions that save a weight's `.data`, which is not watched then.
-
-        Raises:
-            RuntimeError: not the root, or during a forward or backward.
-        """
-        check_bool("enabled", enabled)
-        root = root_of(self, "set_saved_tensor_hooks")
-        if root.running or root.is_in_backward():
-            raise RuntimeError("saved-tensor hooks can't be switched while a forward or backward runs")
-        root.set(saved_tensor_hooks=enabled)
-        for group in root.groups:
-            group.versions = ()  # what earlier graphs have saved is refused
-        if not enabled:
-            root.note_unseen()
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.

@@ -37,8 +37,6 @@ from fsdp2 import fully_shard  # imported before the fork, so that no rank pays 
 from fsdp2.engine import events
 from fsdp2.features import even_batches
 from fsdp2.module import sharded_class
-from fsdp2.shards.find import shards_of
-from fsdp2.tools.padding import GroupPadding, group_padding
 from hostile import hostile
 
 NIGHTLY = bool(os.environ.get("FSDP2_NIGHTLY"))
@@ -324,11 +322,6 @@ def extensions_restored() -> Iterator[None]:
         yield
     finally:
         events._Current.extensions = before
-
-
-def padding_report(module: nn.Module) -> list[GroupPadding]:
-    """Returns the padding of each group at and below `module`, outermost first."""
-    return [group_padding(group) for group in shards_of(module).groups if group.params]
 
 
 def public_methods() -> frozenset[str]:

@@ -191,7 +191,6 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "prefetch nothing": lambda model: prefetch(model, []),
     "prefetch everything": lambda model: prefetch(model, [m for m in model.modules() if isinstance(m, FSDPModule)]),
     "a budget of 200 bytes": lambda model: model.set_prefetch_budget(200),
-    "backward gathers late": lambda model: model.set_backward_prefetch("post"),
     "many reductions": lambda model: model.set_reduce_scatter_max_input_buffers(9),
     "sums": lambda model: model.set_force_sum_reduction_for_comms(True, recurse=True),
     "hook": lambda model: model.set_all_reduce_hook(lambda reduced: None, recurse=True),

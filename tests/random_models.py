@@ -373,10 +373,7 @@ def options_of(name: str, recipe: Recipe, shards: int) -> dict[str, Any]:
 
 def apply_settings(model: nn.Module, recipe: Recipe) -> None:
     assert isinstance(model, FSDPModule)
-    if recipe.pick("no saved-tensor hooks", False, (True,), 0.2):
-        model.set_saved_tensor_hooks(False)
     model.set_prefetch_budget(recipe.pick("prefetch budget", None, (0, 300, 1000, 10**6), 0.4))
-    model.set_backward_prefetch(recipe.pick("gathers late", "pre", ("post",), 0.2))
     if recipe.pick("no reshard after backward", False, (True,), 0.2):
         model.set_reshard_after_backward(False)
     # What checkpointing runs again needs the full parameters without our notice, unless it is a module with a group.

@@ -208,17 +208,12 @@ PLACES: dict[str, Place | None] = {
 }
 
 
-def vectors_on_the_cpu(name: str, param: nn.Parameter) -> OffloadPolicy | None:
-    return CPUOffloadPolicy() if param.dim() == 1 else None
-
-
 OFFLOADS: dict[str, Callable[[], Any]] = {
     "on the device": OffloadPolicy,
     "on the CPU": CPUOffloadPolicy,  # on a mesh of CPUs there is nothing to do
     "staged": CPUOffloadPolicy,  # copied to and from a device that is simulated
     "staged, unpinned": functools.partial(CPUOffloadPolicy, pin_memory=False),
     "staged, all but 100 bytes": functools.partial(OffloadBudget, 100),
-    "staged, vectors alone": lambda: vectors_on_the_cpu,
 }
 """Makes what all calls of one model are given."""
 TRAVELS = ("packed", "direct", "in pieces", "all to all", "hostile", "late")
@@ -345,12 +340,12 @@ class Draw:
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
             # The kernels of an LSTM round otherwise where its weights lie elsewhere in memory: by one bit.
-            or (self.model == "TinyLSTM" and self.is_staged)
+            or (self.model == "TinyLSTM" and (self.is_staged or self.program == "recomputed"))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
-            or (self.program == "clip" and (is_low or self.model == "MixedDtypes"))
+            or (self.program == "clip" and (is_low or encodes or self.model == "MixedDtypes"))
             or (self.program == "recomputed" and "GPT" in self.model)  # a reentrant checkpoint needs floats
             or (self.program == "another model" and self.model == "SharedModule")  # torch saves one of its names
             or (self.program == "optimizer in backward" and self.setting == "further backwards")

@@ -13,7 +13,7 @@ from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import Compression
 from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
-from ..engine.offload import storage_place
+from ..engine.offload import is_policy, storage_place
 from ..engine.parameter import FSDPParam, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import FSDPState, names_below
@@ -144,8 +144,8 @@ def _check_tied(planned: ParameterPlan, plan: Plan) -> None:
     given = plan.given
     group, param = owner
     found = _ways(planned.mesh, planned.distribution, planned.keeps_dtype, given.mp_policy, original.dtype)
-    if planned.offload is not None:
-        found["offload_policy"] = storage_place(planned.offload, planned.mesh.device)
+    if is_policy(given.offload_policy):  # a budget leaves it where the earlier call has put it
+        found["offload_policy"] = storage_place(plan.offload, planned.mesh.device)
     before = _ways(param.mesh, param.distribution, param.keeps_dtype, group.settings.policy, original.dtype) | {
         "offload_policy": (param.storage_device, group.settings.pin_memory)
     }

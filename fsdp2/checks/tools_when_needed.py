@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from functools import cache
-
-import torch
 
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
@@ -15,10 +12,7 @@ from ..engine.rank_facts import is_first
 from ..engine.root import Root
 from .rollcall import level_from_environment
 
-# Padding of fewer bytes is never logged.
-MIN_LOGGED_NBYTES = 16 * 1024 * 1024
 _LOG = "FSDP2_LOG"
-_WIDEST = torch.float64.itemsize
 
 
 class Audit(Observer):
@@ -84,31 +78,6 @@ def _follow_log_level() -> None:
     logger = logging.getLogger("fsdp2")
     logger.setLevel(level)
     logger.addHandler(handler)
-
-
-def log_waste(root: Root) -> None:
-    """Logs, on the first rank of each mesh, which gathers of a `fully_shard` call have much padding, and what to do.
-
-    It is a log line, not a warning: a warning that is turned into an error would end one rank only, and every rank
-    would print a warning.
-    """
-    for state in (root.state, *root.state.parts):
-        for group in state.groups:
-            is_first_rank = not any(group.mesh.mesh.get_coordinate() or ())
-            if is_first_rank and _padding_numel(group) * _WIDEST >= MIN_LOGGED_NBYTES:
-                from ..tools import padding_log
-
-                padding_log.log_waste(group, MIN_LOGGED_NBYTES)
-
-
-def _padding_numel(group: FSDPParamGroup) -> int:
-    """Returns the number of elements of padding. It is computed for every group, and must be fast."""
-    size, numel = group.mesh.size, 0
-    for param in group.params:
-        rows = param.gathered_shape[param.dim]
-        if rows % size:
-            numel += -rows % size * (math.prod(param.gathered_shape) // rows)
-    return numel
 
 
 class ProfilerRanges(Observer):

@@ -33,13 +33,6 @@ _FREED_GRAPH = (
     "in a graph that an earlier backward built (create_graph=True), with another backward and a forward of the model "
     "in between. Call backward through it before that forward, or model.set_keep_unsharded_storage(True) before all."
 )
-
-
-_UNSEEN = (
-    "by a way to the loss that does not lead through an output of its module. Without saved-tensor hooks, a module is "
-    "gathered in backward only when that comes to its output. Return from the module's forward what the loss is "
-    "computed of; or leave saved-tensor hooks on: call model.set_saved_tensor_hooks(True) before the forward."
-)
 _SHAPE_READ = re.compile(r"\[torch\.[\w.]+ \[([\d, ]*)\]\]")
 
 
@@ -150,8 +143,7 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
                 "or compute it inside `with fsdp2.full_params(model):`."
             ) from error
     if "storage of size 0" in str(error):
-        why = _why_freed(all_groups())
-        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {why}") from error
+        raise RuntimeError(f"backward has read an unsharded parameter after it was freed: {_FREED_GRAPH}") from error
     expired = [group for group in all_groups() if _is_expired(group)]
     leaves = {id(node.variable) for node in _leaf_nodes(outputs)} if expired else set()
     expired = [group for group in expired if any(id(param.unsharded) in leaves for param in group.params)] or expired
@@ -161,13 +153,8 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
         params = [param for group in expired for param in group.params]
         names = some_of([param.name for param in params if sizes in (None, sorted(param.gathered_shape))])
         raise RuntimeError(
-            f"{error} If it is an unsharded parameter ({names or 'a part of one'}), it was freed: {_why_freed(expired)}"
+            f"{error} If it is an unsharded parameter ({names or 'a part of one'}), it was freed: {_FREED_GRAPH}"
         ) from error
-
-
-def _why_freed(groups: Iterable[FSDPParamGroup]) -> str:
-    has_hooks = all(group.root.settings.saved_tensor_hooks for group in groups)
-    return _FREED_GRAPH if has_hooks else _UNSEEN
 
 
 def _is_expired(group: FSDPParamGroup) -> bool:

@@ -18,10 +18,10 @@ from .compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
-from .offload import OffloadChoice, choose_by_budget, choose_offload, is_policy, storage_place
+from .offload import OffloadChoice, shard_nbytes, storage_place
 from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
-from .policy import GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
+from .policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .root import Root
 from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
@@ -55,7 +55,6 @@ class ParameterPlan(NamedTuple):
     """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement.
 
     `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
-    `offload`: where it rests; None: where an earlier call has put it.
     `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
     """
 
@@ -64,7 +63,6 @@ class ParameterPlan(NamedTuple):
     mesh: DataMesh
     distribution: Distribution
     keeps_dtype: bool | None
-    offload: OffloadPolicy | None = None
     owner: Owned | None = None
 
 
@@ -75,8 +73,9 @@ class Plan:
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
     `tied`: those that earlier calls have sharded, as parameters of modules of theirs. `submodules`: those that get a
-    state of their own, with the FQNs of their parameters; extensions fill it. `budget_left`: what the call leaves of an
-    OffloadBudget. `notes`: what extensions keep of it, which all states of the call get.
+    state of their own, with the FQNs of their parameters; extensions fill it. `offload`: where its
+    parameters rest, and `nbytes_of_budget`: what they take of an OffloadBudget. `notes`: what extensions keep of it,
+    which all states of the call get.
     """
 
     roots: list[nn.Module]
@@ -88,7 +87,8 @@ class Plan:
     parameters: dict[str, ParameterPlan]
     tied: dict[str, ParameterPlan]
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
-    budget_left: int = 0
+    offload: OffloadPolicy = OffloadPolicy()
+    nbytes_of_budget: int = 0
     notes: Notes = field(default_factory=Notes)
 
 
@@ -113,7 +113,7 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
             if state.cast_buffers is not None:
                 state.cast_buffers.cast()
         if isinstance(given.offload_policy, OffloadBudget):
-            given.offload_policy._set_left(plan.budget_left)
+            given.offload_policy.left -= plan.nbytes_of_budget
     return module
 
 
@@ -202,8 +202,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
         managed.update((each, name) for each, name in here.items() if each not in managed)
     found = _collect_slots(managed, given.ignored_params or ())
     slots = {fqn(managed[own[0].module], own[0].name): own for own in found.values()}
-    of_all: Any = given.offload_policy if is_policy(given.offload_policy) else None
-    parameters = {name: _plan_parameter(name, own, shared, given, of_all) for name, own in slots.items()}
+    parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
     marks = {
         name: original_of(each)
         for name, each in zip(slots, found, strict=True)
@@ -211,25 +210,21 @@ def _plan(module: Any, given: Arguments) -> Plan:
     }
     tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
     plan = Plan(roots, given, shared, managed, names, inside, parameters, tied)
-    if of_all is None:
-        _plan_offload(plan)
+    _plan_offload(plan)
     return plan
 
 
 def _plan_offload(plan: Plan) -> None:
-    """Says of each parameter where it rests, by the choice for each. A budget leaves those that earlier calls have
-    sharded where they are.
-    """
+    """Says where the parameters of the call rest. Tied ones stay where an earlier call has put them."""
     given = plan.given.offload_policy
-    if isinstance(given, OffloadBudget):
-        shards = {name: (each.slots[0].get(), each.distribution) for name, each in plan.parameters.items()}
-        chosen, plan.budget_left = choose_by_budget(given, shards)
+    if not isinstance(given, OffloadBudget):
+        plan.offload = given
+        return
+    nbytes = sum(shard_nbytes(each.slots[0].get(), each.distribution) for each in plan.parameters.values())
+    if nbytes <= given.left:
+        plan.nbytes_of_budget = nbytes
     else:
-        chosen = choose_offload(given, {n: p.slots[0].get() for n, p in {**plan.parameters, **plan.tied}.items()})
-    for planned in (plan.parameters, plan.tied):
-        for name, each in planned.items():
-            if name in chosen:
-                planned[name] = each._replace(offload=chosen[name])
+        plan.offload = CPUOffloadPolicy(pin_memory=given.pin_memory)
 
 
 def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Parameter]) -> dict[nn.Parameter, list[Slot]]:
@@ -242,10 +237,8 @@ def _collect_slots(managed: dict[nn.Module, str], ignored: Collection[nn.Paramet
     return slots
 
 
-def _plan_parameter(
-    name: str, slots: list[Slot], shared: DataMesh, given: Arguments, offload: OffloadPolicy | None
-) -> ParameterPlan:
-    """Plans one parameter, as the user's `shard_placement_fn` and policy say. `offload`: None if it is chosen later."""
+def _plan_parameter(name: str, slots: list[Slot], shared: DataMesh, given: Arguments) -> ParameterPlan:
+    """Plans one parameter, as the user's `shard_placement_fn` and policy say."""
     parameter, mesh, placement = slots[0].get(), shared, None
     if issubclass(type(parameter), UninitializedParameter):
         raise ValueError(f"{name} is uninitialised. Run the lazy module once before fully_shard.")
@@ -256,7 +249,7 @@ def _plan_parameter(
                 placement, mesh = placement
         dim = 0 if placement is None else _dim_of(placement, parameter)
         distribution = distribute(parameter, mesh, dim)
-        return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter), offload)
+        return ParameterPlan(name, slots, mesh, distribution, given.mp_policy.keeps_dtype(parameter))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from error
 
@@ -293,20 +286,17 @@ def _make_states(plan: Plan) -> list[FSDPState]:
 def _make_groups(
     plan: Plan, modules: list[nn.Module], parameters: list[ParameterPlan], policy: MixedPrecisionPolicy
 ) -> list[FSDPParamGroup]:
-    """Returns a group for each mesh of `parameters`, and for each place where they rest; one, which may be empty, on
-    the mesh of the call if there are none.
-    """
+    """Returns a group for each mesh of `parameters`. Without parameters, an empty one on the mesh of the call."""
     given = plan.given
-    alike: dict[tuple[DataMesh, torch.device, bool], list[ParameterPlan]] = {}
-    found: dict[tuple[int, int], list[ParameterPlan]] = {}  # by mesh and policy, which take long to compare
+    alike: dict[DataMesh, list[ParameterPlan]] = {}
+    found: dict[int, list[ParameterPlan]] = {}  # by the identity of the mesh: meshes take long to compare
     for each in parameters:
-        choice = id(each.mesh), id(each.offload)
-        if choice not in found:
-            assert each.offload is not None, "no earlier call has sharded it"
-            found[choice] = alike.setdefault((each.mesh, *storage_place(each.offload, each.mesh.device)), [])
-        found[choice].append(each)
+        if id(each.mesh) not in found:
+            found[id(each.mesh)] = alike.setdefault(each.mesh, [])
+        found[id(each.mesh)].append(each)
     groups = []
-    for (mesh, device, pin), members in (alike or {(plan.mesh, plan.mesh.device, False): []}).items():
+    for mesh, members in (alike or {plan.mesh: []}).items():
+        device, pin = storage_place(plan.offload, mesh.device) if members else (mesh.device, False)
         with torch.no_grad():
             slots = [each.slots[0] for each in members]
             originals = [weakref.ref(slot.module._parameters[slot.name]) for slot in slots]

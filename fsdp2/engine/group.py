@@ -142,10 +142,7 @@ class FSDPParamGroup:
         """True if memory is freed although there are views of it: the user wants that, or graphs have them as a rule,
         because no hook sees what autograd saves.
         """
-        root = self.root
-        return self.settings.free_viewed_storage or (
-            root is not None and (root.saves_unseen or not root.settings.saved_tensor_hooks)
-        )
+        return self.settings.free_viewed_storage or (self.root is not None and self.root.saves_unseen)
 
     @property
     def scatter_hook(self) -> CommHook | None:
@@ -515,7 +512,7 @@ class FSDPParamGroup:
             self.pre_backward(recomputes=True)  # gradients follow at once
         self.unshard(for_backward=root.backward is not None)
         root.use(self)
-        if not in_backward and root.settings.saved_tensor_hooks and self.gathered_at != self.versions:
+        if not in_backward and self.gathered_at != self.versions:
             assert self.gathered_at is not None, "noted at each gather for a forward"
             self.versions = self.gathered_at  # else the same object: no time to compare
         if self.parameters.references is None:
@@ -538,12 +535,11 @@ class FSDPParamGroup:
             root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
-            if root.settings.saved_tensor_hooks:
-                for wait in self.writers:
-                    wait(self)
-                now = self.registration.versions()
-                if now != self.versions:
-                    self.versions = now
+            for wait in self.writers:
+                wait(self)
+            now = self.registration.versions()
+            if now != self.versions:
+                self.versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
             for ahead in root.prefetcher.in_backward(self):
@@ -577,17 +573,6 @@ class FSDPParamGroup:
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
             if not has_hooks:
                 self.finish_backward()
-                if self.root.settings.prefetches_late:
-                    self._gather_ahead_late()
-
-    def _gather_ahead_late(self) -> None:
-        """Begins to gather what backward needs next: this group is done, and its memory is free. Not where some ranks
-        may leave modules out: others, which have reached these since, would gather nothing.
-        """
-        if self.root.consensus is not None:
-            return
-        for ahead in self.root.prefetcher.in_backward(self, is_done=True):
-            ahead.start_unshard(for_backward=True)
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
@@ -699,5 +684,3 @@ class FSDPParamGroup:
         else:
             self.gradients.flush()
         self.finish_backward()
-        if self.root.settings.prefetches_late:
-            self._gather_ahead_late()

@@ -179,13 +179,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 class OffloadBudget:
-    """Keeps so many bytes of sharded parameters on the mesh's device; the largest that do not fit rest on the CPU.
+    """Keeps up to `nbytes` of sharded parameters on the mesh's device, and the others on the CPU.
 
-    Give one object to all `fully_shard` calls of a model: they share the budget, in their order. In each call the
-    smallest parameters come first. From the first one that does not fit on, this one and all later ones, also those of
-    later calls, rest on the CPU with their gradients and optimizer states, as with `CPUOffloadPolicy`. So at most one
-    call has parameters in both places. Every rank decides alike, from shapes alone. An object serves one model: make
-    another for another model, or after an error of a call that had begun to shard.
+    Give one object to all `fully_shard` calls of a model: they share the budget, in their order. The parameters of a
+    call stay on the device if all of their shards fit into what is left; else they rest on the CPU, with their
+    gradients and optimizer states, as with `CPUOffloadPolicy`. Every rank decides alike, from shapes alone. An object
+    serves one model: make another for another model.
 
     Args:
         nbytes: bytes of shards that stay on the device of each rank. It counts the sharded parameters alone, in the
@@ -193,8 +192,7 @@ class OffloadBudget:
         pin_memory: see `CPUOffloadPolicy`.
 
     Attributes:
-        left: bytes of the budget that no parameter has taken; 0 once a parameter did not fit.
-        is_spent: True once a parameter did not fit.
+        left: the bytes of the budget that no call has taken yet.
 
     Raises:
         TypeError: `nbytes` is not an int, or `pin_memory` not a bool.
@@ -208,22 +206,10 @@ class OffloadBudget:
             raise ValueError(f"OffloadBudget.nbytes: expected a number of bytes of at least 0, got {nbytes}")
         check_bool("OffloadBudget.pin_memory", pin_memory)
         self.nbytes, self.pin_memory = nbytes, pin_memory
-        self._left = nbytes
+        self.left = nbytes
 
     def __repr__(self) -> str:
         return f"OffloadBudget({self.nbytes}, pin_memory={self.pin_memory})"
-
-    @property
-    def left(self) -> int:
-        return max(self._left, 0)
-
-    @property
-    def is_spent(self) -> bool:
-        return self._left < 0
-
-    def _set_left(self, nbytes: int) -> None:
-        """Notes what a call has left of the budget. -1: a parameter did not fit."""
-        self._left = nbytes
 
 
 class Phase(Enum):
@@ -361,16 +347,12 @@ class RootSettings:
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
             several that together are no larger than a typical one.
-        prefetches_late: backward gathers ahead when it is done with a group, not when it reaches one.
-        saved_tensor_hooks: notice every weight that autograd saves, and gather it when backward reads it.
         is_last_backward: forget which forwards have run when a backward ends.
         finalize_backward: finish the reductions at the end of each backward.
         averages_running_stats: running statistics of BatchNorm are those of all ranks (features/running_stats.py).
     """
 
     prefetch_budget: int | None = None
-    prefetches_late: bool = False
-    saved_tensor_hooks: bool = True
     is_last_backward: bool = True
     finalize_backward: bool = True
     averages_running_stats: bool = True

@@ -317,10 +317,9 @@ class Root:
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
             self.saved_tensors.owners.clear()
-        if self.settings.saved_tensor_hooks:
-            active = top_saved_tensor_hooks(False)
-            if active is None or active[0] is not self.saved_tensors.pack:
-                self.saved_tensors.activate(len(self.running))
+        active = top_saved_tensor_hooks(False)
+        if active is None or active[0] is not self.saved_tensors.pack:
+            self.saved_tensors.activate(len(self.running))
 
     def leave(self, num_running: int) -> None:
         """Ends the uses, which may have failed, behind the first `num_running`. To call it again changes nothing."""
@@ -343,9 +342,8 @@ class Root:
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
-        if self.settings.saved_tensor_hooks:
-            for storage in group.parameters.storage_ids:
-                self.saved_tensors.owners[storage] = group
+        for storage in group.parameters.storage_ids:
+            self.saved_tensors.owners[storage] = group
 
     def free_kept(self) -> None:
         """Frees what a forward has left for readers in backward: that has ended, or another pass begins."""

@@ -118,9 +118,8 @@ class Prefetcher:
         self.ran: deque[FSDPParamGroup] = deque(maxlen=_MAX_HISTORY)
         self.prefetched: set[FSDPParamGroup] = set()
         self.first_in_backward: set[FSDPParamGroup] = set()
-        # Those that the backward pass has reached so far, and which of them last.
+        # Those that the backward pass has reached so far.
         self._reached: set[FSDPParamGroup] = set()
-        self._reached_last: FSDPParamGroup | None = None
 
     def begin_pass(self) -> None:
         """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
@@ -175,28 +174,19 @@ class Prefetcher:
         """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
         self._reached.clear()
-        self._reached_last = None
 
-    def in_backward(self, group: FSDPParamGroup, is_done: bool = False) -> Iterator[FSDPParamGroup]:
+    def in_backward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those
         that ran before it, or that the user chose, unless backward is done with them. Start each of them before you ask
         for the next one, as in forward.
-
-        `is_done`: backward has reached it before, and is done with it now. Then a root with `prefetches_late`, which
-        `set_backward_prefetch("post")` sets, gathers those that ran before, unless backward has reached another group
-        meanwhile.
         """
-        if not is_done:
-            self._backward.visit(group)
-            self._reached.add(group)
-            self._reached_last = group
+        self._backward.visit(group)
+        self._reached.add(group)
         chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
-        if chosen is not None:
-            chosen = () if is_done else [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
-        elif is_done == self.settings.prefetches_late and group is self._reached_last:
+        if chosen is None:
             chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
         else:
-            chosen = ()
+            chosen = [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
         return self._sharded(chosen)
 
     def _is_done(self, group: FSDPParamGroup) -> bool:
@@ -222,7 +212,7 @@ class Prefetcher:
         """Returns how many groups at the end of the order stay unsharded after forward: the last one, and those that
         backward would gather ahead together with it, if they are not too large.
         """
-        if not recorded or recorded[-1].settings.backward_prefetch is not None or self.settings.prefetches_late:
+        if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
         expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
         kept = within_budget(expected, _bytes_of, *self._budget)

@@ -178,9 +178,6 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     """Hooks the outputs, and reshards; returns the output."""
     root = state.root
     if in_backward:
-        if not root.settings.saved_tensor_hooks and torch.is_grad_enabled():
-            # Checkpointing runs it again: another forward of the group may free it before backward comes to this one.
-            hook_outputs(state, tensors_in(output))
         return output
     outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
     for group in state.used:

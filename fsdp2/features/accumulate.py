@@ -1,4 +1,5 @@
-"""Runs the micro-batches of one optimizer step, whose gradients are divided by the sum of all weights; and `no_sync`.
+"""Runs the micro-batches of one optimizer step, whose gradients are divided by the sum of all weights; and has
+backward passes accumulate without communication (`no_sync`).
 
 The weights of all ranks are known when the last micro-batch is. So gradients are reduced to sums, and what is complete
 is divided by `Totals.divide`: in place of the division by the number of ranks, where that is done (reduce.py). Nothing
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,11 +25,12 @@ from ..engine import streams
 from ..engine.collectives import make_comm
 from ..engine.comm import Purpose, Work
 from ..engine.compat import no_torch_function
+from ..engine.group import FSDPParamGroup
 from ..engine.passes import finalize, reduce_unsynchronized, reset
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.rank_facts import ranks_of
 from ..engine.root import Root
-from ..engine.state import groups_below, require_module, require_state
+from ..engine.state import require_state
 from ..engine.streams import Transfer
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
@@ -39,31 +41,8 @@ _SYNC = ("last", "each")
 
 
 @contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context: backward passes inside accumulate gradients on each rank, and communicate none.
-
-    It does what `set_requires_gradient_sync(False)` does, for all sharded modules in `model`, and gives each of them
-    back what it had before when the block ends, also by an exception. The next backward that reduces includes what was
-    accumulated. The forward may run inside or before. Every rank must enter it.
-
-    Args:
-        model: a sharded module, or any module with sharded ones inside.
-
-    Raises:
-        TypeError: `model` is no module.
-        ValueError: there is no sharded module in it.
-
-    Example:
-        ```python
-        with fsdp2.no_sync(model):
-            model(first).sum().backward()
-        model(last).sum().backward()  # `.grad` is of both
-        ```
-    """
-    require_module("model", model, "no_sync")
-    groups = groups_below(model)
-    if not groups:
-        raise ValueError(f"model: expected a module that fully_shard was applied to, or one inside, got {type(model)}")
+def unsynchronized(groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+    """Context: backward passes inside accumulate the gradients of `groups` on each rank, and communicate none."""
     before = [(group.settings.reduce_gradients, group.settings.all_reduce) for group in groups]
     for group in groups:
         group.set(reduce_gradients=False, all_reduce=False)
@@ -79,7 +58,6 @@ def accumulate(
     *,
     sync: str = "last",
     num_batches: int | None = None,
-    scaler: Any = None,
 ) -> Accumulation:
     """Returns a context for the micro-batches of one optimizer step. Their gradients become the mean over all weights.
 
@@ -108,14 +86,12 @@ def accumulate(
         num_batches: how many micro-batches follow. Then the last one is reduced while its backward runs. None: it is
             known when the block ends, and they are reduced there: "last" then communicates behind backward, "each"
             copies the shards once more.
-        scaler: a `torch.amp.GradScaler`, for parameters that compute in float16: each loss is scaled by it. Sums over
-            many tokens need a smaller `init_scale` than means.
 
     Returns:
         An `Accumulation`.
 
     Raises:
-        TypeError: `num_batches` is not an int, or `scaler` has no method `scale`.
+        TypeError: `num_batches` is not an int.
         ValueError: another `sync`, or `num_batches` less than 1.
         RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
             another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
@@ -141,19 +117,17 @@ def accumulate(
             raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
         if num_batches < 1:
             raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
-    if scaler is not None and not callable(getattr(scaler, "scale", None)):
-        raise TypeError(f"scaler: expected a torch.amp.GradScaler or None, got {scaler!r}")
     state = require_state(model)
     if state.root.state is not state:
         raise RuntimeError(f"accumulate: expected the root, the outermost sharded module, got {state}")
-    return Accumulation(state.root, sync, num_batches, scaler)
+    return Accumulation(state.root, sync, num_batches)
 
 
 class Accumulation:
     """Is one optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
 
-    def __init__(self, root: Root, sync: str, num_batches: int | None, scaler: Any) -> None:
-        self._root, self._is_each, self._num_batches, self._scaler = root, sync == "each", num_batches, scaler
+    def __init__(self, root: Root, sync: str, num_batches: int | None) -> None:
+        self._root, self._is_each, self._num_batches = root, sync == "each", num_batches
         self._totals = Totals(root, num_batches)
         self._watch: AccumulationWatch | None = None
         self._is_over = False
@@ -189,7 +163,8 @@ class Accumulation:
         """Runs the backward of one micro-batch. Every rank must call it.
 
         It takes the place of `loss.backward()`. A weight on a device is not waited for. A loss with another denominator
-        (of a router, for example) is added as `loss + weight * other`.
+        (of a router, for example) is added as `loss + weight * other`. With a `torch.amp.GradScaler`, give
+        `scaler.scale(loss)`; then `mean_loss` is scaled, too.
 
         Args:
             loss: a tensor of one element with a graph: the sum of the micro-batch's losses.
@@ -215,7 +190,7 @@ class Accumulation:
             self._set(reduce_gradients=True, all_reduce=True)
         self.runs_backward = True
         try:
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            loss.backward()
         finally:
             self.runs_backward = False
         if is_last:
@@ -390,12 +365,6 @@ def _count_stored(root: Root) -> int:
     """Returns how many gradients wait for a later pass, or are in flight."""
     stored = [len(each) for group in root.groups for each in (group.gradients.unsynchronized, group.gradients.partial)]
     return sum(stored) + len(root.queue.running)
-
-
-def find_active(root: Root) -> Accumulation | None:
-    """Returns the block that has been entered, if one has."""
-    watch: AccumulationWatch | None = root.events.of(AccumulationWatch)
-    return None if watch is None else watch.active
 
 
 # ---- sums over ranks

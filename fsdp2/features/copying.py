@@ -75,11 +75,9 @@ class Description:
         """Gives `root`, the copy of a root, the original's settings."""
         if self.root_settings is None:
             return
-        names = ("finalize_backward", "prefetch_budget", "prefetches_late", "averages_running_stats")
+        names = ("finalize_backward", "prefetch_budget", "averages_running_stats")
         changes = {name: getattr(self.root_settings, name) for name in names}
         root.set(**changes)
-        if not self.root_settings.saved_tensor_hooks:
-            root.set(saved_tensor_hooks=False)
         for i, (forward, backward) in self.prefetch.items():
             chosen = [None if each is None else tuple(root.groups[k] for k in each) for each in (forward, backward)]
             root.groups[i].set(forward_prefetch=chosen[0], backward_prefetch=chosen[1])

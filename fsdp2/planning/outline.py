@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..engine.build import Arguments, apply
 from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
-from ..engine.offload import is_policy
 from ..engine.parameter import FSDPParam
-from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..engine.subclasses import is_packed
@@ -192,13 +191,13 @@ def _check_codecs(policy: MixedPrecisionPolicy) -> None:
 
 
 def _check_offload(call: WrapGroup) -> None:
-    """Refuses to choose by parameter what is on the CPU.
+    """Refuses budgets.
 
     Raises:
-        NotImplementedError: the policy of a call is a function, a dict or an OffloadBudget.
+        NotImplementedError: the policy of a call is an OffloadBudget.
     """
     offload = call.options.get("offload_policy", OffloadPolicy())
-    if not is_policy(offload):
+    if isinstance(offload, OffloadBudget):
         raise NotImplementedError(
             f"plan: {call.name}: offload_policy: expected CPUOffloadPolicy() or OffloadPolicy(), for all parameters of "
             f"the call, got {offload!r}. Plan with one of these."

@@ -16,21 +16,20 @@ from torch import Tensor, nn
 from ..checks.frozen_parameters import find_written
 from ..checks.initial_weights import known_of
 from ..checks.partial_settings import find_partial
-from ..engine.buckets import codecs_of, cuts_for, find_buckets
+from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
 from ..engine.collectives import choice_of
-from ..engine.comm import Comm
 from ..engine.compat import graph_task, local_if_any, new_dtensor
 from ..engine.empty_memory import find_unwritten, mark
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.layout import GatherLayout, ParamSpec, bucket_layout, gather_layout
+from ..engine.layout import GatherLayout, ParamSpec, gather_layout
 from ..engine.memory import Memory
 from ..engine.mesh import DataMesh
 from ..engine.owners import Owned, owners_by_id
 from ..engine.parameter import FSDPParam, fqn
 from ..engine.passes import finalize, reset
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.policy import GroupSettings, MixedPrecisionPolicy
+from ..engine.policy import GroupSettings
 from ..engine.rank_facts import is_first, ranks_of
 from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
 from ..engine.subclasses import gathers_itself
@@ -42,14 +41,12 @@ from ..features.optimizer_in_backward import steps_of
 from .dtensors import box_of, cuts_of, replicas_of
 from .protocol import (
     Cut,
-    GroupBytes,
     GroupFacts,
     NotedValues,
     Place,
     Ranks,
     ShardGroup,
     ShardParam,
-    UnevenParam,
     Unsharded,
 )
 from .registered import registered
@@ -306,31 +303,9 @@ class OurGroup:
             sent=tuple(dict.fromkeys(compress(sent, trainable))),
             gathered_nbytes=sum(spec.unsharded_nbytes for spec in specs),
             reduced_nbytes=sum(compress(sizes, trainable)) if group.mesh.num_ranks > 1 else 0,
+            padding_nbytes=_padding_nbytes(group),
             settings=tuple(_settings_text(group)),
         )
-
-    def padding(self) -> GroupBytes:
-        group = self.engine_group
-        policy, size, comms = group.settings.policy, group.mesh.size, group.comms
-        spec_of = {param: param.spec(policy) for param in group.params}
-        params = sorted(group.params, key=lambda param: spec_of[param].extended)
-        specs = [spec_of[param] for param in params]
-        plain = tuple(spec for spec in specs if not spec.extended)
-        trainable = [i for i, param in enumerate(params) if param.sharded.requires_grad]
-        gather = reduce = (0, 0)
-        if size > 1:
-            payload = gathered_nbytes(gather_layout(plain, size, comms.gathers.direct_min_bytes))
-            gather = sum(map(_needed_nbytes, plain)), size * payload
-            least = group.gradients.reduction.direct_min_bytes
-            summed = group.gradients.summed_apart(specs)
-            cut = group.mesh.device, summed, group.settings.bucket_bytes
-            reduce = _reduce_padding(specs, trainable, policy, comms.reduces, least, *cut)
-        uneven = [
-            UnevenParam(param.name, spec.shape, spec.dim, spec.world_size, spec.storage_dtype, spec.compute_dtype)
-            for param, spec in zip(params, specs, strict=True)
-            if not spec.is_even and not spec.extended
-        ]
-        return GroupBytes(gather, reduce, uneven)
 
     def before_read(self) -> None:
         for wait in self.engine_group.writers:
@@ -450,34 +425,20 @@ def gathered_nbytes(layout: GatherLayout) -> int:
     return sum(layout.specs[i].compute_nbytes for i in layout.direct) + layout.packed_nbytes + layout.encoded_nbytes
 
 
+def _padding_nbytes(group: FSDPParamGroup) -> int:
+    """Returns the bytes that one gather sends besides the parameters."""
+    size, specs = group.mesh.size, [param.spec(group.settings.policy) for param in group.params]
+    if size == 1:
+        return 0
+    plain = tuple(spec for spec in specs if not spec.extended)
+    sent = size * gathered_nbytes(gather_layout(plain, size, group.comms.gathers.direct_min_bytes))
+    return sent - sum(map(_needed_nbytes, plain))
+
+
 def _needed_nbytes(spec: ParamSpec) -> int:
     """Returns the bytes of an unsharded parameter as it travels, without padding."""
     codec = spec.gather_codec
     return spec.nbytes if codec is None else codec.sent_nbytes(spec.numel, spec.storage_dtype)
-
-
-def _reduce_padding(
-    specs: Sequence[ParamSpec],
-    trainable: Iterable[int],
-    policy: MixedPrecisionPolicy,
-    comm: Comm,
-    direct_min_bytes: int,
-    device: torch.device,
-    summed_apart: Sequence[bool],
-    bucket_bytes: int | None,
-) -> tuple[int, int]:
-    reduce_dtypes = [policy.gradient_dtype(spec.delivered_dtype) for spec in specs]
-    codecs = codecs_of(specs, policy, comm.sums_on_arrival)
-    dtypes = [codec.packed_dtype(summed) for codec, summed in zip(codecs, reduce_dtypes, strict=True)]
-    nbytes = padded_nbytes = 0
-    cuts = cuts_for(specs, device)
-    for indices in find_buckets(specs, reduce_dtypes, codecs, trainable, cuts, summed_apart, bucket_bytes):
-        first, wire_dtype = specs[indices[0]], dtypes[indices[0]]
-        codec, summed = codecs[indices[0]], reduce_dtypes[indices[0]]
-        layout = bucket_layout(specs, indices, summed, direct_min_bytes, wire_dtype)
-        nbytes += codec.sent_nbytes(sum(specs[i].numel for i in indices), summed)
-        padded_nbytes += codec.sent_nbytes(layout.shard_numel, summed) * first.world_size
-    return nbytes, padded_nbytes
 
 
 # ---- what describe shows

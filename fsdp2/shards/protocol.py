@@ -131,6 +131,8 @@ class GroupFacts:
             way. None: unknown, for torch's FSDP2 does not tell its policy.
         gathered_nbytes, reduced_nbytes: bytes of the unsharded parameters with padding, and of the gradients as they
             travel. None: unknown.
+        padding_nbytes: bytes that all ranks together send besides the parameters in one gather; on torch's FSDP2, in
+            the dtypes of stored parameters.
         settings: what was chosen for the group, and differs from the default, as text. None: unknown.
     """
 
@@ -145,34 +147,8 @@ class GroupFacts:
     sent: tuple[torch.dtype, ...] | None
     gathered_nbytes: int | None
     reduced_nbytes: int | None
+    padding_nbytes: int
     settings: tuple[str, ...] | None
-
-
-class UnevenParam(NamedTuple):
-    """Describes a parameter whose chunks have different sizes, and travel at that of the largest: its FQN, what is cut
-    of it, along which dim, by how many ranks, and the dtypes in which it is stored and computed with.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    num_ranks: int
-    stored: torch.dtype
-    computed: torch.dtype
-
-
-class GroupBytes(NamedTuple):
-    """Holds the bytes of a group's collectives.
-
-    Args:
-        gather: bytes of the unsharded parameters, and of what all ranks send of them in one gather.
-        reduce: bytes of the gradients, and of what is sent of them in one reduction.
-        uneven: the parameters that are padded.
-    """
-
-    gather: tuple[int, int]
-    reduce: tuple[int, int]
-    uneven: Sequence[UnevenParam]
 
 
 class ShardParam(Protocol):
@@ -351,9 +327,6 @@ class ShardGroup(Protocol):
 
     def facts(self) -> GroupFacts:
         """Returns what there is to show of the group."""
-
-    def padding(self) -> GroupBytes:
-        """Returns the bytes of the group's collectives; on torch's FSDP2, in the dtypes of stored parameters."""
 
     def before_read(self) -> None:
         """Call it before local tensors are read: waits for a copy of them that is on its way, for example."""

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..engine.compat import graph_task, local_of
 from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
 from .gathers import gather_whole
-from .protocol import Cut, GroupBytes, GroupFacts, NotedValues, Place, Ranks, ShardGroup, ShardParam, UnevenParam
+from .protocol import Cut, GroupFacts, NotedValues, Place, Ranks, ShardGroup, ShardParam
 
 __all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
 
@@ -266,22 +266,9 @@ class TorchGroup:
             sent=None,
             gathered_nbytes=None,
             reduced_nbytes=None,
+            padding_nbytes=sum(map(_padding_nbytes, params)),
             settings=None,
         )
-
-    def padding(self) -> GroupBytes:
-        """Each parameter is padded to equal chunks, of rows as a rule."""
-        gather, reduce, uneven = (0, 0), (0, 0), list[UnevenParam]()
-        for param in self.params:
-            for cut in list(param.cuts)[:1]:
-                itemsize = param.dtype.itemsize
-                sizes = math.prod(cut.shape) * itemsize, cut.chunk_numel * cut.size * itemsize
-                gather = gather[0] + sizes[0], gather[1] + sizes[1]
-                if param.parameter.requires_grad:
-                    reduce = reduce[0] + sizes[0], reduce[1] + sizes[1]
-                if cut.shape[cut.dim] % cut.size:
-                    uneven.append(UnevenParam(param.name, cut.shape, cut.dim, cut.size, param.dtype, param.dtype))
-        return GroupBytes(gather, reduce, uneven)
 
     def before_read(self) -> None:
         """Does nothing: torch's FSDP2 has no copies of shards on their way between steps."""
@@ -392,3 +379,9 @@ def _walk(
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, f"{prefix}.{name}" if prefix else name, sharded, seen)
+
+
+def _padding_nbytes(param: ShardParam) -> int:
+    """Returns the bytes of padding in one gather of a parameter: all ranks send chunks of one size."""
+    (cut,) = list(param.cuts)[:1] or (None,)
+    return 0 if cut is None else (cut.chunk_numel * cut.size - math.prod(cut.shape)) * param.dtype.itemsize

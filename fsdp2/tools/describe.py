@@ -168,7 +168,6 @@ def _local_nbytes(param: Tensor) -> int:
 
 def _describe_group(group: ShardGroup) -> GroupDescription:
     facts, ranks, is_root = group.facts(), group.ranks, group.is_root
-    nbytes, padded = group.padding().gather
     names = [_INNER if name == "root" and is_root is False else name for name in (group.name, *facts.modules)]
     return GroupDescription(
         name=names[0],
@@ -180,7 +179,7 @@ def _describe_group(group: ShardGroup) -> GroupDescription:
         dtypes=(facts.stored, facts.computed, facts.reduced),
         resting_nbytes=sum(_local_nbytes(param.local) for param in group.params),
         gathered_nbytes=facts.gathered_nbytes,
-        padding_nbytes=padded - nbytes,
+        padding_nbytes=facts.padding_nbytes,
         reduced_nbytes=facts.reduced_nbytes,
         num_shards=ranks.num_shards,
         num_replicas=ranks.num_replicas,

@@ -78,8 +78,7 @@ def full_params(
     Results computed from them are differentiable, inside a forward or outside of any. Their gradients are reduced, or
     accumulated, with those of the modules' own forwards, in a backward inside the block or after it, for which they are
     gathered again. They have no data after the block: `clone` what you keep. Whole groups are gathered and registered.
-    A function that activation checkpointing runs again must have the block inside it. With
-    `set_saved_tensor_hooks(False)` a backward after the block is refused.
+    A function that activation checkpointing runs again must have the block inside it.
 
     With any option except `recurse` it yields copies in the dtype in which the parameters are stored, which get no
     gradients. They stay valid after the block. Inside it, modules can't compute with sharded parameters of these

@@ -1,4 +1,4 @@
-"""Computes the cost of padding in a group's collectives, and the dim along which a parameter needs least of it.
+"""Finds the dim along which a parameter is cheapest to gather, for `shard_placement_fn`.
 
 All ranks' chunks of a parameter are gathered and reduced at one size, that of the largest. So a parameter of few rows
 (128 experts over 256 ranks) is sent in twice its size. Sending true sizes would not help: exchanged in pairs, the ranks
@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..shards.protocol import ShardGroup
 from ..shards.ranks import DataMesh, DataParallelMeshDims, check_mesh, shared_data_mesh
 from ..shards.tensors import ParamSpec, align, local_of
 
@@ -30,9 +27,6 @@ from ..shards.tensors import ParamSpec, align, local_of
 COPY_COST = 0.25
 # The bytes that a GPU or a CPU moves at once: a shorter run of bytes takes as long.
 LINE_NBYTES = 128
-
-
-# ---- the cheapest dim
 
 
 def gather_cost(spec: ParamSpec) -> float:
@@ -110,104 +104,3 @@ def _largest_local_shape(parameter: DTensor) -> tuple[int, ...]:
         if dim is not None:
             shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
     return tuple(shape)
-
-
-# ---- the report
-
-
-# Units of sizes in a report. It uses the largest one in which a size does not print as 0.0.
-_UNITS = (("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-
-
-class Padded(NamedTuple):
-    """Holds the bytes of unsharded parameters or gradients, and the bytes that all ranks' chunks take on the wire."""
-
-    nbytes: int
-    padded_nbytes: int
-
-    @property
-    def waste(self) -> int:
-        """The bytes of padding."""
-        return self.padded_nbytes - self.nbytes
-
-    @property
-    def ratio(self) -> float:
-        """The bytes on the wire, divided by those without padding."""
-        return self.padded_nbytes / self.nbytes if self.nbytes else 1.0
-
-    def __str__(self) -> str:
-        unit, size = next(((u, s) for u, s in _UNITS if round(self.nbytes / s, 1)), _UNITS[-1])
-        return f"{self.ratio:.2f}x ({self.padded_nbytes / size:.1f} of {self.nbytes / size:.1f} {unit})"
-
-
-@dataclass(frozen=True)
-class ParameterPadding:
-    """Describes the padding of one parameter whose shards have different sizes. Print it for a readable text.
-
-    Args:
-        name: FQN of the parameter.
-        shape: the shape that fully_shard cuts. Under tensor parallelism it is that of the local tensor.
-        dim: the dim along which it is cut.
-        gather: its bytes in a gather.
-        cheapest_dim: the dim along which `cheapest_placement` would cut it.
-        cheapest_gather: its bytes in a gather if it were cut along that dim.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    gather: Padded
-    cheapest_dim: int
-    cheapest_gather: Padded
-
-    def __str__(self) -> str:
-        text = f"{self.name} {self.shape}: {self.gather} along dim {self.dim}"
-        if self.cheapest_dim != self.dim:
-            text += f", {self.cheapest_gather} along dim {self.cheapest_dim}"
-        return text
-
-
-@dataclass(frozen=True)
-class GroupPadding:
-    """Describes the padding of one group. Print it for a readable text.
-
-    Args:
-        name: FQN of the module.
-        num_ranks: the number of ranks that share the parameters.
-        gather: the bytes of one gather among all of these ranks, in compute dtypes. One rank gathers nothing.
-        reduce: the bytes of one reduction of all gradients, in the dtypes in which they travel.
-        parameters: the parameters that are padded to whole rows, those with most padding first.
-    """
-
-    name: str
-    num_ranks: int
-    gather: Padded
-    reduce: Padded
-    parameters: tuple[ParameterPadding, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.name} over {self.num_ranks} ranks: gathers {self.gather}, reduces {self.reduce}"]
-        return "\n  ".join([*lines, *map(str, self.parameters)])
-
-
-def group_padding(group: ShardGroup) -> GroupPadding:
-    """Returns the padding of one group."""
-    padding = group.padding()
-    return GroupPadding(
-        name=group.name,
-        num_ranks=group.ranks.num_shards,
-        gather=Padded(*padding.gather),
-        reduce=Padded(*padding.reduce),
-        parameters=tuple(
-            sorted((_parameter_padding(*each) for each in padding.uneven), key=lambda each: -each.gather.waste)
-        ),
-    )
-
-
-def _parameter_padding(
-    name: str, shape: tuple[int, ...], dim: int, world_size: int, stored: torch.dtype, computed: torch.dtype
-) -> ParameterPadding:
-    best = cheapest_dim(shape, stored, world_size)
-    specs = [ParamSpec(shape, stored, computed, world_size, each) for each in (dim, best)]
-    gather, cheapest_gather = (Padded(each.nbytes, each.compute_nbytes * each.world_size) for each in specs)
-    return ParameterPadding(name, shape, dim, gather, best, cheapest_gather)

@@ -1,6 +1,7 @@
 """Follows the advice of errors of ways into a model other than its forward."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
 
 import fsdp2
 from advised.registry import (
@@ -274,3 +277,22 @@ def divisors_of_a_rank() -> None:
         optimizer.step()
         optimizer.zero_grad()
     same_parameters(model, plain)
+
+
+@follows(
+    "On every rank, call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) instead"
+)
+def full_state_dicts_of_fsdp1() -> None:
+    model, plain = pair()
+
+    def asks_fsdp1() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            FSDP1.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+
+    refused(asks_fsdp1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    for name, value in plain.state_dict().items():  # the first rank gets all, the others nothing
+        same(state.get(name, value), value, name)

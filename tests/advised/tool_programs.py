@@ -32,7 +32,6 @@ from advised.registry import (
     sgd,
     shard,
     train,
-    warned,
 )
 from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, stream_full_params, sync_module_states
 
@@ -549,35 +548,3 @@ def found_in_replicas() -> None:
     finally:
         fsdp2.set_checks("default", "starting weights")
     compared.append("check")
-
-
-@follows(
-    "Pass shard_placement_fn=fsdp2.cheapest_placement(mesh)", "No dim of these divides better: shard them over fewer"
-)
-def padding() -> None:
-    from fsdp2.checks import tools_when_needed
-
-    least = tools_when_needed.MIN_LOGGED_NBYTES
-    tools_when_needed.MIN_LOGGED_NBYTES = 1
-    mesh = init_device_mesh("cpu", (2,))
-    try:
-        sizes = {"better": (3, 4096), "none": (3, 5)}
-        plain = {name: build(lambda size=size: nn.Linear(size[1], size[0])) for name, size in sizes.items()}
-        for each in plain.values():
-            if dist.get_rank() == 0:
-                warned(lambda each=each: fully_shard(copy.deepcopy(each), mesh=mesh))
-            else:
-                fully_shard(copy.deepcopy(each), mesh=mesh)
-        placement = fsdp2.cheapest_placement(mesh)
-        fewer = init_device_mesh("cpu", (2, 1))
-        sharded = {
-            "better": fully_shard(copy.deepcopy(plain["better"]), mesh=mesh, shard_placement_fn=placement),
-            "none": fully_shard(copy.deepcopy(plain["none"]), mesh=fewer),
-        }
-        for name, model in sharded.items():
-            x = torch.randn(4, sizes[name][1], generator=torch.Generator().manual_seed(1))
-            backward(model, x=own(x))
-            backward(plain[name], x=x)
-            same_gradients(model, plain[name])
-    finally:
-        tools_when_needed.MIN_LOGGED_NBYTES = least

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy, accumulate, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, accumulate, fully_shard
 from fsdp2.codecs import Compression, Int8, PowerSGD
 from fsdp2.engine import codec, comm
 from helpers import run_checks
@@ -30,10 +30,6 @@ def as_large_ones() -> Iterator[None]:
     """Gradients travel one by one, in pieces; parameters are gathered straight into place."""
     with small_pieces(piece_bytes=64), mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64):
         yield
-
-
-def matrices_rest_on_the_cpu(name: str, parameter: nn.Parameter) -> OffloadPolicy | None:
-    return CPUOffloadPolicy() if parameter.dim() == 2 else None
 
 
 MP_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -56,10 +52,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "offloaded": OFFLOAD,
     "offloaded, not pinned": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "offloaded, bf16": {**OFFLOAD, **BF16},
-    "weights offloaded, accumulated": {"offload_policy": matrices_rest_on_the_cpu, "micro_batches": 2},
-    "weights offloaded, in backward": {"offload_policy": matrices_rest_on_the_cpu, "in_backward": True},
-    "weights offloaded, recomputed": {"offload_policy": matrices_rest_on_the_cpu, "recompute": False, **BF16},
-    "by names": {"offload_policy": {"*.bias": OffloadPolicy(), "*[!e]": CPUOffloadPolicy()}, "conditional": True},
+    "offloaded, accumulated": {"micro_batches": 2, **OFFLOAD},
+    "offloaded, recomputed": {"recompute": False, **OFFLOAD, **BF16},
+    "offloaded, conditional": {"conditional": True, **OFFLOAD},
     "up to a budget": {"offload_policy": OffloadBudget(700)},
     "conditional, recomputed": {"conditional": True, "recompute": False},
     "accumulated": {"micro_batches": 2},
@@ -72,7 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
 WEIGHTED: dict[str, Any] = {"micro_batches": 2, "weighted": {"num_batches": 2, "sync": "each"}}
 REPLICAS: dict[str, dict[str, Any]] = {
     "HSDP, bf16": BF16,
-    "HSDP, weights offloaded": {"offload_policy": matrices_rest_on_the_cpu},
+    "HSDP, offloaded": OFFLOAD,
     "HSDP, weighted": WEIGHTED,
     "HSDP, int8 between": {
         "mp_policy": MixedPrecisionPolicy(compression=Compression(all_reduce=Int8(8, True))),

@@ -58,7 +58,6 @@ MORE: dict[str, Way] = {
     "divided by 3": Way(after=lambda model: model.set_gradient_divide_factor(3.0)),
     "only sums": Way(after=lambda model: model.set_force_sum_reduction_for_comms(True)),
     "a group for reductions": Way(after=lambda model: model.set_separate_reduce_scatter_group()),
-    "no saved-tensor hooks": Way(after=lambda model: model.set_saved_tensor_hooks(False)),
     "registered memory": Way({"mp_policy": BF16}, after=in_registered_memory),
     "registered memory, fp32": Way(after=in_registered_memory),
     "registered memory, HSDP": Way({"reshard_after_forward": False}, mesh=(2, 4), after=in_registered_memory),

@@ -202,7 +202,7 @@ def summed_in_bf16() -> None:
 
 
 def scaled_in_fp16() -> None:
-    """A scale that overflows is noticed as ever, and the loss that is told is not scaled."""
+    """A scale that overflows is noticed as ever."""
     policy = MixedPrecisionPolicy(torch.float16, torch.float32)
     torch.manual_seed(1)
     plain = OddMLP()
@@ -212,13 +212,13 @@ def scaled_in_fp16() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parts = draw(model, 0, 2, dist.get_world_size())
     floats = [[(rows.float(), weights.float()) for rows, weights in own] for own in parts]
-    with fsdp2.accumulate(model, num_batches=2, scaler=scaler) as acc:
+    with fsdp2.accumulate(model, num_batches=2) as acc:
         for rows, weights in floats[dist.get_rank()]:
             loss = ((model(rows).float() - 0.5).square().mean(1) * weights).sum()
-            acc.backward(loss, weight=weights.sum())
+            acc.backward(scaler.scale(loss), weight=weights.sum())
     scaler.unscale_(optimizer)
     loss, total = plain_backward(plain, floats)
-    assert (acc.mean_loss, acc.total_weight) == pytest.approx((loss, total), rel=1e-2)
+    assert (acc.mean_loss / 2.0**10, acc.total_weight) == pytest.approx((loss, total), rel=1e-2)
     same(model, plain, rtol=2e-2, atol=2e-3)
     scaler.step(optimizer)
     scaler.update()
@@ -364,14 +364,14 @@ def test_ways_on_two_ranks() -> None:
 # ---- no_sync ---------------------------------------------------------------------------------------------------------
 
 
-def no_sync_as_function_and_method() -> None:
+def no_sync_gives_settings_back() -> None:
     """Gradients add up as with plain training; nothing is sent inside; each module has its own setting again."""
     model, plain = shard(build()), build()
     model.wide.set_requires_gradient_sync(False)
     before = settings(model)
     parts = [part for part, *_ in draw(model, 0, 1, 3)]
-    for context, part in zip((model.no_sync, partial(fsdp2.no_sync, nn.Sequential(model))), parts, strict=False):
-        with context():
+    for part in parts[:2]:
+        with model.no_sync():
             loss_sum(model, part).backward()
         assert settings(model) == before
     with pytest.raises(ZeroDivisionError), model.no_sync():
@@ -382,8 +382,6 @@ def no_sync_as_function_and_method() -> None:
     for part in parts:
         loss_sum(plain, part).backward()
     same(model, plain)
-    with pytest.raises(ValueError, match="expected a module that fully_shard"), fsdp2.no_sync(nn.Linear(2, 2)):
-        pass
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -504,7 +502,6 @@ def refused_at_entry() -> None:
     refused(model, "sync: expected", ValueError, sync="first")
     refused(model, "num_batches: expected at least", ValueError, num_batches=0)
     refused(model, "num_batches: expected an int", TypeError, num_batches=True)
-    refused(model, "scaler: expected", TypeError, scaler=3)
     refused(model.wide, "expected the root")
     loss_sum(model, draw(model, 0, 1, 1)[0][0]).backward()
     refused(model, "weight: it has a gradient")
@@ -578,7 +575,7 @@ def test_errors_on_two_ranks() -> None:
         for sync, known in WAYS
     ]
     checks = (
-        *(refused_at_entry, no_sync_as_function_and_method, another_number_of_micro_batches),
+        *(refused_at_entry, no_sync_gives_settings_back, another_number_of_micro_batches),
         *(a_rank_that_raises_alone, hooks_before_an_error, entered_by_one_rank),
     )
     run_checks(2, [*cases, *((check.__name__, check) for check in checks)])

@@ -85,7 +85,7 @@ def test_ranks_that_accumulate_different_numbers_of_batches() -> None:
         model = build(fsdp2.fully_shard, reshard_after_forward=False)
         model.set_reshard_after_backward(False)
         for number in range(1, 5):
-            with fsdp2.no_sync(model):
+            with model.no_sync():
                 for _ in range(number * rank):
                     model(torch.ones(2, 4)).sum().backward()
             step(model)

@@ -79,15 +79,9 @@ def blocks(model: Any) -> Any:
     return fully_shard(model)
 
 
-def without_hooks(model: Any) -> Any:
-    blocks(model).set_saved_tensor_hooks(False)
-    return model
-
-
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], None], dict[str, Any]]] = {
     "a whole step": (fully_shard, whole_step_compiled, {}),
     "around backward": (blocks, around_backward, {}),
-    "without saved-tensor hooks": (without_hooks, around_backward, {}),
     "replicas": (replicate, around_backward, {}),
     "checkpointing": (blocks, around_backward, {"checkpointed": True}),
 }

@@ -71,7 +71,7 @@ def train(model: nn.Module, optimizer: Any, ranks: list[int], num_ranks: int, mi
     for step in range(STEPS):
         for i in range(micro):
             holds = sync or i == micro - 1 or not isinstance(model, fsdp2.FSDPModule)
-            with nullcontext() if holds else fsdp2.no_sync(model):
+            with nullcontext() if holds else model.no_sync():
                 loss = sum(loss_of(model, batch(rank, step * micro + i)) for rank in ranks) / micro
                 (loss if isinstance(model, fsdp2.FSDPModule) else loss / num_ranks).backward()
         norms.append(float(clip_grad_norm_(model.parameters(), 1.0)))

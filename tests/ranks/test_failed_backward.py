@@ -142,7 +142,6 @@ def copies(model: Any, optimizer: Any) -> None:
 
 
 def chooses(model: Any, optimizer: Any) -> None:
-    model.set_saved_tensor_hooks(True)
     model.set_manual_backward_finalization(False)
 
 

@@ -194,13 +194,6 @@ def recomputed() -> None:
             train(*pair(way, plain), f"{name} {of_model} {reentrant}")
 
 
-def without_saved_tensor_hooks() -> None:
-    for name, way in some_ways(3):
-        model, plain = pair(way)
-        model.set_saved_tensor_hooks(False)
-        train(model, plain, name)
-
-
 def frozen() -> None:
     for name, way in some_ways(3):
         model, plain = pair(way)
@@ -381,7 +374,7 @@ def two_values_for_one() -> None:
         model(own_rows(batch(0)))
 
 
-TRAINING = [all_ways, what_stays_after_forward, recomputed, without_saved_tensor_hooks, frozen]
+TRAINING = [all_ways, what_stays_after_forward, recomputed, frozen]
 OTHERS = [accumulation, synchronised_in_one_user_only, means_over_weights, a_user_alone_and_left_out, mixed_precision]
 OTHERS += [stepped_on_in_backward, left_out_on_some_ranks]
 PARAMETERS = [state_dicts_and_copies, from_meta, whole_parameters, two_values_for_one]

@@ -41,13 +41,11 @@ AROUND: dict[str, Callable[[Model, Tensor], Tensor]] = {
 }
 
 
-@matrix.over(wrap=[whole, blocks, *([kept] if NIGHTLY else [])], watches=[True, False], transform=list(AROUND))
-def training_through_a_transform(run: MatrixRun, transform: str, wrap: Any, watches: Any) -> None:
+@matrix.over(wrap=[whole, blocks, *([kept] if NIGHTLY else [])], transform=list(AROUND))
+def training_through_a_transform(run: MatrixRun, transform: str, wrap: Any) -> None:
     """Its result is a loss: backward goes through graphs that were built inside it."""
     model = run.build(Net)
     wrap(run, model)
-    if run.sharded and not watches:
-        model.set_saved_tensor_hooks(False)
     optimizer = sgd(model)
     for step in range(2):
         run.rows(f"result {step}", AROUND[transform](model, run.batch(seed=step)).detach())

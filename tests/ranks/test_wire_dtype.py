@@ -8,7 +8,6 @@ import functools
 import operator
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,10 +25,8 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.codecs import Compression
-from fsdp2.engine import group as groups
-from helpers import Differences, assert_same, full, padding_report, run_checks
+from helpers import Differences, assert_same, full, run_checks
 from models import Odd
-from training import all_to_all
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -125,25 +122,6 @@ def refused() -> None:
 def test_ranks_that_accumulate_different_numbers_of_batches() -> None:
     """They don't know of each other what has waited: refused, unless gradients are cast before they travel."""
     run_checks(2, [("cast", functools.partial(different_numbers_of_batches, F32)), ("refused", refused)])
-
-
-def reported_padding(policy: str) -> int:
-    """Bytes of the gradients in one reduction, as `padding_report` says."""
-    model = nn.Linear(16, 24, bias=False)
-    fully_shard(model, mp_policy=POLICIES[policy])
-    (report,) = padding_report(model)
-    return report.reduce.nbytes
-
-
-def padding_counts_what_travels() -> None:
-    assert [reported_padding(policy) for policy in ("bf16", "bf16 as it comes")] == [2 * 16 * 24] * 2
-    assert reported_padding("fp16 wire, fp64 sums") == 2 * 16 * 24
-    with mock.patch.object(groups, "make_comm", all_to_all):
-        assert reported_padding("bf16 as it comes") == 4 * 16 * 24
-
-
-def test_padding_report_counts_the_sent_bytes() -> None:
-    run_checks(2, [("padding", padding_counts_what_travels)])
 
 
 # ---- what is usual between backward and step

@@ -7,7 +7,6 @@ bytes and numbers of collectives are those of test_schedule_model.py and test_co
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -285,19 +284,6 @@ def test_bytes_gathered_ahead() -> None:
     assert ahead(first - 1) == ahead(0) == ["root"]
 
 
-def test_what_is_not_watched_is_refused() -> None:
-    """A weight that only what a forward hook has kept depends on."""
-    for enabled in (True, False):
-        root, kept = Root(), []
-        root.b0 = nn.Linear(4, 4)
-        root.b0.register_forward_hook(lambda module, args, _, kept=kept: kept.append(args[0] @ module.weight))
-        model = build(root, reshard_after_forward=True)
-        model.set_saved_tensor_hooks(enabled)
-        model(torch.ones(2, 4, requires_grad=True))
-        with nullcontext() if enabled else pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            kept[0].sum().backward()
-
-
 def test_ranks_meet_before_each_collective() -> None:
     """At level 1 a small all-gather comes before each collective; and what `check` gathers, once, before all."""
 
@@ -512,8 +498,6 @@ def test_values_other_than_bools_are_refused_by_name() -> None:
 
 OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
     "set_prefetch_budget": (0,),
-    "set_backward_prefetch": ("post",),
-    "set_saved_tensor_hooks": (False,),
     "set_running_stats_averaging": (False,),
     "set_debug_level": (1,),
     "set_manual_backward_finalization": (True,),
@@ -549,10 +533,6 @@ def test_values_that_are_refused() -> None:
         *(
             (error, "nbytes", lambda wrong=wrong: model.set_prefetch_budget(wrong))
             for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError))
-        ),
-        *(
-            (ValueError, "when", lambda wrong=wrong: model.set_backward_prefetch(wrong))
-            for wrong in ("Post", None, True)
         ),
         *((ValueError, "level", lambda wrong=wrong: model.set_debug_level(wrong)) for wrong in (2, -1, True, "1")),
         *(

@@ -35,15 +35,13 @@ class Iteration:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of training. `ahead`: how many groups may be gathered ahead; None: the default, one. `late`: in backward
-    when a group is done. `shards`: ranks that share the parameters, of 4. `itemsizes`: of what is gathered, reduced,
-    and summed between replicas.
+    """A way of training. `ahead`: how many groups may be gathered ahead; None: the default, one. `shards`:
+    ranks that share the parameters, of 4. `itemsizes`: of what is gathered, reduced, and summed between replicas.
     """
 
     depth: int = 3
     reshard: bool | None = None
     ahead: int | None = None
-    late: bool = False
     shards: int = RANKS
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     itemsizes: tuple[int, int, int] = (4, 4, 4)
@@ -55,8 +53,7 @@ class Schedule:
     """Is the model: what one model's groups do in the iterations of a way.
 
     In forward, a group is gathered when its module begins, then those that followed in the last pass, up to the budget.
-    In backward the same, in reverse order of the forwards that have ended, or those that follow when a group is done
-    (`late`). A group is freed when its module has run,
+    In backward the same, in reverse order of the forwards that have ended. A group is freed when its module has run,
     but for the root and the last ones, which backward needs first; in backward, when its gradients are there, which are
     then reduced. Replicas sum a reduction when the next one begins.
     """
@@ -81,7 +78,7 @@ class Schedule:
             self.arrive(name)
             if name in self.recorded[place:]:
                 place = self.recorded.index(name, place) + 1
-                if len(self.recorded) - place < 1 + (0 if way.late else budget):
+                if len(self.recorded) - place < 1 + budget:
                     kept.add(name)
             self.look_ahead(self.recorded[place:], in_backward=False)
             self.note("run", name)
@@ -104,14 +101,11 @@ class Schedule:
     def backward(self, order: Sequence[str], iteration: Iteration) -> None:
         for place, name in enumerate(order, start=1):
             self.arrive(name)
-            if not self.way.late:
-                self.look_ahead(order[place:], in_backward=True)
+            self.look_ahead(order[place:], in_backward=True)
             self.note("back", name)
             if self.way.recompute and name != "root":
                 self.note("run", name)
             self.free(name)
-            if self.way.late:
-                self.look_ahead(order[place:], in_backward=True)
             self.unreduced.add(name)
             if iteration.syncs:
                 self.reduce(name)
@@ -178,7 +172,6 @@ def traces(way: Way) -> list[list[str]]:
         fully_shard(module, mesh=mesh_of_way, reshard_after_forward=way.reshard, mp_policy=way.policy)
     if way.ahead is not None:
         model.set_prefetch_budget(way.ahead * max(group.nbytes for block in blocks for group in groups_of(block)))
-    model.set_backward_prefetch("post" if way.late else "pre")
     lines, found = record(model), []
     for iteration in way.iterations:
         lines.clear()
@@ -227,7 +220,6 @@ def draw(seed: int) -> Way:
         itemsizes=itemsizes,
         recompute=rng.choice([None, None, "non-reentrant", "composable"]),
         iterations=tuple(iterations),
-        late=rng.random() < 0.3,
     )
 
 
@@ -242,24 +234,3 @@ def test_events_are_those_of_the_model(seed: int) -> None:
         assert lines == expected, f"{way}\n{iteration}\n" + "\n".join(
             f"{a or '':20}| {b or ''}" for a, b in itertools.zip_longest(lines, expected)
         )
-
-
-def test_one_group_is_unsharded_while_backward_computes() -> None:
-    """Where backward gathers late; and two where it does not. The root's own group comes first."""
-
-    def there(late: bool) -> list[int]:
-        found, counts = set[str](), list[int]()
-        way = Way(depth=5, late=late, iterations=(Iteration((0, 1, 2, 3, 4)),) * 3)
-        for line in traces(way)[-1]:
-            event, name = line.split()[:2]
-            if event == "gather":
-                found.add(name)
-            elif event == "free":
-                found.discard(name)
-            elif event == "back":
-                counts.append(len(found))
-        return counts
-
-    with fake_world(RANKS):
-        assert there(late=False) == [3, 2, 2, 2, 2, 1]  # root, b4 and b3 at the loss
-        assert there(late=True) == [2, 1, 1, 1, 1, 1]

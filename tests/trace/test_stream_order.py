@@ -209,7 +209,6 @@ MODELS = {
     "offload hook": lambda: hooked(offloaded(build)),
     "sums": lambda: change(build(), "set_force_sum_reduction_for_comms", True, recurse=True),
     "prefetch all": lambda: change(build(mp_policy=BF16), "set_prefetch_budget", 1 << 30),
-    "gathers late": lambda: change(build(mp_policy=BF16), "set_backward_prefetch", "post"),
     "more in flight": lambda: change(hsdp(mp_policy=BF16), "set_reduce_scatter_max_input_buffers", 3),
     "kept storage": lambda: change(build(), "set_keep_unsharded_storage", True),
     "unused": lambda: change(build(), "set_reduce_scatter_unused_params", True),

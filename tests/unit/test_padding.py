@@ -23,7 +23,7 @@ from fsdp2.engine.buckets import (
 from fsdp2.engine.codec import AS_IS, Cast
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.shards.ours import gathered_nbytes
-from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, Padded, cheapest_dim, gather_cost
+from fsdp2.tools.padding import COPY_COST, LINE_NBYTES, cheapest_dim, gather_cost
 from helpers import NIGHTLY, fake_world
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -110,22 +110,6 @@ def test_known_factors() -> None:
     for world_size, factor in ((8, 1), (64, 1), (96, 1.5), (128, 1), (256, 2), (512, 4)):
         for experts in (specs_of(name, world_size)[0] for name in EXPERTS):
             assert world_size * experts.compute_nbytes / experts.nbytes == factor
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "padded", "text"),
-    [
-        (3 * 2**20, 4 * 2**20, "1.33x (4.0 of 3.0 MiB)"),
-        (2**20 // 10, 2**20, "10.00x (1.0 of 0.1 MiB)"),
-        (2**20 // 20 - 100, 2**20 // 20, "1.00x (51.2 of 51.1 KiB)"),
-        (1000, 1024, "1.02x (1.0 of 1.0 KiB)"),
-        (8, 32, "4.00x (32.0 of 8.0 bytes)"),
-        (0, 0, "1.00x (0.0 of 0.0 bytes)"),
-    ],
-)
-def test_sizes_are_printed_in_a_unit_in_which_they_are_not_0(nbytes: int, padded: int, text: str) -> None:
-    """Sizes of a small model in MiB would all be 0.0."""
-    assert str(Padded(nbytes, padded)) == text
 
 
 # ---- the cheapest dim

@@ -11,12 +11,6 @@ import fsdp2
 from fsdp2 import codecs, hf
 from fsdp2.shards.find import shards_of
 
-
-def without_sync(model: Any) -> None:
-    with fsdp2.no_sync(model):
-        pass
-
-
 CASES: dict[str, Callable[[Any], object]] = {
     "split_matrices: model": fsdp2.split_matrices,
     "wrap_groups: model": fsdp2.wrap_groups,
@@ -28,7 +22,6 @@ CASES: dict[str, Callable[[Any], object]] = {
     "check: model": fsdp2.check,
     "compare: model": lambda model: fsdp2.compare(nn.Linear(1, 1), model, torch.ones(1, 1)),
     "register_fsdp_forward_method: module": lambda module: fsdp2.register_fsdp_forward_method(module, "generate"),
-    "no_sync: model": without_sync,
     "fsdp2.codecs.state_dict: model": codecs.state_dict,
     "fsdp2.codecs.load_state_dict: model": lambda model: codecs.load_state_dict(model, {}),
 }
