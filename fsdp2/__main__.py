@@ -9,10 +9,6 @@ Prints the fixes for sharded parameters, what each does, and which are in force:
 
     python -m fsdp2 fixes
 
-Prints the checks, what each finds and costs, and which are in force:
-
-    python -m fsdp2 checks
-
 Predicts memory, communication and time of training a model, without ranks:
 
     python -m fsdp2 plan package.module:Model --ranks 8 --memory 24GB --sequence-length 4096
@@ -69,12 +65,6 @@ def _fixes(arguments: list[str]) -> None:
     fixes(arguments)
 
 
-def _checks(arguments: list[str]) -> None:
-    from .commands import checks
-
-    checks(arguments)
-
-
 def _plan(arguments: list[str]) -> None:
     from .planning.command import main
 
@@ -108,7 +98,6 @@ def _version(_: list[str]) -> None:
 
 COMMANDS = {
     "fixes": _fixes,
-    "checks": _checks,
     "plan": _plan,
     "merge": _merge,
     "env": _env,
@@ -134,7 +123,7 @@ def main() -> None:
         try:
             COMMANDS[first](others)
             sys.stdout.flush()
-        except BrokenPipeError:  # of `python -m fsdp2 checks | head`: what else there is to print, nobody reads
+        except BrokenPipeError:  # of `python -m fsdp2 fixes | head`: what else there is to print, nobody reads
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if not first.startswith("-") and not os.path.exists(first):

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
-from .checks.rollcall import level_from_environment
+from .checks.level import level
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
@@ -239,7 +239,7 @@ def embed_by_rows(
             raise NotImplementedError(
                 f"embed_by_rows: {name}={getattr(module, name)!r} is not supported. Build the embedding without it."
             )
-    level_from_environment()
+    level()
     checked = check_arguments(module, None, None, mp_policy, OffloadPolicy(), None)
     for name in ("wire_dtype", "gradient_codec", "gather_codec", "replica_codec"):
         if getattr(checked[2], name) is not None:
@@ -261,7 +261,7 @@ def embed_by_rows(
 
 def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...], conditional: bool) -> Any:
     check_bool("conditional", conditional)
-    level_from_environment()
+    level()
     checked = check_arguments(module, *given)
     return apply(module, Arguments(find_mesh(), *checked)._replace(conditional=conditional), sharded_class)
 

@@ -1,12 +1,10 @@
-"""Runs `python -m fsdp2 fixes`, `checks` and `env`: prints their tables for a terminal."""
+"""Runs `python -m fsdp2 fixes` and `env`: prints their tables for a terminal."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 
-from .checks.levels import level_of
-from .checks.table import TABLE, describe_checks
 from .dtensor.fixes import describe_fixes, state_of_fix
 from .dtensor.table import FIXES
 from .environment import facts
@@ -35,28 +33,6 @@ def fixes(arguments: Sequence[str]) -> None:
     _print("fixes", about, details, ("in force", "torch"), describe_fixes(), arguments)
 
 
-def checks(arguments: Sequence[str]) -> None:
-    """Prints one line for each check, or all about some of them.
-
-    Raises:
-        SystemExit: 2, for wrong arguments; 0, for --help.
-    """
-    details = {
-        row.name: {
-            "level": level_of(row.name),
-            "catches": row.catches,
-            "communicates": row.communicates,
-            "costs": row.costs,
-        }
-        for row in TABLE
-    }
-    about = (
-        "Lists what fsdp2 checks during training. FSDP2_CHECKS='entry points=off, unseen writes=debug' changes the "
-        "level of some (off, default or debug), FSDP2_CHECKS=off that of all."
-    )
-    _print("checks", about, details, ("level", "catches"), describe_checks(), arguments)
-
-
 def environment(arguments: Sequence[str], version: str) -> None:
     """Prints what a report of a bug needs to say.
 
@@ -70,8 +46,8 @@ def environment(arguments: Sequence[str], version: str) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 env",
         description="Prints releases, devices, backends, the environment variables that change how ranks start, "
-        "communicate and allocate memory, and which checks and fixes are switched: for reports of bugs. It has "
-        "the names of your machines if variables have them.",
+        "communicate and allocate memory, the level of checks, and which fixes are switched: for reports of bugs. It "
+        "has the names of your machines if variables have them.",
     )
     parser.parse_args([*arguments])
     for line in aligned(facts(version), width=terminal_width()):

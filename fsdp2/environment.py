@@ -12,7 +12,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from .checks.levels import NAMES, level_of
+from .checks.level import level
 from .dtensor.fixes import state_of_fix
 from .dtensor.table import FIXES
 
@@ -71,7 +71,7 @@ def facts(version: str) -> list[tuple[str, str]]:
         ("devices", "; ".join(_devices()) or "no accelerator"),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
         ("libraries", ", ".join(_libraries()) or "none of those that are known to train with fsdp2"),
-        ("checks", ", ".join(_changed_checks()) or "all at default"),
+        ("checks", level()),
         ("fixes", ", ".join(_changed_fixes()) or "all in force"),
         *_variables(),
     ]
@@ -109,10 +109,6 @@ def _libraries() -> Iterator[str]:
             yield f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
             continue
-
-
-def _changed_checks() -> Iterator[str]:
-    return (f"{name}={level}" for name in NAMES if (level := level_of(name)) != "default")
 
 
 def _changed_fixes() -> Iterator[str]:

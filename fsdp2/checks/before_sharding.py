@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
-
-from torch import nn
 
 from ..engine.build import Plan
 from ..engine.group import FSDPParamGroup
@@ -21,22 +18,12 @@ class BeforeSharding:
     def __init__(self) -> None:
         # Where the parameter was in memory; None if it had none.
         self.memory: dict[Key, Memory | None] = {}
-        # Some of its values (initial_weights.py), until its group is attached.
+        # Some of its values (model_facts.py), until its group is attached.
         self.samples: dict[Key, Any] = {}
-        # The modules of torch that may read parameters without a call of the module that has them (entry_points.py).
-        self.transformer_layers: list[weakref.ref[nn.TransformerEncoderLayer]] = []
-
-
-def begin(plan: Plan) -> BeforeSharding:
-    """Returns an object for facts of the parameters of the call that `plan` is about."""
-    facts = facts_of_call(plan)
-    layers = [module for module in plan.managed if isinstance(module, nn.TransformerEncoderLayer)]
-    facts.transformer_layers = [*map(weakref.ref, layers)]
-    return facts
 
 
 def facts_of_call(plan: Plan) -> BeforeSharding:
-    """Returns the facts of that call."""
+    """Returns the facts of the call that `plan` is about."""
     return plan.notes.of(BeforeSharding)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checks.headers import HEADER_NBYTES
-from ..checks.levels import is_on
+from ..checks.level import is_on
 from ..checks.named_comm import MAX_RIDER_NBYTES
 from ..engine import events
 from ..engine.build import Plan
@@ -235,7 +235,7 @@ class _PairwiseOfSizes(PairwiseComm):
         others = self.size - 1
         most = MAX_RIDER_NBYTES // max(1, others)
         sent = HEADER_NBYTES + rider_nbytes if 0 < rider_nbytes <= most else 0
-        nbytes = others * (HEADER_NBYTES + most + sent) if is_on("headers") else 0
+        nbytes = others * (HEADER_NBYTES + most + sent) if is_on() else 0
         return _Ends(self.group.device.clocks, End(0.0), [torch.empty(nbytes, dtype=torch.uint8, device="meta")])
 
 

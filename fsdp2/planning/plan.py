@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks.out_of_memory import OutOfMemory
 from ..engine.offload import is_policy
 from ..engine.policy import MixedPrecisionPolicy
-from ..engine.state import require_state
 from ..tools.describe import size_text
 from ..tools.padding import gather_cost
 from . import apply, arguments, saved, table
@@ -195,9 +193,6 @@ class Plan:
         line = line_of_optimizer(row.setting)
         if line is not None and mesh.get_rank() == 0:
             logging.getLogger("fsdp2").warning(f"plan.apply: the plan also says how the optimizer steps. Write {line}")
-        watcher = require_state(model).root.events.of(OutOfMemory)
-        if watcher is not None:
-            watcher.predicted = table.prediction_text(row, prediction)
         return model
 
     def to_dict(self, row: PlanRow | None = None) -> dict[str, Any]:

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks.out_of_memory import OutOfMemory
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from ..engine.state import require_module, require_state
-from ..tools.describe import size_text
+from ..engine.state import require_module
 from . import apply
 from .policies import OPTIONS, WrapGroup
 from .settings import Setting
@@ -87,7 +85,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
     try:
         setting = Setting(**{name: _value(each) for name, each in saved["setting"].items()})
         policy = _value(saved["mp_policy"])
-        calls, total = [*map(_call, saved["calls"])], saved.get("predicted", {}).get("total")
+        calls = [*map(_call, saved["calls"])]
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{what}: expected what Plan.to_dict returns, got another dict ({error})") from error
     apply.check_mesh(mesh, setting)
@@ -96,11 +94,7 @@ def apply_plan(model: nn.Module, plan: str | os.PathLike[str] | Mapping[str, Any
         if unknown := [name for name in names if name not in modules]:
             raise ValueError(f"{what}: {unknown[0]}: the plan shards it, and {type(model).__name__} has no such module")
         groups.append(WrapGroup(names[0], tuple(modules[name] for name in names), options, by_rows))
-    sharded = apply.shard(model, groups, policy, setting, mesh)
-    watcher = require_state(sharded).root.events.of(OutOfMemory)
-    if watcher is not None and total is not None:
-        watcher.predicted = f"The plan that was applied predicted {size_text(total)}."
-    return sharded
+    return apply.shard(model, groups, policy, setting, mesh)
 
 
 def _call(saved: Mapping[str, Any]) -> tuple[list[str], dict[str, Any], bool]:

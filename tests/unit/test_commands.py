@@ -11,13 +11,12 @@ import torch
 
 import fsdp2
 from fsdp2.__main__ import main
-from fsdp2.checks.table import TABLE, describe_checks
 from fsdp2.dtensor.fixes import describe_fixes
 from fsdp2.dtensor.table import FIXES
 from fsdp2.environment import facts
 from fsdp2.tools.columns import aligned, ruled, wrapped
 
-NAMES = ("fixes", "checks", "plan", "merge", "env")
+NAMES = ("fixes", "plan", "merge", "env")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -47,7 +46,7 @@ def test_releases(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("chekcs", "checks"), ("fix", "fixes"), ("plna", "plan"), ("trian.py", None), ("no/such/file.py", None)],
+    [("fix", "fixes"), ("plna", "plan"), ("trian.py", None), ("no/such/file.py", None)],
 )
 def test_unknown_words(
     word: str, meant: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -67,18 +66,17 @@ def test_commands_have_help(command: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("width", [60, 100, 400])
-@pytest.mark.parametrize("command", ["fixes", "checks"])
 def test_tables_fit_the_terminal(
-    command: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Cells are wrapped, and nothing is left out; in wide ones each row has one line."""
     monkeypatch.setenv("COLUMNS", str(width))
-    texts = {fix.name: fix.torch for fix in FIXES} if command == "fixes" else {row.name: row.catches for row in TABLE}
-    assert call(monkeypatch, command) == 0
+    texts = {fix.name: fix.torch for fix in FIXES}
+    assert call(monkeypatch, "fixes") == 0
     head, *lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert head.startswith("name")
     assert all(len(line) <= width for line in (head, *lines))
-    middle, last = ("in force", "torch") if command == "fixes" else ("level", "catches")
+    middle, last = "in force", "torch"
     first = slice(0, head.index(middle))
     for column, expected in ((first, [*texts]), (slice(head.index(last), None), [*texts.values()])):
         shown = "".join(line[column] for line in lines)
@@ -115,7 +113,7 @@ def test_cells_are_wrapped() -> None:
 
 
 def test_env_has_what_a_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"NCCL_DEBUG": "INFO", "FSDP2_DEBUG": "1", "WORLD_SIZE": "4", "MY_TOKEN": "secret"}.items():
+    for name, value in {"NCCL_DEBUG": "INFO", "FSDP2_LOG": "INFO", "WORLD_SIZE": "4", "MY_TOKEN": "secret"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("COLUMNS", raising=False)
     assert call(monkeypatch, "env") == 0
@@ -124,39 +122,33 @@ def test_env_has_what_a_report_needs(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert rows["fsdp2"] == fsdp2.__version__
     assert rows["torch"].startswith(torch.__version__)
     assert "gloo" in rows["backends"]
-    assert (rows["NCCL_DEBUG"], rows["FSDP2_DEBUG"], rows["WORLD_SIZE"]) == ("INFO", "1", "4")
+    assert (rows["NCCL_DEBUG"], rows["FSDP2_LOG"], rows["WORLD_SIZE"]) == ("INFO", "INFO", "4")
     assert "MY_TOKEN" not in rows
-    assert (rows["checks"], rows["fixes"]) == ("all at default", "all in force")
-    fsdp2.set_checks("debug", "unseen writes")
+    assert (rows["checks"], rows["fixes"]) == ("default", "all in force")
+    fsdp2.set_checks("debug")
     fsdp2.dtensor_fixes(False, "views")
     try:
         rows = dict(facts("1"))
-        assert (rows["checks"], rows["fixes"]) == ("unseen writes=debug", "-views")
+        assert (rows["checks"], rows["fixes"]) == ("debug", "-views")
     finally:
-        fsdp2.set_checks("default", "unseen writes")
+        fsdp2.set_checks("default")
         fsdp2.dtensor_fixes(True, "views")
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback() -> None:
-    command = f"{sys.executable} -m fsdp2 checks --markdown | head -c 10"
+    command = f"{sys.executable} -m fsdp2 fixes --markdown | head -c 10"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert (result.stdout, result.stderr) == (describe_checks()[:10], "")
+    assert (result.stdout, result.stderr) == (describe_fixes()[:10], "")
 
 
 def test_all_about_one_and_all_as_markdown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     assert call(monkeypatch, "fixes", "--markdown") == 0
     assert capsys.readouterr().out == describe_fixes() + "\n"
-    assert call(monkeypatch, "checks", "--markdown") == 0
-    assert capsys.readouterr().out == describe_checks() + "\n"
-    row, fix = TABLE[1], FIXES[1]
-    assert call(monkeypatch, "checks", row.name, TABLE[2].name) == 0
-    text = capsys.readouterr().out
-    for each in (row.name, row.catches, row.communicates, row.costs, TABLE[2].catches):
-        assert each in text
+    fix = FIXES[1]
     assert call(monkeypatch, "fixes", fix.name) == 0
     text = capsys.readouterr().out
     for each in (fix.name, fix.torch, fix.instead):
         assert each in text
-    assert call(monkeypatch, "checks", "haeders") == 2
+    assert call(monkeypatch, "fixes", "veiws") == 2
     assert "expected names among" in capsys.readouterr().err
