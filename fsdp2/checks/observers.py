@@ -94,7 +94,7 @@ def set_checks(level: str) -> None:
         raise RuntimeError("set_checks: call it between steps, not during a forward or backward")
     choose_level(level)
     for root in roots:
-        _follow_level(root)
+        _compare_collectives(root, is_debug())
         _observe(root)
 
 
@@ -107,10 +107,15 @@ def _can_communicate(root: Root) -> bool:
 
 
 def _follow_level(root: Root) -> None:
-    """Has ranks compare what they do before each collective of the groups of a root, or not, as the level says."""
+    """Has ranks compare what they do before each collective of a new root, at the debug level."""
+    if is_debug():
+        _compare_collectives(root, True)
+
+
+def _compare_collectives(root: Root, wanted: bool) -> None:
     for group in root.groups:
-        if choice_of(group).checked != is_debug():
-            choose(group, checked=is_debug())
+        if choice_of(group).checked != wanted:
+            choose(group, checked=wanted)
 
 
 def _observe(root: Root) -> None:

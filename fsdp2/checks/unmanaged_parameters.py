@@ -82,8 +82,8 @@ class UnmanagedParameters(RankCheck):
             must_be = {name for told in of_ranks.values() for name, (_, must) in told.items() if must}
             common = {name for name in names if len({told.get(name, (None,))[0] for told in of_ranks.values()}) == 1}
             apart = [name for name in names if name in must_be - common]
-            self._common, self._known = common.intersection(unmanaged), set(unmanaged)
             if not apart:
+                self._common, self._known = common.intersection(unmanaged), set(unmanaged)
                 return ""
             return (
                 f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come since, "
