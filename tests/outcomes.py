@@ -1,8 +1,8 @@
 """Runs a program on a plain model and on ranks of a sharded one, and classifies the outcome of the second.
 
-EXACT: every value that the program shows equals plain training's. LOUD: an error, or a warning, on every rank that
-names a parameter, a module or a setting, and says what to do. CRYPTIC: an error that doesn't. SILENT: no error and no
-such warning, and other values. HANG: no end, or only that of the process group's timeout.
+EXACT: every value that the program shows equals plain training's. LOUD: an error on every rank that names a parameter,
+a module or a setting, and says what to do. CRYPTIC: an error that doesn't. SILENT: no error, and other values. HANG: no
+end, or only that of the process group's timeout.
 """
 
 import contextlib
@@ -196,9 +196,6 @@ def _end_of(situation: Situation, side: Side, expected: dict[str, Any]) -> Outco
         except Exception as error:
             return _judge(error, side)
     text = _difference(side.shown, expected, situation.tolerance)
-    for each in heard if text else ():
-        if _is_loud(said := str(getattr(each, "message", "")), side):
-            return Outcome(LOUD, said, True)
     return Outcome(SILENT if text else EXACT, text, bool(heard))
 
 
@@ -253,12 +250,8 @@ def _judge(error: Exception, side: Side) -> Outcome:
     text = f"{type(error).__name__}: {error}"
     if NO_END.search(text):
         return Outcome(HANG, text)
-    return Outcome(LOUD if _is_loud(text, side) else CRYPTIC, text)
-
-
-def _is_loud(text: str, side: Side) -> bool:
     names = any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) for name in _names(side))
-    return names and ADVICE.search(text) is not None
+    return Outcome(LOUD if names and ADVICE.search(text) else CRYPTIC, text)
 
 
 def _names(side: Side) -> Iterator[str]:

@@ -80,9 +80,9 @@ HEAD = """# Situations, {date}
 
 How the programs of our list of known traps (`tests/situations.py`) end, with fsdp2 and with torch {torch}'s FSDP2, on
 gloo and CPU, 2 ranks, 4 for HSDP. EXACT: every value that the program shows equals that of plain training on the whole
-batch. LOUD: an error, or a warning, on every rank that names a parameter, a module or a setting, and says what to do.
-CRYPTIC: an error that does not. SILENT: no error and no such warning, and other values. HANG: no end. A blank: the
-program uses what torch does not have.
+batch. LOUD: an error on every rank that names a parameter, a module or a setting, and says what to do. CRYPTIC: an
+error that does not. SILENT: no error, and other values. HANG: no end. A blank: the program uses what torch does not
+have.
 Command: `python tests/run_situations.py`.
 """
 TEXTS = """## What was raised, or differed first

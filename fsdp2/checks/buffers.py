@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.checksum import checksum, joint_checksum, read
-from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_by_mesh, widest_mesh
+from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh, widest_mesh
 from ..engine.compat import local_if_any
+from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.parameter import fqn
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_over, ranks_of
+from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import names_below
 from ..features.running_stats import find_running_stats
+from .buffer_influence import Influence
 from .due import RankCheck, alike
 
 # Numbers of elements of the states of random generators, of a CPU and of CUDA: each rank has its own.
@@ -34,57 +36,61 @@ _RANDOM_STATES = (torch.get_rng_state().numel(), 16)
 
 
 class _Buffer(NamedTuple):
-    """A buffer, the module that has it, and if state dicts have it."""
+    """A buffer, the module that has it, its name there, and if state dicts have it."""
 
     tensor: Tensor
     module: nn.Module
+    name: str
     is_persistent: bool
 
 
 class _Report(NamedTuple):
-    """What a rank has under the name of a buffer. `may_differ`: it averages the buffer, or shall not."""
+    """What a rank has under the name of a buffer. `may_differ`: it averages the buffer, or shall not. `is_in_forward`:
+    the rank compares it in a forward pass.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     is_persistent: bool
     checksum: int
     may_differ: bool
+    is_in_forward: bool
 
 
 class Buffers(RankCheck):
     """Compares buffers between ranks: all of them at first, and later those that forwards may have changed.
 
     Those that ranks have built or loaded differently are an error, if state dicts have them. Others are a warning: they
-    may be scratch memory, which each forward fills. So are those that come to differ, since each rank computes them
-    from its own rows: observers of quantization, for example, are right so.
+    may be scratch memory, which each forward fills. Those that come to differ, since each rank computes them from its
+    own rows, are an error if the output of the forward that runs depends on them, and else a warning: observers of
+    quantization, for example, are right so.
     """
 
-    def __init__(self) -> None:
-        # The names of those that have come to differ, and were warned of.
-        self._apart: set[str] = set()
+    _has_warned = _has_waited = False
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
-        root = comparison.root
+        root, self.at_evaluation = comparison.root, False
+        self._has_waited, self.compares_next = self.compares_next, False
         of_meshes = find_buffers(root) if groups_by_mesh(root.groups) else {}
         for mesh in groups_by_mesh(root.groups):
             everything, is_anew = of_meshes.get(mesh, {}), comparison.is_anew
-            names = everything.keys() if is_anew else drifting(everything, root)
-            yield self._numbers_on(
-                mesh, root, {name: everything[name] for name in sorted(names - self._apart)}, is_anew
-            )
+            drift = drifting(everything, root)
+            self.at_evaluation = self.at_evaluation or bool(drift)
+            chosen = {name: everything[name] for name in sorted(everything if is_anew else drift)}
+            yield self._numbers_on(mesh, root, chosen, is_anew)
 
     def _numbers_on(
         self, mesh: DataMesh, root: Root, chosen: Mapping[str, _Buffer], is_anew: bool
     ) -> tuple[DataMesh, ComparedNumbers]:
         may_differ = _statistics(root, only_training=root.settings.averages_running_stats) if is_anew else set()
+        is_in_forward = root.depth > 0 and root.backward is None
 
         def tell() -> dict[str, _Report]:
             sums = read([checksum(each.tensor) for each in chosen.values()])
+            kinds = [(tuple(each.tensor.shape), str(each.tensor.dtype), each.is_persistent) for each in chosen.values()]
             return {
-                name: _Report(
-                    tuple(each.tensor.shape), str(each.tensor.dtype), each.is_persistent, total, name in may_differ
-                )
-                for (name, each), total in zip(chosen.items(), sums, strict=True)
+                name: _Report(*kind, total, name in may_differ, is_in_forward)
+                for name, kind, total in zip(chosen, kinds, sums, strict=True)
             }
 
         def explain(of_ranks: Mapping[int, Mapping[str, _Report]]) -> str:
@@ -93,14 +99,24 @@ class Buffers(RankCheck):
             if wrong:
                 return _differ_at_first(wrong, self._to_synchronise(mesh, root, chosen, wrong))
             apart = {name: text for name, text in apart.items() if name in chosen and _may_be_read(chosen[name])}
-            if apart:
-                self._apart.update(apart)
-                warnings.warn(f"{_shown(apart)}: {_AT_FIRST if is_anew else _SINCE} This is said once.", stacklevel=2)
+            if apart and is_anew:
+                self._warn(apart, _AT_FIRST)
+            elif apart and mesh != widest_mesh(root.groups):  # other ranks of the root know nothing of it
+                self._warn(apart, f"{_SINCE} {_IF_READ}")
+            elif apart and all(each.is_in_forward for reports in of_ranks.values() for each in reports.values()):
+                root.add(_FollowedPass(mesh, root, {name: chosen[name] for name in apart}, apart, self._warn))
+            elif apart:
+                self.compares_next = not self._has_waited  # in a forward, perhaps
             return ""
 
         layout = [(name, tuple(each.tensor.shape), each.tensor.dtype) for name, each in chosen.items()]
         numbers = [zlib.crc32(repr(layout).encode()), joint_checksum([each.tensor for each in chosen.values()])]
         return alike("buffers", mesh, tell, explain, numbers)
+
+    def _warn(self, apart: Mapping[str, str], text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{_shown(apart)}: {text} This is said once.", stacklevel=2)
 
     def _to_synchronise(
         self, mesh: DataMesh, root: Root, chosen: Mapping[str, _Buffer], apart: Mapping[str, str]
@@ -112,6 +128,50 @@ class Buffers(RankCheck):
         below = names_below(root.state.modules)
         names = [below.get(state.modules[0], "") for state in root.states if module in state.own_modules()]
         return f"model.get_submodule({next(iter(names), '')!r})"
+
+
+class _FollowedPass(Observer):
+    """Follows, until the forward pass ends that runs, if its output depends on buffers that differ between ranks.
+
+    Args:
+        mesh: the ranks that differ. All of them are in the pass.
+        apart: name -> how the buffer differs.
+        warn: called if no output depends on them.
+    """
+
+    def __init__(
+        self,
+        mesh: DataMesh,
+        root: Root,
+        buffers: Mapping[str, _Buffer],
+        apart: Mapping[str, str],
+        warn: Callable[[Mapping[str, str], str], None],
+    ) -> None:
+        self._mesh, self._apart, self._warn = mesh, apart, warn
+        modules = {each.module for each in buffers.values()}
+        around = [each for each in names_below(root.state.modules) if not modules.isdisjoint(each.modules())]
+        self._influence = Influence(around, {name: (each.module, each.name) for name, each in buffers.items()})
+
+    def detached(self, root: Root) -> None:
+        self._influence.end()
+
+    def pass_failed(self, root: Root, in_backward: bool) -> None:
+        root.remove(self)
+
+    def pass_ended(self, root: Root) -> None:
+        root.remove(self)
+        influence, mesh = self._influence, self._mesh
+
+        def judge(bounds: Sequence[tuple[int, int]]) -> None:
+            if bounds[0][1]:
+                names = set().union(*gather_by_rank(influence.found, mesh.axis_groups, mesh.device).values())
+                apart = {name: text for name, text in self._apart.items() if name in names}
+                raise RuntimeError(f"{_shown(apart)}: {_SINCE} The output of a forward depends on it. {_REDUCE}")
+            if bounds[1][0]:
+                self._warn(self._apart, f"{_SINCE} {_WITHOUT_HARM}")
+
+        numbers = [int(bool(influence.found)), int(influence.has_run)]
+        compare(mesh, [ComparedNumbers("influence of buffers", numbers, judge)], root)
 
 
 # ---- which buffers
@@ -136,7 +196,7 @@ def find_buffers(root: Root) -> dict[DataMesh, dict[str, _Buffer]]:
             if buffer is not None and id(buffer) not in seen and _is_whole(buffer, mesh):
                 seen.add(id(buffer))
                 is_persistent = name not in module._non_persistent_buffers_set
-                buffers.setdefault(mesh, {})[fqn(prefix, name)] = _Buffer(buffer, module, is_persistent)
+                buffers.setdefault(mesh, {})[fqn(prefix, name)] = _Buffer(buffer, module, name, is_persistent)
     return buffers
 
 
@@ -281,9 +341,16 @@ _AT_FIRST = (
 )
 _SINCE = (
     "a buffer that was the same on all ranks, and is not any more: each rank computes it from its own rows, or has "
-    "loaded it. If a forward reads it, each rank computes something else, and a checkpoint has the values of one rank. "
-    "All-reduce what the module writes to it (torch.distributed.all_reduce). If nothing reads it, nothing is wrong: "
-    "register it with persistent=False, and it is not compared while the model trains."
+    "loaded it."
+)
+_REDUCE = (
+    "All-reduce what the module writes to it (torch.distributed.all_reduce). If each rank is to have its own, register "
+    "it with persistent=False."
+)
+_IF_READ = f"If a forward reads it, each rank computes something else. {_REDUCE}"
+_WITHOUT_HARM = (
+    "Training is right, as the output of no forward was found to depend on it, but a checkpoint has the values of one "
+    f"rank. {_REDUCE}"
 )
 
 

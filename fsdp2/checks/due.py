@@ -4,7 +4,8 @@
 is written, and then now and again; at the debug level each time. What is counted as a time is:
 
 - for a `RankCheck`, which compares ranks, a gather of one group that all ranks use (`RankComparisons`): they gather it
-  equally often, whereas a rank need not begin a pass if parameters are unsharded already.
+  equally often, whereas a rank need not begin a pass if parameters are unsharded already. Some are also
+  due when the model is evaluated for the 1st, 2nd, 4th, ... time after training.
 - for a `ForwardCheck`, which checks forwards of groups, a forward pass of the root (`ForwardChecks`). All groups become
   due then, and each stays due until its next forward. So its first forward is checked, and if it runs rarely, the first
   one after each such pass.
@@ -165,6 +166,9 @@ class RankComparisons(Observer):
         self._begins_anew = True
         # Over which ranks compare, if it connects them; known at the first time.
         self._mesh: DataMesh | None = None
+        # Some check is due at evaluations; the model trained at the last gather; how many evaluations have followed.
+        self._at_evaluation = self._was_training = False
+        self._evaluations = 0
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if not self._knows_group:
@@ -174,18 +178,26 @@ class RankComparisons(Observer):
             return
         if self._root.backward is not None and not group.settings.unshard_in_backward:
             return  # which ranks read its weights in backward depends on what each of them computes
-        number = self._times + 1
-        if self._begins_anew or number >= self._next:
+        number, is_due = self._times + 1, self._begins_anew or self._times + 1 >= self._next
+        if self._at_evaluation and self._root.state.modules[0].training != self._was_training:
+            self._was_training = not self._was_training
+            is_due = is_due or (not self._was_training and self._is_evaluation_due())
+        if is_due:
             self._compare(number)
         if is_counted:
             self._times = number
+
+    def _is_evaluation_due(self) -> bool:
+        """Returns True if ranks compare before this evaluation, the first after training."""
+        self._evaluations += 1
+        return is_check_time(self._evaluations)
 
     def loaded(self, group: FSDPParamGroup) -> None:
         self._begins_anew = True  # all ranks have loaded
 
     def out_of_step(self, root: Root) -> None:
         # Ranks may have counted different numbers, and compare from the beginning, but not what they began with.
-        self._times, self._next, self._begins_anew = 0, 1, False
+        self._times, self._next, self._begins_anew, self._evaluations = 0, 1, False, 0
 
     def refresh(self) -> None:
         """Follows the level of checks, which has changed."""
@@ -215,7 +227,12 @@ class RankComparisons(Observer):
         elif problem is not None:
             raise problem
         # Had a check raised, ranks would compare again next time.
-        self._begins_anew, self._next = False, next_check_time(number)
+        is_next = any(each.compares_next for each in due)
+        self._begins_anew, self._next = False, number + 1 if is_next else next_check_time(number)
+        self._at_evaluation, self._was_training = (
+            any(each.at_evaluation for each in due),
+            root.state.modules[0].training,
+        )
         if self._group is not None and due and root.events.of(BackwardEnd) is None:
             root.add(BackwardEnd(self._group))
 

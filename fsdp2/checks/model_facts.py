@@ -33,7 +33,6 @@ from ..engine.parameter_methods import buffers_on_meta
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
 from ..engine.state import names_below
-from .before_sharding import facts_of, facts_of_call
 from .due import ForwardCheck, RankCheck, alike, found
 from .headers import trainable_remark
 from .level import is_on
@@ -308,11 +307,14 @@ class InitialValues:
         return bool((bits_of(local[tuple(index)]) != bits_of(values.to(local.device)[own])).any())
 
 
-class _KnownValues:
-    """What is known of parameters of one call that ranks have not compared yet."""
+class _Samples(dict[tuple[int, str], _Sample]):
+    """Some values of the parameters of one call, until their groups are attached: by the id of the module of the first
+    slot, which the parameter's group keeps alive, and the name there.
+    """
 
-    def __init__(self) -> None:
-        self.of_params: dict[FSDPParam, InitialValues] = {}
+
+class _KnownValues(dict[FSDPParam, InitialValues]):
+    """What is known of parameters of one call that ranks have not compared yet."""
 
 
 def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
@@ -322,12 +324,12 @@ def known_of(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
 
 
 def _known_of_call(group: FSDPParamGroup) -> dict[FSDPParam, InitialValues]:
-    return group.state.notes.of(_KnownValues).of_params
+    return group.state.notes.of(_KnownValues)
 
 
 def keep_samples(plan: Plan) -> None:
     """Keeps some values of each parameter of a call, before it is cut, unless checks are off."""
-    samples = facts_of_call(plan).samples
+    samples = plan.notes.of(_Samples)
     each: ParameterPlan
     with torch.no_grad():
         for each in plan.parameters.values() if is_on() else ():
@@ -342,7 +344,7 @@ class InitialWeights(RankCheck):
 
     def attached(self, root: Root) -> None:
         for group in root.new_groups:
-            samples, known = facts_of(group).samples, _known_of_call(group)
+            samples, known = group.state.notes.of(_Samples), _known_of_call(group)
             with no_torch_function():  # versions are read three times as fast
                 for param in group.params if samples else ():
                     slot = param.slots[0]

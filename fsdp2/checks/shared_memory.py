@@ -14,12 +14,18 @@ from ..engine.events import extensions
 from ..engine.parameter import Slot, fqn
 from ..engine.ties import original_of
 from ..engine.torch_names import Memory, memory_of
-from .before_sharding import facts_of, facts_of_call
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))
 # Types of attributes that hold no tensors.
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None), FunctionType, MethodType, torch.dtype, torch.device))
+
+
+class _MemoryBefore(dict[tuple[int, str], "Memory | None"]):
+    """Where parameters of one call were in memory before it; None if they had none. By the id of the module of the
+    first slot, which the parameter's group keeps alive, and the name there.
+    """
+
 
 # Identity of a storage -> where parameters lie in it.
 _Places = dict[int, list[tuple[Memory, Slot]]]
@@ -35,7 +41,7 @@ def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
         ValueError: there are such tensors.
     """
     places: _Places = {}
-    memory = facts_of_call(plan).memory
+    memory = plan.notes.of(_MemoryBefore)
     for there, slot in _sharded_memory(plan):
         places.setdefault(there.storage.cdata, []).append((there, slot))
     for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
@@ -73,7 +79,7 @@ def _check_attribute(
 def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory, Slot]]:
     """Yields where parameters of inner calls were, before they were sharded."""
     for group in [group for state in plan.inside for group in state.groups]:
-        memory = facts_of(group).memory
+        memory = group.state.notes.of(_MemoryBefore)
         for slot in [param.slots[0] for param in group.params]:
             there = memory.get((id(slot.module), slot.name))
             if there is not None:

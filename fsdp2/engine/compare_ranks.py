@@ -46,7 +46,13 @@ class Comparison(NamedTuple):
 
 
 class RankObserver(Observer):
-    """Compares something between ranks. All that is due at one time for one root shares an all-reduce."""
+    """Compares something between ranks. All that is due at one time for one root shares an all-reduce.
+
+    `at_evaluation`: True if ranks are to compare, too, when the model is evaluated first after training.
+    `compares_next`: True if they are to compare the next time in any case. Both must be alike on all ranks.
+    """
+
+    at_evaluation = compares_next = False
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         """Yields what to compare, and over which mesh. Ranks must differ in the values of the numbers only."""
