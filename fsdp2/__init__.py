@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .api import embed_by_rows, fully_shard, replicate
-from .checks.table import set_checks
+from .checks.observers import set_checks
 from .engine.forward_method import register_fsdp_forward_method
 from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy

@@ -5,9 +5,6 @@
     torchrun --nproc-per-node 2 -m fsdp2 script.py ARGUMENTS
     python -m fsdp2 -m torch.distributed.run --nproc-per-node 2 script.py ARGUMENTS
 
-Prints the checks, what each finds and costs, and which are in force:
-
-    python -m fsdp2 checks
 
 Predicts memory, communication and time of training a model, without ranks:
 
@@ -59,12 +56,6 @@ def python_options(command: list[str], arguments: list[str]) -> list[str]:
     return [*before, flags] if flags != "-" else before
 
 
-def _checks(arguments: list[str]) -> None:
-    from .commands import checks
-
-    checks(arguments)
-
-
 def _plan(arguments: list[str]) -> None:
     from .planning.command import main
 
@@ -79,9 +70,9 @@ def _merge(arguments: list[str]) -> None:
 
 def _env(arguments: list[str]) -> None:
     from . import __version__
-    from .commands import environment
+    from .environment import main
 
-    environment(arguments, __version__)
+    main(arguments, __version__)
 
 
 def _help(_: list[str]) -> None:
@@ -97,7 +88,6 @@ def _version(_: list[str]) -> None:
 
 
 COMMANDS = {
-    "checks": _checks,
     "plan": _plan,
     "merge": _merge,
     "env": _env,
@@ -123,7 +113,7 @@ def main() -> None:
         try:
             COMMANDS[first](others)
             sys.stdout.flush()
-        except BrokenPipeError:  # of `python -m fsdp2 checks | head`: what else there is to print, nobody reads
+        except BrokenPipeError:  # of `python -m fsdp2 env | head`: what else there is to print, nobody reads
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     if not first.startswith("-") and not os.path.exists(first):

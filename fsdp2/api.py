@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
-from .checks.rollcall import level_from_environment
+from .checks.level import level
 from .engine.build import Arguments, apply
 from .engine.codec import Compression
 from .engine.mesh import DataMesh, replicated_data_mesh
@@ -230,7 +230,7 @@ def embed_by_rows(
             raise NotImplementedError(
                 f"embed_by_rows: {name}={getattr(module, name)!r} is not supported. Build the embedding without it."
             )
-    level_from_environment()
+    level()
     checked = check_arguments(module, None, None, mp_policy, OffloadPolicy(), None)
     if (compression := checked[2].compression) != Compression():
         raise NotImplementedError(
@@ -252,7 +252,7 @@ def embed_by_rows(
 
 def _apply(module: Any, find_mesh: Callable[[], DataMesh], given: tuple[Any, ...], conditional: bool) -> Any:
     check_bool("conditional", conditional)
-    level_from_environment()
+    level()
     checked = check_arguments(module, *given)
     return apply(module, Arguments(find_mesh(), *checked)._replace(conditional=conditional), sharded_class)
 

@@ -1,19 +1,21 @@
-"""Collects what a report of a bug needs to say: releases, devices, backends, variables, switches (`python -m fsdp2
+"""Prints what a report of a bug needs to say: releases, devices, backends, variables, switches (`python -m fsdp2
 env`).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 import torch
 import torch.distributed as dist
 
-from .checks.levels import NAMES, level_of
+from .checks.level import level
 from .dtensor import fixes
+from .tools.columns import aligned, terminal_width
 
 # Libraries that train with fsdp2, or that it reads files of.
 _LIBRARIES = (
@@ -70,7 +72,7 @@ def facts(version: str) -> list[tuple[str, str]]:
         ("devices", "; ".join(_devices()) or "no accelerator"),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"),
         ("libraries", ", ".join(_libraries()) or "none of those that are known to train with fsdp2"),
-        ("checks", ", ".join(_changed_checks()) or "all at default"),
+        ("checks", level()),
         ("fixes", "in force" if fixes.are_on() else "off"),
         *_variables(),
     ]
@@ -110,9 +112,26 @@ def _libraries() -> Iterator[str]:
             continue
 
 
-def _changed_checks() -> Iterator[str]:
-    return (f"{name}={level}" for name in NAMES if (level := level_of(name)) != "default")
-
-
 def _variables() -> Iterator[tuple[str, str]]:
     return ((name, os.environ[name]) for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES)
+
+
+def main(arguments: Sequence[str], version: str) -> None:
+    """Prints what a report of a bug needs to say (`python -m fsdp2 env`).
+
+    Args:
+        arguments: those behind `env`.
+        version: the release of fsdp2.
+
+    Raises:
+        SystemExit: 2, for wrong arguments; 0, for --help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 env",
+        description="Prints releases, devices, backends, the environment variables that change how ranks start, "
+        "communicate and allocate memory, the level of checks, and if fixes are in force: for reports of bugs. It has "
+        "the names of your machines if variables have them.",
+    )
+    parser.parse_args([*arguments])
+    for line in aligned(facts(version), width=terminal_width()):
+        print(line)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .bridge import pipelining, torch_interface
-from .checks import comm_watcher, entry_points, named_comm, out_of_memory, table, tools_when_needed, unnoticed_writes
+from .checks import comm_watcher, entry_points, named_comm, observers, tools_when_needed
 from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
 from .engine import parameter_methods, subclasses, torch_names, transforms
@@ -24,10 +24,10 @@ def install() -> None:
     extend(
         comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
-        class_attributes=(entry_points.class_attributes, module_repr.class_attributes, even_batches.class_attributes),
+        class_attributes=(module_repr.class_attributes, even_batches.class_attributes),
         features=(
             torch_interface.register_states,
-            comm_watcher.follow_environment,
+            entry_points.leave_fast_path,
             optimizer_in_backward.step_in_backward,
             conditional.join_consensus,
             large_submodules.gather_when_called,
@@ -37,15 +37,9 @@ def install() -> None:
             lambda root: pipelining.adapt_schedules(),
         ),
         in_profiler=(tools_when_needed.ProfilerRanges,),
-        observers=(
-            unnoticed_writes.make_unnoticed_writes,
-            named_comm.Goodbyes,
-            tools_when_needed.make_audit,
-            lambda root: tools_when_needed.Summary(),
-            lambda root: out_of_memory.OutOfMemory(),
-        ),
+        observers=(named_comm.Goodbyes, lambda root: tools_when_needed.Summary()),
     )
     fixes.install()
     optimizer_steps.before_step.append(blocks.refuse_step)
-    table.install()
+    observers.install()
     extend(observers=(running_stats.make_running_stats,))  # behind all checks

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
 from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
-from .checks.tools_when_needed import ask_audit
 from .engine import collectives, streams
 from .engine.compat import EXPORT_PLAIN
 from .engine.events import extensions
@@ -272,9 +271,8 @@ class FSDPModule:
         """Divides the sum of all ranks' gradients by `factor`, in place of the number of ranks.
 
         Call it on the root with `recurse=True`: without, it reaches the groups of this module only, not those of its
-        blocks. All groups of a model on one mesh must divide by the same number, else the next optimizer step raises a
-        RuntimeError, and `check` reports it. Groups on another mesh (experts) may divide by another number. Every rank
-        must call it.
+        blocks. All groups of a model on one mesh must divide by the same number, else a forward soon raises a
+        RuntimeError. Groups on another mesh (experts) may divide by another number. Every rank must call it.
 
         Args:
             factor: a positive number. 1.0 sums gradients.
@@ -372,8 +370,8 @@ class FSDPModule:
 
         The tensor has one dimension and the reduce dtype; it holds the shards of one bucket. The hook may change it in
         place, for example to reduce over further ranks. On a mesh that replicates it is called after the all-reduce. On
-        one rank it is called, too, with the gradients of that rank. If only modules without parameters have a hook,
-        which is never called, the next optimizer step raises a RuntimeError. Every rank must call it.
+        one rank it is called, too, with the gradients of that rank. Every rank must
+        call it.
 
         Args:
             hook: a function of one tensor. None removes it.
@@ -456,8 +454,7 @@ class FSDPModule:
         this rank's part of it. `__call__(output_tensor, input_tensor, group, async_op)` fills the output, and returns a
         Work to wait for, or None when it is done. Both tensors are bytes (uint8), whatever the dtypes of the
         parameters. Secondary shards (`reshard_after_forward=k`, `shard_at_rest`) are gathered without it. On one rank
-        it is never called. If only modules without parameters were given one, the next optimizer step raises a
-        RuntimeError. Every rank must call it.
+        it is never called. Every rank must call it.
 
         Args:
             comm: such an object. None: the usual all-gather.
@@ -627,8 +624,8 @@ class FSDPModule:
 
         By default they stay: until backward has ended where a forward with grad has left one on `ctx` of an autograd
         function, in a list, or with hooks for saved tensors; and for as long as there is a view of one. Such readers
-        are unnoticed, and in a freed parameter they would find any values, or end the process. A warning names them
-        once (check "kept memory"). With True the memory is freed, as torch's FSDP2 does. Choose that for a module whose
+        are unnoticed, and in a freed parameter they would find any values, or end the process. With True
+        the memory is freed, as torch's FSDP2 does. Choose that for a module whose
         autograd functions keep weights on `ctx`, if its own backward alone reads them: bitsandbytes' layers do so. A
         parameter itself, other than a view, still raises an error when it is read in Python while it is freed. Where a
         rank holds whole parameters in the dtype in which they compute, nothing is freed.
@@ -710,31 +707,6 @@ class FSDPModule:
         check_bool("enabled", enabled)
         root = root_of(self, "set_running_stats_averaging")
         root.set(averages_running_stats=enabled)
-
-    def set_debug_level(self, level: int) -> None:
-        """Chooses what ranks verify of each other while they train. On the root only, on every rank.
-
-        Args:
-            level: 1: before each collective of any group below the root, on any backend, ranks compare which group it
-                is, what is done with it (also forward or backward), and the sizes of its tensors. If they differ, all
-                raise before anything is sent. If a rank does not answer in time, or has died, the errors of the others
-                list where each process was. Before the next forward of the root, the first rank logs what `check`
-                finds. Ranks wait for each other at each collective, so training is slower. On one rank nothing is
-                compared. 0: none of this; on gloo, group, kind and sizes are compared all the same. The default is that
-                of the environment variable FSDP2_DEBUG when `fully_shard` is called, else 0.
-
-        Raises:
-            ValueError: another level.
-            RuntimeError: not the root, or during a forward or backward.
-        """
-        if not isinstance(level, int) or level not in (0, 1) or isinstance(level, bool):
-            raise ValueError(f"level: expected 0 or 1, got {level!r}")
-        root = root_of(self, "set_debug_level")
-        if root.running or root.is_in_backward():
-            raise RuntimeError("set_debug_level: call it between steps, not during a forward or backward")
-        for group in root.groups:
-            collectives.choose(group, checked=level == 1)
-        ask_audit(root, level == 1)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Has the next forward of the root wait for `event`, once, before it reads the parameters.

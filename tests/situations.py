@@ -1346,7 +1346,7 @@ class Generates(Net):
         return self.head(self.features(x))
 
 
-@ends(LOUD, "register_fsdp_forward_method(model, 'generate')")
+@ends(LOUD, "fsdp2.register_fsdp_forward_method(model, name)")
 def another_method_than_forward(side: Side) -> None:
     """Another method than `forward` is called: `generate`"""
     model = shard(side, Generates())
@@ -1399,7 +1399,7 @@ def no_forward_but_registered_methods(side: Side) -> None:
     train_agent(side, agent)
 
 
-@ends(LOUD, "register_fsdp_forward_method(model, 'value')")
+@ends(LOUD, "fsdp2.register_fsdp_forward_method(model, name)")
 def no_forward_and_no_registered_methods(side: Side) -> None:
     """The same, not registered"""
     train_agent(side, side.fully_shard(Agent()))
@@ -1771,7 +1771,7 @@ def buffers_left_on_meta(side: Side) -> None:
     train(side, model)
 
 
-@ends(LOUD, "scale: to_empty")
+@ends(LOUD, "places: to_empty")
 def buffers_that_nobody_initialised(side: Side) -> None:
     """The same given memory and loaded: what the state dict does not hold keeps what that memory held"""
     weights = {name: value.clone() for name, value in Unsaved().state_dict().items()}

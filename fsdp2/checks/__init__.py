@@ -1,5 +1,5 @@
 """Checks ranks and users: refuses what would train on without an error and give wrong weights.
 
-table.py lists them, with their switches; due.py decides when they are due. arguments.py and plan.py refuse
+observers.py lists them, and has their one setting; due.py decides when they are due. arguments.py and plan.py refuse
 what fully_shard can't do. headers.py, rollcall.py and named_comm.py compare what ranks are about to communicate.
 """

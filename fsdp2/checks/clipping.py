@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
@@ -17,9 +17,8 @@ from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, sharded_owner, some_of
-from ..engine.rank_facts import gather_by_rank
 from ..engine.root import Root
-from .due import RankCheck
+from .due import RankCheck, alike
 
 _MOST_CALLS = 4096
 
@@ -77,12 +76,7 @@ class Clipping(RankCheck):
         # Six digits: a limit that each rank computes may differ in its last bits, which changes nothing.
         own = [(each, f"{limit:.6g}", f"{order:.6g}") for each, limit, order in self.calls], self.names
         self.calls, self.names = [], {}
-
-        def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            if bounds[0][0] != bounds[0][1]:
-                raise RuntimeError(_difference(gather_by_rank(own, mesh.axis_groups, mesh.device)))
-
-        yield mesh, ComparedNumbers("clipping", [zlib.crc32(repr(own[0]).encode())], judge)
+        yield alike("clipping", mesh, lambda: own, _difference, [zlib.crc32(repr(own[0]).encode())])
 
 
 _Calls = tuple[list[tuple[int, str, str]], dict[int, tuple[str, ...]]]

@@ -8,12 +8,11 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from ..engine.collectives import choose, has_choice, make_unchecked
+from ..engine.collectives import make_unchecked
 from ..engine.comm import Comm, Purpose
-from ..engine.root import Root
-from .levels import is_on
+from .level import is_on
 from .named_comm import NamedPairwiseComm
-from .rollcall import CheckedComm, level_from_environment
+from .rollcall import CheckedComm
 from .watched_groups import are_checked, note_level
 
 
@@ -22,7 +21,7 @@ class Watched:
     """Is the CommWatcher of the checks."""
 
     def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
-        return NamedPairwiseComm(group, purpose) if is_on("headers") else None
+        return NamedPairwiseComm(group, purpose) if is_on() else None
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
         return group is not None and are_checked(group)
@@ -35,11 +34,3 @@ class Watched:
 
     def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
         note_level(groups, purpose, checked)
-
-
-def follow_environment(root: Root) -> None:
-    """Puts the groups of a new root at the debug level that FSDP2_DEBUG asks for, unless they have another one."""
-    if level_from_environment():
-        for group in root.groups:
-            if not has_choice(group):
-                choose(group, checked=True)

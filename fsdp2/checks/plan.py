@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,22 +38,15 @@ def check_plan(plan: Plan) -> None:
     Each call comes here, so nothing is called for a plain parameter that need not be.
     """
     everything = {**plan.parameters, **plan.tied}
-    if any(isinstance(module, torch.jit.ScriptModule) for module in plan.managed):
-        _refuse_scripts(everything)
+    _check_wrappers(plan)
     originals = {name: each.slots[0].get() for name, each in everything.items()}
     parameters = {name: originals[name] for name in plan.parameters}
-    with_options = {
-        module
-        for module in plan.managed
-        if _may_have_options(type(module)) or not vars(module).keys().isdisjoint(_OPTIONS)  # type: ignore[arg-type]
-    }
-    _check_fsdp1(plan)
-    _check_replicate(plan)
+    with_options = {module for module in plan.managed if not vars(module).keys().isdisjoint(_OPTIONS)}
     for name, planned in everything.items():
         _check_parameter(name, originals[name])
         for slot in planned.slots if with_options else ():
             if slot.module in with_options:
-                _check_options(name, slot.module)
+                _check_options(planned, slot.module)
     for planned in plan.tied.values():
         _check_tied(planned, plan)
     check_memory(plan, parameters)
@@ -76,34 +68,14 @@ def check_plan(plan: Plan) -> None:
             _check_compression(name, policy, each.mesh, parameters[name])
         if type(parameters[name]) is not nn.Parameter:
             _check_extension(each, reshard, policy)
-    for each in everything.values() if with_options else ():
-        _check_frequencies(each)
     for mesh in meshes.values():
         _check_ranks_stay(mesh)
     for each in plan.parameters.values() if conditional else ():
         _check_one_mesh(each.name, each.mesh, shared)
 
 
-def _refuse_scripts(everything: Mapping[str, ParameterPlan]) -> None:
-    """Refuses parameters of TorchScript modules: TorchScript keeps them, and they can't be replaced."""
-    for name, planned in everything.items():
-        for module in [slot.module for slot in planned.slots]:
-            if isinstance(module, torch.jit.ScriptModule):
-                raise NotImplementedError(
-                    f"{name} is in a TorchScript module ({module.original_name}), whose parameters can't be replaced. "
-                    "Use the Python module in its place, and torch.compile to make it fast; or leave a frozen one out: "
-                    "ignored_params=set(scripted.parameters())."
-                )
-
-
 # Attributes of embeddings, and of modules like them, which some values of are refused.
 _OPTIONS = ("sparse", "max_norm", "scale_grad_by_freq")
-
-
-@lru_cache
-def _may_have_options(cls: type[nn.Module]) -> bool:
-    """Returns True if instances of `cls` may have one of them besides what is in their dict."""
-    return any(_may_have(cls, name) for name in _OPTIONS)  # type: ignore[arg-type]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -183,57 +155,47 @@ def _ways(
     }
 
 
-def _check_fsdp1(plan: Plan) -> None:
-    """Refuses parameters inside of FSDP1, torch's or fairscale's, which shards them by itself: ranks hold others."""
-    name = _first_inside(plan, [module for module in plan.managed if _is_fsdp1(type(module))])  # type: ignore[arg-type]
-    if name is not None:
-        raise NotImplementedError(
-            f"{name}: FullyShardedDataParallel wraps the module that has it, and shards it in its own way. "
-            "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, "
-            "put its parameters into ignored_params."
-        )
+# What else may manage a module -> the error where it has parameters of the call, and what to write instead.
+_WRAPPERS: dict[Callable[[nn.Module], bool], str] = {
+    lambda module: isinstance(module, torch.jit.ScriptModule): (
+        " is in a TorchScript module, whose parameters can't be replaced. Use the Python module in its place, and "
+        "torch.compile to make it fast; or leave a frozen one out: ignored_params=set(scripted.parameters())."
+    ),
+    # FSDP1 of torch or of fairscale.
+    lambda module: any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__): (
+        ": FullyShardedDataParallel wraps the module that has it, and shards it in its own way. Leave "
+        "FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, put its "
+        "parameters into ignored_params."
+    ),
+    is_replicated_by_ddp: (
+        ": torch's replicate was applied to a module that has it, and puts DDP around it in the first forward. Leave "
+        "replicate out: fully_shard averages the gradients."
+    ),
+}
 
 
-def _check_replicate(plan: Plan) -> None:
-    """Refuses parameters around which torch's replicate puts DDP, which broadcasts and averages them."""
-    name = _first_inside(plan, [module for module in plan.managed if is_replicated_by_ddp(module)])
-    if name is not None:
-        raise ValueError(
-            f"{name}: torch's replicate was applied to a module that has it, and puts DDP around it in the first "
-            "forward. Leave replicate out: fully_shard averages the gradients."
-        )
+def _check_wrappers(plan: Plan) -> None:
+    """Refuses parameters inside of modules that something else shards, replicates or keeps."""
+    for wraps, text in _WRAPPERS.items():
+        inside = {each for outer in plan.managed if wraps(outer) for each in outer.modules()}
+        for name, planned in {**plan.parameters, **plan.tied}.items() if inside else ():
+            if any(slot.module in inside for slot in planned.slots):
+                raise NotImplementedError(f"{name}{text}")
 
 
-def _first_inside(plan: Plan, outers: Iterable[nn.Module]) -> str | None:
-    """Returns the name of the first parameter of the call that a module in one of `outers` has, or None."""
-    inside = {module for outer in outers for module in outer.modules()}
-    names = (name for name, each in plan.parameters.items() if any(slot.module in inside for slot in each.slots))
-    return next(names, None) if inside else None
-
-
-@lru_cache
-def _is_fsdp1(cls: type[nn.Module]) -> bool:
-    return any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__)
-
-
-def _check_options(name: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+def _check_options(planned: ParameterPlan, module: nn.Module) -> None:
+    name, options = planned.name, vars(module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and options.get("sparse"):
         raise NotImplementedError(f"{name}: sparse gradients are not supported. Use sparse=False.")
-    if _attribute(module, "max_norm") is not None:
+    if options.get("max_norm") is not None:
         raise NotImplementedError(
             f"{name}: max_norm writes to the weight in forward; that would be lost. Leave it out."
         )
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    """Returns `module.name`, or None: nn.Module takes 5 us to find that it has none, for each parameter of a model."""
-    return getattr(module, name, None) if name in vars(module) or _may_have(type(module), name) else None  # type: ignore[arg-type]
-
-
-@lru_cache
-def _may_have(cls: type[nn.Module], name: str) -> bool:
-    """Returns True if instances of `cls` may have an attribute `name` besides what is in their dict."""
-    return cls.__getattr__ is not nn.Module.__getattr__ or hasattr(cls, name)
+    if planned.mesh.num_ranks > 1 and options.get("scale_grad_by_freq"):
+        raise NotImplementedError(
+            f"{name}: scale_grad_by_freq would count how often indices occur in each rank's rows, not in the whole "
+            "batch. Leave it out."
+        )
 
 
 def _describe(name: str, parameter: nn.Parameter) -> str:
@@ -273,14 +235,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Returns True if both tensors have some memory in common."""
     mine, theirs = memory_of(one), memory_of(other)
     return mine is not None and theirs is not None and mine.overlaps(theirs)
-
-
-def _check_frequencies(each: ParameterPlan) -> None:
-    if each.mesh.num_ranks > 1 and any(_attribute(slot.module, "scale_grad_by_freq") for slot in each.slots):
-        raise NotImplementedError(
-            f"{each.name}: scale_grad_by_freq would count how often indices occur in each rank's rows, not in the "
-            "whole batch. Leave it out."
-        )
 
 
 def _check_extension(each: ParameterPlan, choice: bool | int | None, policy: MixedPrecisionPolicy) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,20 +16,6 @@ from ..engine.torch_names import default_store, has_backend
 from .conversation import tell_out_of_step
 from .headers import TABLE, Header, Headers, digest_of, out_of_step, placed_header, text_of, without_sizes
 from .watched_groups import watched
-
-_VARIABLE = "FSDP2_DEBUG"
-
-
-def level_from_environment() -> int:
-    """Returns the debug level that the environment variable FSDP2_DEBUG sets.
-
-    Raises:
-        ValueError: it is neither 0 nor 1, nor empty.
-    """
-    value = os.environ.get(_VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"environment variable {_VARIABLE}: expected 0 or 1, got {value!r}")
-    return int(value)
 
 
 class Rollcall:

@@ -14,14 +14,17 @@ from ..engine.events import extensions
 from ..engine.parameter import Slot, fqn
 from ..engine.ties import original_of
 from ..engine.torch_names import Memory, memory_of
-from .before_sharding import begin, facts_of
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))
 # Types of attributes that hold no tensors.
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None), FunctionType, MethodType, torch.dtype, torch.device))
-# How deep in lists and dicts an attribute is searched for tensors.
-_DEPTH = 3
+
+
+class _MemoryBefore(dict[tuple[int, str], "Memory | None"]):
+    """Where parameters of one call were in memory before it; None if they had none. By the id of the module of the
+    first slot, which the parameter's group keeps alive, and the name there.
+    """
 
 
 # Identity of a storage -> where parameters lie in it.
@@ -38,7 +41,7 @@ def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
         ValueError: there are such tensors.
     """
     places: _Places = {}
-    memory = begin(plan).memory
+    memory = plan.notes.of(_MemoryBefore)
     for there, slot in _sharded_memory(plan):
         places.setdefault(there.storage.cdata, []).append((there, slot))
     for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
@@ -76,7 +79,7 @@ def _check_attribute(
 def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory, Slot]]:
     """Yields where parameters of inner calls were, before they were sharded."""
     for group in [group for state in plan.inside for group in state.groups]:
-        memory = facts_of(group).memory
+        memory = group.state.notes.of(_MemoryBefore)
         for slot in [param.slots[0] for param in group.params]:
             there = memory.get((id(slot.module), slot.name))
             if there is not None:
@@ -110,20 +113,14 @@ def _check_other(plan: Plan, places: _Places, name: str, kind: str, tensor: Tens
             )
 
 
-def _tensors_in(value: Any, path: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in an attribute, in lists and dicts in it too, with what a user writes for each. An array of
-    numpy stands for the tensor that it is a view of.
-    """
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in an attribute, in a list, tuple or dict too, with what a user writes for each."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, (list, tuple, dict)):
-        for key, item in (value.items() if isinstance(value, dict) else enumerate(value)) if depth else ():
-            yield from _tensors_in(item, f"{path}[{key!r}]", depth - 1)
-    elif type(value).__module__ == "numpy":
-        while type(value).__module__ == "numpy":
-            value = getattr(value, "base", None)
-        if isinstance(value, Tensor):
-            yield path, value
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(item, Tensor):
+                yield f"{path}[{key!r}]", item
 
 
 def _fqn_below(plan: Plan, slot: Slot) -> str:

@@ -24,10 +24,9 @@ from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ra
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, sharded_owner, some_of
-from ..engine.rank_facts import gather_by_rank
 from ..engine.root import Root
 from ..engine.torch_names import stepped_on_accumulation
-from .due import RankCheck
+from .due import RankCheck, alike, found
 
 # The classes of options whose numbers can't change. A scheduler puts another object in their place.
 _UNCHANGING = frozenset({bool, float, int, str, tuple, NoneType})
@@ -122,25 +121,12 @@ class StepHistory(RankCheck):
         if mesh is None or mesh.num_ranks == 1 or comparison.number == 1:
             return
         root = comparison.root
-        divisors = [group.settings.divide_factor for group in root.groups]
-        added = _take_added(root)
         raised = sum([each.num_raised for each in self._followed.values()])
-        numbers = (zlib.crc32(repr(divisors).encode()), sum(added.values()), self.count, raised, self.settings)
+        numbers = (self.count, raised, self.settings)
         since, told = self._take(root)
-
-        def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            (least, most), of_gradients, *of_steps = bounds
-            if least != most:
-                raise RuntimeError(
-                    f"{root.state}: gradients are divided by other numbers on some rank than on others. Call "
-                    "set_gradient_divide_factor on all ranks, with the same factor."
-                )
-            if any(low != high for low, high in of_steps):
-                raise RuntimeError(_difference(gather_by_rank(told, mesh.axis_groups, mesh.device), since))
-            if of_gradients[0] != of_gradients[1]:
-                raise RuntimeError(_added_apart(gather_by_rank(added, mesh.axis_groups, mesh.device)))
-
-        yield mesh, ComparedNumbers("optimizer steps", numbers, judge)
+        yield alike("optimizer steps", mesh, lambda: told, lambda of_ranks: _difference(of_ranks, since), numbers)
+        added = _take_added(root)
+        yield alike("gradients", mesh, lambda: added, _added_apart, [sum(added.values())])
 
 
 def note_step(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], in_backward: bool) -> None:
@@ -276,15 +262,55 @@ def _shown(value: Any) -> str:
     return str(value[0]) if isinstance(value, tuple) and len(value) == 1 else str(value)
 
 
+class Divisors(RankCheck):
+    """Compares what gradients are divided by, between ranks, and between groups on one mesh."""
+
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        mesh, root = comparison.mesh, comparison.root
+        if mesh is not None:
+            divisors = [group.settings.divide_factor for group in root.groups]
+            yield alike("divisors", mesh, lambda: divisors, lambda _: f"{root.state}: {_OF_RANKS}")
+            apart = _divided_apart(root)
+            yield found("divisors of groups", mesh, apart and _OF_GROUPS.format(apart))
+
+
+_OF_RANKS = (
+    "gradients are divided by other numbers on some rank than on others. Call set_gradient_divide_factor on all ranks, "
+    "with the same factor."
+)
+_OF_GROUPS = (
+    "The gradients of one model are divided in several ways ({}), which scales some of them against others. Call "
+    "model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same factor."
+)
+
+
+def _divided_apart(root: Root) -> str:
+    """Returns the groups on one mesh that have several divisors. Groups on other meshes, of experts for example, may
+    have their own, and so may frozen ones.
+    """
+    of_mesh: dict[Any, dict[float, list[str]]] = {}
+    for group in root.groups:
+        factor, mesh = group.settings.divide_factor, group.mesh
+        if factor is not None or any(param.sharded.requires_grad for param in group.params):
+            axes = mesh.mesh, frozenset(mesh.shard_axes + mesh.replicate_axes)
+            of_mesh.setdefault(axes, {}).setdefault(factor or mesh.num_ranks, []).append(group.name)
+    apart = [each for each in of_mesh.values() if len(each) > 1]
+    return ", ".join(f"{some_of(names)} by {divisor:g}" for each in apart for divisor, names in each.items())
+
+
 class OptimizersOnAccumulation(RankCheck):
     """Refuses torch's `_apply_optimizer_in_backward`, which steps where autograd accumulates a parameter's gradient."""
 
-    def refuse(self, root: Root) -> None:
-        stepped = stepped_on_accumulation()
-        for param in (param for group in root.groups if stepped for param in group.params):
-            if param.sharded in stepped:
-                raise NotImplementedError(
-                    f"{param.name}: _apply_optimizer_in_backward would never step, for gradients of sharded parameters "
-                    "come from reductions, not from autograd. Call model.set_optimizer_in_backward(optimizer), or step "
-                    "in register_post_accumulate_grad_hook of each parameter."
-                )
+    def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
+        stepped, mesh = stepped_on_accumulation(), comparison.mesh
+        params = (param for group in comparison.root.groups if stepped for param in group.params)
+        name = next((param.name for param in params if param.sharded in stepped), "")
+        if mesh is not None:
+            yield found("optimizers in backward", mesh, name and f"{name}: {_NEVER_STEPS}")
+
+
+_NEVER_STEPS = (
+    "_apply_optimizer_in_backward would never step, for gradients of sharded parameters come from reductions, not from "
+    "autograd. Call model.set_optimizer_in_backward(optimizer), or step in register_post_accumulate_grad_hook of each "
+    "parameter."
+)

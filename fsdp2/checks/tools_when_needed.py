@@ -10,36 +10,8 @@ from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.rank_facts import is_first
 from ..engine.root import Root
-from .rollcall import level_from_environment
 
 _LOG = "FSDP2_LOG"
-
-
-class Audit(Observer):
-    """Has the first rank log what `check` finds, once, before the next pass: the debug level was switched on.
-
-    It communicates when the pass begins, on every rank. The debug level is off or on for all ranks alike.
-    """
-
-    def pass_began(self, root: Root) -> None:
-        from ..tools.audit import log_findings
-
-        root.remove(self)
-        log_findings(root.state.modules, is_first(root.group.mesh))
-
-
-def make_audit(root: Root) -> Audit | None:
-    """Returns an observer for roots that are sharded at the debug level."""
-    return Audit() if level_from_environment() > 0 else None
-
-
-def ask_audit(root: Root, wanted: bool) -> None:
-    """Chooses whether `check` runs before the next pass of `root`. Every rank must call it."""
-    audit = root.events.of(Audit)
-    if wanted and audit is None:
-        root.add(Audit())
-    elif not wanted and audit is not None:
-        root.remove(audit)
 
 
 class Summary(Observer):

@@ -23,10 +23,9 @@ from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import names_of_unsharded, roots_of_thread, sharded_owner, some_of
 from ..engine.parameter import fqn
-from ..engine.rank_facts import gather_by_rank
 from ..engine.root import Root
 from ..engine.torch_names import is_sharded_by_fsdp1
-from .due import RankCheck
+from .due import RankCheck, alike, found
 
 _MOST_GRADIENTS = 16
 
@@ -69,67 +68,59 @@ class UnmanagedParameters(RankCheck):
         mesh = comparison.mesh
         if mesh is None or mesh.num_ranks == 1:
             return
-        root, is_first = comparison.root, comparison.number == 1
-        unmanaged = dict(_find_unmanaged(root))
+        unmanaged = dict(_find_unmanaged(comparison.root))
         trained = {name: each for name, each in self._plain.items() if each.is_trained}
-        replaced = _replaced_module(unmanaged, root)
-        numbers = (
-            zlib.crc32(repr([*unmanaged]).encode()),
-            joint_checksum(unmanaged.values()),
-            int(replaced != ""),
-            zlib.crc32(repr([*trained]).encode()),
-            joint_checksum([each.now() for each in trained.values()]),
-        )
+        yield found("replaced modules", mesh, _replaced_module(unmanaged, comparison.root))
+        late = set() if comparison.number == 1 else set(unmanaged) - self._known
 
-        def judge(bounds: Sequence[tuple[int, int]]) -> None:
-            differ = [least != most for least, most in bounds]
-            if bounds[2][1]:
-                texts = gather_by_rank(replaced, mesh.axis_groups, mesh.device)
-                raise RuntimeError(next(filter(None, texts.values())))
-            if differ[0] or differ[1]:
-                self._judge_unmanaged(mesh, unmanaged, is_first)
-            else:
-                self._common = self._known = set(unmanaged)
-            if differ[3] or differ[4]:
-                self._judge_plain(mesh)
+        def tell() -> dict[str, tuple[int, bool]]:
+            sums = read([checksum(parameter) for parameter in unmanaged.values()])
+            return {name: (value, name in self._common | late) for name, value in zip(unmanaged, sums, strict=True)}
 
-        yield mesh, ComparedNumbers("unmanaged parameters", numbers, judge)
-
-    def _judge_unmanaged(self, mesh: DataMesh, unmanaged: Mapping[str, nn.Parameter], is_first: bool) -> None:
-        late = set() if is_first else set(unmanaged) - self._known
-        sums = read([checksum(parameter) for parameter in unmanaged.values()])
-        own = {name: (value, name in self._common | late) for name, value in zip(unmanaged, sums, strict=True)}
-        of_ranks = gather_by_rank(own, mesh.axis_groups, mesh.device)
-        names = dict.fromkeys(name for found in of_ranks.values() for name in found)
-        must_be = {name for found in of_ranks.values() for name, (_, must) in found.items() if must}
-        common = {name for name in names if len({found.get(name, (None,))[0] for found in of_ranks.values()}) == 1}
-        apart = [name for name in names if name in must_be - common]
-        if apart:
-            raise RuntimeError(
-                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come "
-                "since, and is not the same: each rank trains it with its own gradient. Have it there before "
-                "fully_shard, and out of ignored_params; or freeze it, or average its gradient before each step."
+        def explain(of_ranks: Mapping[int, Mapping[str, tuple[int, bool]]]) -> str:
+            names = dict.fromkeys(name for told in of_ranks.values() for name in told)
+            must_be = {name for told in of_ranks.values() for name, (_, must) in told.items() if must}
+            common = {name for name in names if len({told.get(name, (None,))[0] for told in of_ranks.values()}) == 1}
+            apart = [name for name in names if name in must_be - common]
+            if not apart:
+                self._common, self._known = common.intersection(unmanaged), set(unmanaged)
+                return ""
+            return (
+                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, or has come since, "
+                "and is not the same: each rank trains it with its own gradient. Have it there before fully_shard, and "
+                "out of ignored_params; or freeze it, or average its gradient before each step."
             )
-        self._common, self._known = common.intersection(unmanaged), set(unmanaged)
 
-    def _judge_plain(self, mesh: DataMesh) -> None:
+        def settle(differs: bool) -> None:
+            if not differs:
+                self._common = self._known = set(unmanaged)
+
+        numbers = [zlib.crc32(repr([*unmanaged]).encode()), joint_checksum(unmanaged.values())]
+        yield alike("unmanaged parameters", mesh, tell, explain, numbers, settle)
+        numbers = [zlib.crc32(repr([*trained]).encode()), joint_checksum([each.now() for each in trained.values()])]
+        yield alike("plain parameters", mesh, self._tell_plain, _explain_plain, numbers)
+
+    def _tell_plain(self) -> dict[str, tuple[int, int, bool]]:
+        """Returns the checksums of plain parameters before the first step and now, and if they are trained."""
         values = read([value for each in self._plain.values() for value in (each.before, checksum(each.now()))])
         pairs = zip(self._plain.items(), values[::2], values[1::2], strict=True)
-        own = {name: (before, now, each.is_trained) for (name, each), before, now in pairs}
-        of_ranks = gather_by_rank(own, mesh.axis_groups, mesh.device)
-        first = next(iter(of_ranks.values()))
-        apart = []
-        for name in first:
-            found = [each[name] for each in of_ranks.values() if name in each]
-            befores, nows, trained = zip(*found, strict=True)
-            if len(found) == len(of_ranks) and len({*befores}) == 1 and len({*nows}) > 1 and any(trained):
-                apart.append(name)
-        if apart:
-            raise RuntimeError(
-                f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any "
-                "more: each rank has trained it with its own gradient. Apply fully_shard to the module around it; "
-                "or freeze it, or average its gradient before each step."
-            )
+        return {name: (before, now, each.is_trained) for (name, each), before, now in pairs}
+
+
+def _explain_plain(of_ranks: Mapping[int, Mapping[str, tuple[int, int, bool]]]) -> str:
+    apart = []
+    for name in next(iter(of_ranks.values())):
+        of_name = [each[name] for each in of_ranks.values() if name in each]
+        befores, nows, trained = zip(*of_name, strict=True)
+        if len(of_name) == len(of_ranks) and len({*befores}) == 1 and len({*nows}) > 1 and any(trained):
+            apart.append(name)
+    if not apart:
+        return ""
+    return (
+        f"{some_of(apart)}: no fully_shard call manages it. It was the same on all ranks, and is not any more: each "
+        "rank has trained it with its own gradient. Apply fully_shard to the module around it; or freeze it, or "
+        "average its gradient before each step."
+    )
 
 
 class _PlainParameter:

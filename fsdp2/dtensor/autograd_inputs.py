@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..checks.out_of_memory import explain_backward
 from ..engine.compat import compiled_autograd, no_torch_function, records_backward
 from ..engine.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
@@ -124,7 +123,6 @@ def _clean_up(error: BaseException, outputs: Any) -> None:
     """
     try:
         if isinstance(error, RuntimeError):
-            explain_backward(error)
             _explain(error, outputs)
     finally:
         for root in roots_of_thread():

@@ -244,8 +244,3 @@ def separate_where_usual(group: FSDPParamGroup) -> None:
     is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
     if is_untouched and _separates(group, usual):
         follow(group)
-
-
-def has_choice(group: FSDPParamGroup) -> bool:
-    """Returns True if a user has chosen anything for the collectives of a group."""
-    return group.settings.collectives is not None

@@ -52,12 +52,7 @@ class RankObserver(Observer):
     `compares_next`: True if they are to compare the next time in any case. Both must be alike on all ranks.
     """
 
-    always = False
-    at_evaluation = False
-    compares_next = False
-
-    def refuse(self, root: Root) -> None:
-        """Raises RuntimeError if this rank, hence each one, finds a mistake. Ranks have compared nothing yet."""
+    at_evaluation = compares_next = False
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
         """Yields what to compare, and over which mesh. Ranks must differ in the values of the numbers only."""

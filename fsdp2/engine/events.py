@@ -93,14 +93,6 @@ class Observer:
     def forward_failed(self, group: FSDPParamGroup) -> None:
         """A forward has raised. The group reshards next, unless backward or another forward of it runs."""
 
-    def call_failed(
-        self, state: FSDPState, module: nn.Module, name: str | None, inputs: Any, error: RuntimeError
-    ) -> None:
-        """A call of a module of `state` has raised. An observer may raise a better error.
-
-        `name`: the method; None: it is not known. `inputs`: (args, kwargs), as the caller has given them, or None.
-        """
-
     # ---- unsharded parameters
 
     def before_gather(self, group: FSDPParamGroup) -> None:
@@ -115,11 +107,6 @@ class Observer:
     def before_free(self, group: FSDPParamGroup) -> None:
         """The group reshards, and is about to free the unsharded parameters. Perhaps there are none, or `keep_storage`
         keeps them.
-        """
-
-    def memory_kept(self, group: FSDPParamGroup) -> None:
-        """The memory of the group's unsharded parameters is not freed, because something outside the engine has kept
-        one of them, or a view of one, since a forward.
         """
 
     # ---- gradients

@@ -613,8 +613,6 @@ class FSDPParamGroup:
         is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
-            for notify in self.events.memory_kept:
-                notify(self)
         frees = self.root.frees_memory and not is_kept
         if self.mesh.shards_at_rest:
             self.hold = Hold.BACKWARD if backward_follows else Hold.NOTHING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import compress, count
+from itertools import count
 from operator import add, gt, is_, setitem, sub
 from sys import getrefcount
 from types import MappingProxyType
@@ -188,8 +188,6 @@ class GroupParameters:
         self.frees_memory = False
         # How many references there are to each unsharded parameter in a forward when nobody has kept it.
         self.references: list[int] | None = None
-        # Indices of those to which there were more, after the last forward where that was so.
-        self.kept: list[int] = []
         # Identity of an unsharded parameter -> its index.
         self.indices: dict[int, int] = {}
         # Of those that lie in the buffers; refuses reads while their memory is freed.
@@ -335,7 +333,7 @@ class GroupParameters:
             self.storage_ids |= self.extension.storage_ids()
             self.nbytes += self.extension.nbytes
         self.registration.prepare(self.params)
-        self.references, self.kept = None, []
+        self.references = None
         self.indices = {id(unsharded): i for i, unsharded in enumerate(self.unsharded)}
         self.bases = [
             each.detach() if type(each) is nn.Parameter else _plain_base(each)
@@ -381,8 +379,7 @@ class GroupParameters:
         if references == self.references:
             return False
         self.references = least = list(map(min, references, self.references or references))
-        self.kept = list(compress(range(len(references)), map(gt, references, least)))
-        return bool(self.kept)
+        return any(map(gt, references, least))
 
     def _watch(self, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         self._assigned.clear()

@@ -78,22 +78,11 @@ def _recompile_of(cls: Any) -> Callable[..., Any]:
 def _call_of(cls: Any) -> Callable[..., Any]:
     @untraced
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        try:
-            run = transforms.run_transformed if runs_transform() else run_forward
-            output = run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
-            return output if type(output) is not GeneratorType else _gather_in_each_step(self, output)
-        except RuntimeError as error:
-            _tell(self, "forward", (args, kwargs), error)
-            raise
+        run = transforms.run_transformed if runs_transform() else run_forward
+        output = run(self.__dict__[STATE], self, partial(cls.__call__, self), args, kwargs)
+        return output if type(output) is not GeneratorType else _gather_in_each_step(self, output)
 
     return call
-
-
-def _tell(module: nn.Module, name: str | None, inputs: Any, error: RuntimeError) -> None:
-    """Tells observers that a call of `module.name` has raised; see Observer.call_failed."""
-    state = module.__dict__[STATE]
-    for notify in state.root.events.call_failed:
-        notify(state, module, name, inputs, error)
 
 
 def _name_of(cls: Any) -> Callable[[nn.Module], str]:
@@ -151,27 +140,14 @@ def _run_unless_running(module: nn.Module, forward: Callable[..., Any], *args: A
     state = module.__dict__.get(STATE)  # none, while a copy of the module is being made
     if state is None or state.running:
         return forward(*args, **kwargs)
-    return _run_forward(module, forward, args, kwargs)
-
-
-@untraced
-def _run_forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    try:
-        return run_method(module, forward, args, kwargs)
-    except RuntimeError as error:
-        _tell(module, "forward", None, error)
-        raise
+    return run_method(module, forward, args, kwargs)
 
 
 @untraced
 def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Returns `function(*args, **kwargs)`, run with the unsharded parameters of `module`."""
-    try:
-        output = transforms.run_forward(require_state(module), module, function, args, kwargs)
-        return output if type(output) is not GeneratorType else _gather_in_each_step(module, output)
-    except RuntimeError as error:
-        _tell(module, None, (args, kwargs), error)
-        raise
+    output = transforms.run_forward(require_state(module), module, function, args, kwargs)
+    return output if type(output) is not GeneratorType else _gather_in_each_step(module, output)
 
 
 # ---- generators

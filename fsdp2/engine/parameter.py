@@ -265,13 +265,12 @@ class FSDPParam:
 
     # ---- the unsharded parameter
 
-    def build_unsharded(self, memory: Tensor, renew: bool = False) -> None:
+    def build_unsharded(self, memory: Tensor) -> None:
         """Puts the unsharded parameter over `memory`, which has its dtype and the gathered shape.
 
-        It stays the same object if it can, for earlier graphs give it their gradients. `renew`: make another one,
-        because those graphs expect gradients of another shape.
+        It stays the same object if it can, for earlier graphs give it their gradients.
         """
-        is_built = self.unsharded is not NOT_BUILT and not renew
+        is_built = self.unsharded is not NOT_BUILT
         if is_built and type(memory) is Tensor and self.unsharded.dtype == memory.dtype:
             self.move_unsharded(memory)
             if self.grad_choice is not None:

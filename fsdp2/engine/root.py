@@ -352,11 +352,8 @@ class Root:
         self.free_viewed()
 
     def free_viewed(self) -> None:
-        """Frees what could not be freed while something used it, and tells observers of what something still uses."""
+        """Frees what could not be freed while something used it."""
         self.viewed = {group for group in self.viewed - self.kept if not group.free_if_resharded()}
-        for group in self.viewed:
-            for notify in self.events.memory_kept:
-                notify(group)
 
     # ---- offload
 

@@ -50,7 +50,7 @@ def skip_together(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) -> Sk
     without this; and an error of a device that ends its context. Random states are not restored.
 
     Costs: buffers are copied at the beginning, and ranks exchange one small message at the end. On gloo that is all. On
-    other backends ranks compare before each collective of the model, from the first block on (`set_debug_level(1)`);
+    other backends ranks compare before each collective of the model, from the first block on (`set_checks`);
     the process group needs gloo for the CPU, too: `init_process_group("cpu:gloo,cuda:nccl")`.
 
     Args:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks.clipping import ClippedParameters, clipped_parameters, note_clipping
-from ..checks.empty_memory import refuse_empty_memory
-from ..checks.initial_weights import compare_initial_weights
+from ..checks.model_facts import compare_initial_weights, refuse_empty_memory
 from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.placeholders import UnsynchronizedGrad
@@ -100,9 +99,6 @@ class _Joined:
     def drop(self, after_error: bool) -> None:
         for each in self._found:
             each.drop(after_error)
-
-    def problems(self) -> dict[str, list[str]]:
-        return {kind: names for each in self._found for kind, names in each.problems().items()}
 
 
 def shard_of(tensor: Tensor) -> ShardParam | None:

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checks.frozen_parameters import find_written
-from ..checks.initial_weights import known_of
-from ..checks.partial_settings import find_partial
+from ..checks.model_facts import find_written, known_of
 from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
 from ..engine.collectives import choice_of
@@ -405,9 +403,6 @@ class OurShards:
         for group in self._engine_groups:
             group.gradients.unsynchronized.clear()
             group.gradients.partial.clear()
-
-    def problems(self) -> dict[str, list[str]]:
-        return find_partial(self._engine_groups)
 
 
 # ---- padding

@@ -402,6 +402,3 @@ class Shards(Protocol):
         """Drops unsynchronized gradients, and after an error all that was under way: the next pass begins anew. torch's
         FSDP2 can drop nothing but what `reset_iter_state` drops, from 2.13 on.
         """
-
-    def problems(self) -> dict[str, list[str]]:
-        """Returns what the library itself knows to be wrong: kinds of `fsdp2.Finding` -> FQNs. Empty on torch's."""

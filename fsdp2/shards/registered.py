@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checks.due import NO_NUMBERS, is_check_time, read_all, take_moved
-from ..checks.unsharded_content import UnshardedContent
-from ..engine.collectives import choice_of
+from ..checks.due import NO_NUMBERS, is_check_time, read_all
+from ..checks.lost_writes import UnshardedContent, take_moved
 from ..engine.compat import graph_task
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.state import FSDPState
@@ -121,7 +120,7 @@ class _WriteCheck:
         self._moved: list[str] = []
         if group.num_running == 1:
             number = group.num_blocks = group.num_blocks + 1
-            if is_check_time(number, always=choice_of(group).checked):
+            if is_check_time(number):
                 self._content, self._versions = UnshardedContent(group), group.shard_versions()
 
     def changes(self) -> Tensor:

@@ -6,7 +6,7 @@ tools, optimizers and files may use. What is about sharded modules and their par
 
 from __future__ import annotations
 
-from ..checks.frozen_parameters import written_by_some
+from ..checks.model_facts import written_by_some
 from ..dtensor.compat import dtensor, spec_of
 from ..dtensor.optimizer_states import local_states, lost_states
 from ..engine.checksum import are_alike, bits_of, checksum, read, values_of, word_sum

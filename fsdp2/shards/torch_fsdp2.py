@@ -363,9 +363,6 @@ class TorchShards:
                         begin_anew()
                 cast(Any, module).reshard()
 
-    def problems(self) -> dict[str, list[str]]:
-        return {}
-
 
 def _walk(
     module: nn.Module, prefix: str, sharded: nn.Module | None, seen: set[nn.Module]

@@ -7,7 +7,6 @@ then make the same findings of the same reports.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,13 +81,6 @@ def _model_parallel_axes(groups: Sequence[ShardGroup], data: Ranks) -> list[dist
     axes = [mesh.get_group(axis) for mesh in meshes.values() for axis in range(mesh.ndim)]
     found = {tuple(dist.get_process_group_ranks(axis)): axis for axis in axes}
     return [axis for ranks, axis in sorted(found.items()) if not data.members.issuperset(ranks)]
-
-
-def log_findings(modules: Iterable[nn.Module], logs: bool) -> None:
-    """Calls `check` for each of `modules`, on every rank, and logs what it finds on those where `logs` is True."""
-    findings = [finding for module in modules for finding in check(module)]
-    for finding in findings if logs else ():
-        logging.getLogger("fsdp2").warning(f"before the first forward: {finding}")
 
 
 def sharded(model: Any, function: str) -> Shards:
@@ -194,7 +186,6 @@ def _find_in_values(tensors: Sequence[Held], shards: Shards) -> dict[str, list[s
         "not finite": _not_finite((held.name, held.tensor) for held in parameters),
         "gradients not finite": _not_finite(reduced),
         "unsynchronized": unsynchronized,
-        **shards.problems(),
         "unmanaged": [h.name for h in tensors if h.kind == "unmanaged" and h.tensor.requires_grad and not alone],
     }
 

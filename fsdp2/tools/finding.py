@@ -45,10 +45,6 @@ KINDS = {
     "gradients not finite": "Expected finite values. Clear them (zero_grad), or leave this step out.",
     "unsynchronized": "These gradients are unsynchronized; an optimizer would step without them. Call "
     "set_requires_gradient_sync(True) (HSDP: set_requires_all_reduce(True), too) before the last backward.",
-    "divided apart": "Gradients of one model are scaled against each other. Call "
-    "model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same factor.",
-    "never called": "The module has no parameters of its own, and no module that has some was given such a function. "
-    "Call the method on the sharded modules that hold the parameters.",
     "unmanaged": "Trainable, but no fully_shard call manages it, so its gradient differs from rank to rank. Create it "
     "before fully_shard, and leave it out of ignored_params; or freeze it, or reduce its gradient yourself.",
     "written on some ranks": "Only these ranks have written to this frozen parameter since ranks last compared it, so "

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import warnings
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from advised.registry import (
     sgd,
     shard,
     train,
-    warned,
 )
 from fsdp2 import (
     DataParallelMeshDims,
@@ -508,9 +506,11 @@ def different_parameters_of_a_group() -> None:
 @follows("Call set_gradient_divide_factor on all of them, with the same factor")
 def divided_on_one_rank() -> None:
     model, plain = pair()
+    for step in range(4):
+        backward(model, step)
     if dist.get_rank() == 0:
         model.set_gradient_divide_factor(4.0, recurse=True)
-    refused(lambda: backward(model))
+    refused(lambda: backward(model))  # in which no check is due
     model.zero_grad()
     model.set_gradient_divide_factor(4.0, recurse=True)
     for each, x in ((model, own(batch())), (plain, batch())):
@@ -768,8 +768,7 @@ def divided_in_part() -> None:
     for way in ("root", "each"):
         model, plain = pair()
         model.block.set_gradient_divide_factor(1.0)
-        backward(model)
-        refused(sgd(model).step)
+        refused(lambda model=model: backward(model))
         model, plain = pair()
         if way == "root":
             model.set_gradient_divide_factor(1.0, recurse=True)
@@ -782,24 +781,6 @@ def divided_in_part() -> None:
         for each in optimizers:
             each.step()
         same_parameters(model, plain)
-
-
-@follows("Call the method on the sharded modules that hold the parameters")
-def function_of_an_empty_group() -> None:
-    model, plain = build(), build()
-    for module in (model.stem, model.block, model.head, model):
-        fully_shard(module)
-    seen: list[Tensor] = []
-    model.set_all_reduce_hook(seen.append)
-    backward(model)
-    refused(sgd(model).step)
-    model = build()
-    for module in (model.stem, model.block, model.head, model):
-        fully_shard(module)
-    for module in (model.stem, model.block, model.head):
-        module.set_all_reduce_hook(seen.append)
-    train(model, plain)
-    assert len(seen) >= 3
 
 
 @follows(
@@ -836,14 +817,14 @@ def plain_gradients() -> None:
 
 @follows("Write inside `with fsdp2.full_params(module, writeback=True):`; change a shape before fully_shard")
 def data_assigned_in_forward() -> None:
-    fsdp2.set_checks("off", "moved data")
+    fsdp2.set_checks("off")
     try:
         model, _ = pair(reshard_after_forward=False)
         model.unshard()
         model.head.weight.data = torch.ones(4, 5)
         refused(lambda: model.head.weight.sum().backward())
     finally:
-        fsdp2.set_checks("default", "moved data")
+        fsdp2.set_checks("default")
     model, plain = pair()
     with full_params(model, writeback=True):
         model.head.weight.data = torch.ones(3, 5)
@@ -1224,7 +1205,7 @@ def optimizers_in_backward() -> None:
 
 @follows(
     "call it between backward passes, not during one",
-    "set_debug_level: call it between steps, not during a forward",
+    "set_checks: call it between steps, not during a forward or backward",
     "set_gradient_buckets: call it between steps, not during a forward or backward",
 )
 def settings_between_passes() -> None:
@@ -1238,11 +1219,10 @@ def settings_between_passes() -> None:
 
     refused(lambda: inside(lambda: model.set_optimizer_in_backward(optimizer)))
     refused(lambda: inside(lambda: model.set_manual_backward_finalization(True)))
-    refused(lambda: inside(lambda: model.set_debug_level(1)))
+    refused(lambda: inside(lambda: fsdp2.set_checks("debug")))
     refused(lambda: inside(lambda: model.set_gradient_buckets(1)))
     model.zero_grad()
     model.set_gradient_buckets(1)
-    model.set_debug_level(1)
     model.set_manual_backward_finalization(True)
     for step in range(2):
         backward(model, step)
@@ -1380,28 +1360,6 @@ def shard_layers(model: Any) -> Any:
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)
     return fully_shard(model)
-
-
-@follows(
-    "Keep a copy (`weight.detach().clone()`), or give the parameter to `ctx.save_for_backward`",
-    "If only the backward of its own module reads it, call model.set_free_viewed_storage(True)",
-)
-def weights_on_ctx() -> None:
-    def forward_only(model: Any) -> None:
-        with torch.no_grad():
-            model(own(batch()))
-
-    model = shard_layers(build(lambda: layers("")))
-    warned(lambda: backward(model))
-    for way in ("copied", "saved", "freed"):
-        model, plain = (build(lambda way=way: layers("" if way == "freed" else way)) for _ in range(2))
-        shard_layers(model)
-        if way == "freed":
-            model.set_free_viewed_storage(True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            train(model, plain)
-            forward_only(model)
 
 
 @follows(

@@ -1,7 +1,5 @@
 """Follows the advice of errors of ways into a model other than its forward."""
 
-import copy
-import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import StateDictType
 
 import fsdp2
 from advised.registry import (
@@ -47,17 +43,11 @@ ELSEWHERE.update(
         "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory": _CAPTURED,
         "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
         "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
-        "Cast it there, by `{} = {}.to({})` before the call or in the forward; or make {} a dataclass": (
-            "tests/ranks/test_advice.py::inputs_that_are_not_cast"
-        ),
         "Give a group that ranks join and leave to the axis that replicates": (
             "tests/ranks/test_any_process_group.py::test_replicas_join_and_leave"
         ),
         "if ranks are threads, broadcast the weights before fully_shard": (
             "tests/ranks/test_any_process_group.py::test_threads_train_exactly"
-        ),
-        "Write to the sharded parameter, or to what its to_local() returns; and load a checkpoint before you go on": (
-            "tests/ranks/test_offload.py::test_writes_to_shards_wait_for_their_copies"
         ),
         "Save them by fsdp2.hf.save_adapter(model, folder)": "tests/clients/test_hf_models.py::adapter",
         # Of files of Transformers, peft and bitsandbytes.
@@ -94,24 +84,8 @@ ELSEWHERE.update(
 
 
 class Model(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4, 5)
-        self.prompts = nn.Embedding(2, 5)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.stem(x) * self.block.up.weight[0, 0]
-
     def score(self, x: Tensor) -> Tensor:
         return self.head(x)
-
-    def prompts_to_save(self) -> Tensor:
-        return self.prompts(torch.arange(2)).detach()
-
-    def resize_embeddings(self, size: int) -> None:
-        rows = torch.zeros(size, 5)
-        rows[:4] = self.embed.weight.data
-        self.embed = nn.Embedding(size, 5, _weight=rows)
 
 
 def follow(model: Any, text: str) -> Any:
@@ -124,8 +98,14 @@ def follow(model: Any, text: str) -> Any:
     return nullcontext()
 
 
-@follows("On every rank, call it inside `with fsdp2.full_params({}):`; or apply fully_shard to {}, too, before {}")
+@follows("On every rank, call it inside `with fsdp2.full_params({}):`; or register the method of {} that calls it, by")
 def inner_modules() -> None:
+    model, plain = pair(Model)
+    refused(lambda: model.score(own(batch())))
+    fsdp2.register_fsdp_forward_method(model, "score")
+    loss_of(model.score(own(batch()))).backward()
+    loss_of(plain.score(batch())).backward()
+    same_gradients(model, plain)
     for name in ("block.up", "head"):
         model, plain = pair()
         text = refused(lambda model=model, name=name: model.get_submodule(name)(own(batch())))
@@ -173,60 +153,6 @@ def parametrized_weights() -> None:
 
 
 @follows(
-    "After fully_shard, add `fsdp2.register_fsdp_forward_method({}, {})`, and call it on every rank",
-    "On every rank, run {} inside `with fsdp2.full_params({}):`",
-)
-def methods() -> None:
-    model, plain = pair(Model)
-    text = refused(lambda: model.score(own(batch())))
-    with follow(model, text):
-        loss_of(model.score(own(batch()))).backward()
-    loss_of(plain.score(batch())).backward()
-    same_gradients(model, plain)
-    model, plain = pair(Model)
-    fsdp2.register_fsdp_forward_method(model, "encode")
-    text = refused(lambda: model.encode(own(batch())))
-    with follow(model, text):
-        loss_of(model.encode(own(batch()))).backward()
-    loss_of(plain.encode(batch())).backward()
-    same_gradients(model, plain)
-
-
-@follows("On every rank, save inside `with fsdp2.full_params({}, offload_to_cpu=True):`")
-def saving_on_the_first_rank() -> None:
-    model, plain = pair(Model)
-    texts = [refused(model.prompts_to_save) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(texts)
-    with follow(model, texts[0]):
-        if dist.get_rank() == 0:
-            same(model.prompts_to_save(), plain.prompts_to_save(), "prompts")
-    train(model, plain)
-
-
-@follows("call {}() before it, or build the model anew with the other shape, apply fully_shard, and load the rest")
-def resizing_methods() -> None:
-    class Computes(Model):
-        def resize_embeddings(self, size: int) -> None:
-            rows = torch.ones(2, 4) @ self.embed.weight.data
-            assert rows.shape == (2, 5)
-            super().resize_embeddings(size)
-
-    old = shard(build(Computes))
-    refused(lambda: old.resize_embeddings(6))
-    model, plain = build(Computes), build(Computes)
-    for each in (model, plain):
-        each.resize_embeddings(6)
-    train(shard(model), copy.deepcopy(plain))
-    model = build(Computes, seed=5)
-    model.resize_embeddings(6)
-    shard(model)
-    state = get_model_state_dict(old, options=FULL)
-    state["embed.weight"] = torch.cat([state["embed.weight"], torch.zeros(2, 5)])
-    set_model_state_dict(model, state, options=FULL)
-    train(model, plain)
-
-
-@follows(
     "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the"
 )
 def layers_swapped() -> None:
@@ -264,35 +190,12 @@ def divisors_of_a_rank() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    fsdp2.set_checks("off", "headers")
-    try:
-        refused(lambda: training(pair()[0], (0,)))
-        model, plain = pair()
-        training(model, (0, 1))
-    finally:
-        fsdp2.set_checks("default", "headers")
+    refused(lambda: training(pair()[0], (0,)))
+    model, plain = pair()
+    training(model, (0, 1))
     optimizer = sgd(plain)
     for step in range(4):
         (loss_of(plain(batch(step))) / (2 if step else 1)).backward()
         optimizer.step()
         optimizer.zero_grad()
     same_parameters(model, plain)
-
-
-@follows(
-    "On every rank, call torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) instead"
-)
-def full_state_dicts_of_fsdp1() -> None:
-    model, plain = pair()
-
-    def asks_fsdp1() -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            FSDP1.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-
-    refused(asks_fsdp1)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
-    for name, value in plain.state_dict().items():  # the first rank gets all, the others nothing
-        same(state.get(name, value), value, name)

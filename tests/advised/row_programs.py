@@ -53,15 +53,6 @@ class TiedByHand(nn.Module):
         return self.embed(ids) @ self.embed.weight.T
 
 
-@follows("which is looked up by rows: nothing gathers it. Leave embed_by_rows out")
-def a_table_that_another_module_reads() -> None:
-    ids, by_rows, model = torch.tensor([[1, 2], [2, 5]]), TiedByHand(), TiedByHand()
-    fsdp2.embed_by_rows(by_rows.embed)
-    fsdp2.fully_shard(by_rows)
-    assert "computes with embed.weight" in refused(lambda: by_rows(ids))
-    trains_as(fsdp2.fully_shard(model), TiedByHand(), ids)
-
-
 @follows("Shard others with fully_shard")
 def a_bag() -> None:
     bag, plain = embedding(nn.EmbeddingBag), embedding(nn.EmbeddingBag)

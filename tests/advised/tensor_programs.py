@@ -638,7 +638,7 @@ def ddp_around() -> None:
 def replicated_by_torch() -> None:
     model, plain = build(), build()
     replicate(model.block)
-    refused(lambda: fully_shard(model), ValueError)
+    refused(lambda: fully_shard(model), NotImplementedError)
     train(fully_shard(build()), plain)
 
 

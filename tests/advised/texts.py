@@ -18,7 +18,7 @@ VERBS = frozenset(
 NOT_ADVICE = ("step peak",)
 # Modules whose strings are parts of tables and names.
 TABLES = (
-    *("checks/table.py", "checks/levels.py", "planning/table.py"),
+    "planning/table.py",
     "tools/timeline.py",
 )
 _SENTENCES = re.compile(r"(?<=[.?!])\s+(?=[A-Z`{]|set_)")

@@ -425,27 +425,6 @@ def found_unsynchronized() -> None:
 
 
 @follows(
-    "Call model.set_gradient_divide_factor(factor, recurse=True) on the root, or give each sharded module the same",
-    "Call the method on the sharded modules that hold the parameters",
-)
-def found_in_settings() -> None:
-    model, _ = pair()
-    model.block.set_gradient_divide_factor(4.0)
-    found(fsdp2.check(model))
-    model.set_gradient_divide_factor(4.0, recurse=True)
-    none_found(model)
-    model = build()
-    for module in (model.stem, model.block, model.head, model):
-        fully_shard(module)
-    model.set_all_reduce_hook(lambda gradient: None)
-    found(fsdp2.check(model))
-    model.set_all_reduce_hook(None)
-    for module in (model.stem, model.block, model.head):
-        module.set_all_reduce_hook(lambda gradient: None)
-    none_found(model)
-
-
-@follows(
     "Create it before fully_shard, and leave it out of ignored_params; or freeze it, or reduce its gradient yourself",
     "Broadcast it; if it is trained, see 'unmanaged'",
 )
@@ -525,7 +504,7 @@ def found_in_layouts() -> None:
 )
 def found_in_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    fsdp2.set_checks("off", "starting weights")
+    fsdp2.set_checks("off")
     try:
         for way in ("", "seed", "broadcast"):
             model = build(seed=mesh.get_local_rank("dp") if way != "seed" else 0)
@@ -546,5 +525,5 @@ def found_in_replicas() -> None:
             heard.extend(map(str, findings))
         assert not findings
     finally:
-        fsdp2.set_checks("default", "starting weights")
+        fsdp2.set_checks("default")
     compared.append("check")

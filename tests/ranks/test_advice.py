@@ -4,8 +4,7 @@ The fault in question: an error whose advice leads to another error.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,122 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, register_fsdp_forward_method
+from fsdp2 import full_params, fully_shard
 from helpers import assert_same, full, run_checks, shard_batch
-
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-# ---- inputs in objects of a user's own -------------------------------------------------------------------------------
-
-
-class Batch:
-    """Not a dataclass."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-        self.mask = torch.ones(len(x), dtype=torch.bool)
-
-
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Records(Mapping[str, Tensor]):
-    """A mapping of its own kind."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._x
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["x"])
-
-    def __len__(self) -> int:
-        return 1
-
-
-@dataclass
-class Fields:
-    x: Tensor
-
-
-class Reader(nn.Module):
-    """Finds its input in what it is called with by `read`."""
-
-    def __init__(self, read: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.read = nn.Linear(5, 3), read
-
-    def forward(self, batch: Any, scale: float = 1.0) -> Tensor:
-        return self.inner(self.read(batch)) * scale
-
-    def encode(self, batch: Any) -> Tensor:
-        return self(batch)
-
-
-# What a module is called with, how it reads that, and how the error calls the tensor.
-OBJECTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
-    "object": (Batch, lambda batch: batch.x, r"batch\.x .*this Batch"),
-    "slots": (Slotted, lambda batch: batch.x, r"batch\.x .*this Slotted"),
-    "mapping": (Records, lambda batch: batch["x"], r"batch\['x'\] .*this Records"),
-    "object in a dict": (lambda x: {"all": [Batch(x)]}, lambda b: b["all"][0].x, r"batch\['all'\]\[0\]\.x .*Batch"),
-    "object in a dataclass": (lambda x: Fields(Slotted(x)), lambda b: b.x.x, r"batch\.x\.x .*Slotted"),
-    "dict in an object": (lambda x: Slotted({"x": x}), lambda b: b.x["x"], r"batch\.x\['x'\] .*Slotted"),
-}
-
-
-def x_of(rows: int = 4) -> Tensor:
-    return shard_batch(torch.randn(rows, 5, generator=torch.Generator().manual_seed(2)), dist.get_rank(), 2)
-
-
-def sharded_reader(read: Callable[[Any], Tensor]) -> Any:
-    torch.manual_seed(0)
-    model = fully_shard(Reader(read), mp_policy=POLICY)
-    register_fsdp_forward_method(model, "encode")
-    return model
-
-
-def inputs_that_are_not_cast() -> None:
-    """Whichever way the module is entered; cast as the error says, numbers are those of a tensor that is passed."""
-    expected = sharded_reader(lambda x: x)(x_of())
-    for make, read, called in OBJECTS.values():
-        model = sharded_reader(read)
-        for call in (model, model.forward, model.encode, lambda b, model=model: model(scale=1.0, batch=b)):
-            with pytest.raises(RuntimeError, match=rf"^model \(FSDPReader\): expected .*bfloat16.*got {called}"):
-                call(make(x_of()))
-            assert_same(call(make(x_of().bfloat16())), expected, 0, 0, called)
-        model(make(x_of().bfloat16())).sum().backward()
-    assert_same(sharded_reader(lambda b: b.x)(Fields(x_of())), expected, 0, 0, "a dataclass")
-
-
-def inner_modules_are_named() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Reader(lambda b: b.x))
-    fully_shard(model[0], mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)
-    with pytest.raises(RuntimeError, match=r"^model\[0\] \(FSDPReader\): expected .*batch\.x of torch\.float32"):
-        model(Batch(x_of()))
-
-
-def objects_that_do_no_harm_are_left_alone() -> None:
-    """What a module casts by itself, or does not compute with; other errors stay what they are."""
-    batch = Batch(x_of())
-    model = sharded_reader(lambda b: b.x.bfloat16())
-    model(batch).sum().backward()
-    assert batch.x.dtype == torch.float32
-    model = sharded_reader(lambda b: b.x.bfloat16()[:, :4])
-    with pytest.raises(RuntimeError, match=r"^(?!model \().*shape"):
-        model(batch)
-    torch.manual_seed(0)
-    model = fully_shard(Reader(lambda b: b.x.double()))
-    with pytest.raises(RuntimeError, match=r"^(?!model \().*dtype"):
-        model(batch)
-
 
 # ---- parameters of another size --------------------------------------------------------------------------------------
 
@@ -147,13 +32,10 @@ class Words(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.block(self.body.embed(tokens)))
 
-    def resize_token_embeddings(self, size: int, by_mean: bool = False) -> None:
+    def resize_token_embeddings(self, size: int) -> None:
         """In the way of transformers: a new module is filled, and its memory put into the old one."""
         old = self.body.embed
         new = nn.Embedding(size, 4)
-        if by_mean:
-            centred = old.weight.data - old.weight.data.mean(0)
-            torch.linalg.eigvals(centred.T @ centred)
         new.weight.data[:10, :] = old.weight.data[:10, :]
         old.weight.data = new.weight.data
         old.num_embeddings = size
@@ -185,7 +67,6 @@ def assign_module_of_equal_size(model: Words) -> None:
 
 RESIZED: tuple[Callable[[Words], None], ...] = (
     lambda model: model.resize_token_embeddings(12),
-    lambda model: model.resize_token_embeddings(12, by_mean=True),
     assign_memory,
     assign_parameter,
     assign_module,
@@ -202,7 +83,7 @@ def resizing_is_refused_at_once() -> None:
             model = Words(tied)
             for module in (model.block, model):
                 fully_shard(module)
-            with pytest.raises((RuntimeError, TypeError, ValueError), match=r"before (fully_shard|it, or build)"):
+            with pytest.raises((RuntimeError, TypeError, ValueError), match="before fully_shard"):
                 [change(model), model(tokens)]
 
 
@@ -284,11 +165,7 @@ def swap_copy(model: Any) -> None:
     model[3] = copy.deepcopy(model[3])
 
 
-def add_layer(model: Any) -> None:
-    model.append(nn.Sequential(nn.Linear(2, 5), Faster(model[0])))
-
-
-SWAPS = (swap_layer, swap_in_block, swap_block, swap_copy, swap_in_evaluation, add_layer)
+SWAPS = (swap_layer, swap_in_block, swap_block, swap_copy, swap_in_evaluation)
 
 
 def swapped_layers_are_refused() -> None:
@@ -319,9 +196,6 @@ def swapped_layers_are_refused() -> None:
 
 CHECKS = (
     swapped_layers_are_refused,
-    inputs_that_are_not_cast,
-    inner_modules_are_named,
-    objects_that_do_no_harm_are_left_alone,
     resizing_is_refused_at_once,
     resized_before_it_trains,
     modules_may_be_taken_out,

@@ -35,6 +35,7 @@ from fsdp2 import (
     full_params,
     fully_shard,
     replicate,
+    set_checks,
 )
 from fsdp2.codecs import Compression
 from fsdp2.engine import layout as layouts
@@ -209,9 +210,10 @@ def kept_among_few(rank: int, size: int, model: nn.Module, ref: nn.Module) -> No
 
 
 def at_the_debug_level(rank: int, size: int, model: nn.Module, ref: nn.Module) -> None:
-    shard(model)
-    model.set_debug_level(1)  # type: ignore[operator]
-    train(model, ref, rank, size)
+    set_checks("debug")
+    train(shard(model), ref, rank, size)
+    dist.barrier()  # ranks may be threads, which share the level
+    set_checks("default")
 
 
 def in_two_dtypes(rank: int, size: int, model: nn.Module, ref: nn.Module) -> None:
@@ -398,8 +400,9 @@ def over_a_python_group(cls: type[PythonGroup], rank: int, size: int) -> None:
     shard(model, **options, mp_policy=narrow)
     compare_gradients(model, ref, rank, size)
     model, ref = others[2]
-    shard(model, **options).set_debug_level(1)  # type: ignore[operator]
-    train(model, ref, rank, size)
+    set_checks("debug")
+    train(shard(model, **options), ref, rank, size)
+    set_checks("default")
     with mock.patch.object(layouts, "APART_BYTES", 1):  # packed segments as those of large groups
         layouts.gather_layout.cache_clear()
         model, ref = others[3]

@@ -153,7 +153,9 @@ def test_data_assigned_while_unsharded_is_refused_and_dropped(world_size: int) -
     def check(moment: Callable[[Any, Assign], None], assign: Assign, way: str) -> None:
         model = sharded(**WAYS[way]())
         moment(model, assign)
-        if way != "bf16":
+        # A graph has noted another shape: the gradients of later ones are refused by autograd.
+        is_other_graph = moment is assigns_in_forward and assign in (larger, smaller, fewer_rows_of_the_same)
+        if way != "bf16" and not is_other_graph:
             trains_as_if_nothing_had_happened(model)
 
     cases = [(moment, assign, "freed") for moment in MOMENTS for assign in ASSIGNS]

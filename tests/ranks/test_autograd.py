@@ -617,7 +617,6 @@ USES_OF_GRADIENTS: dict[str, Callable[[Any], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter")  # the graph of an input's gradient
 def test_gradients_without_the_graph_that_was_asked_for() -> None:
     """Their values are right, those of inputs keep their graph; and a loss of `.grad` of parameters raises."""
     accumulations = {"one": [True], "two": [True, True], "the first": [True, False], "the last": [False, True]}

@@ -14,8 +14,8 @@ from helpers import alone, assert_same, full, one_mesh, run_ranks
 TIMEOUT_S = 30
 # What errors say. With HSDP, ranks of another shard group hear of it by a goodbye.
 ENDING = {
-    "shards": "rank 0: reducing first; rank 1: ending a backward",
-    "hsdp": "rank 0: reducing first; rank 1: ending a backward|out of step with others, see its error",
+    "shards": r"rank 0: reducing first.*; rank 1: ending a backward",
+    "hsdp": r"rank 0: reducing first.*; rank 1: ending a backward|out of step with others, see its error",
     "replicas": "rank 0: (summing replicas|all-reducing what checks compare of root).*; rank 1: ending a backward",
 }
 
@@ -49,8 +49,8 @@ def step(model: Any) -> None:
 @pytest.mark.parametrize("kind", ENDING)
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_rank_that_leaves_out_what_is_reduced_last(kind: str, number: int) -> None:
-    """All ranks raise, though one was about to communicate by itself: in the first step, and at the debug level later.
-    The next step is exact.
+    """All ranks raise, though one was about to communicate by itself: in the first step, after which the next one is
+    exact, and at the debug level later.
     """
 
     def body(rank: int, world_size: int) -> None:
@@ -64,6 +64,8 @@ def test_a_rank_that_leaves_out_what_is_reduced_last(kind: str, number: int) -> 
         model.leaves = rank == 1
         with pytest.raises(RuntimeError, match=ENDING[kind]):
             step(model)
+        if number > 1:
+            return
         model.leaves = False
         model.zero_grad()
         step(model)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import StateDictType
 from advised import ENTRIES
 from advised.registry import batch, build, heard, refused, shard
 from documents import error_messages
-from fsdp2 import MixedPrecisionPolicy, fully_shard
 from helpers import run_checks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,16 +35,6 @@ class Holder:
         self.x = torch.ones(2, 5)
 
 
-def object_of_inputs() -> None:
-    """Its advice is followed in test_advice.py."""
-
-    class Unpacks(nn.Linear):
-        def forward(self, holder: Any) -> Any:
-            return super().forward(holder.x)
-
-    fully_shard(Unpacks(5, 5), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))(Holder())
-
-
 def backward_compiled() -> None:
     """See test_compiled_autograd.py."""
     loss = shard(build())(batch()).sum()
@@ -55,7 +43,6 @@ def backward_compiled() -> None:
 
 
 OTHERS: tuple[Callable[[], Any], ...] = (
-    object_of_inputs,
     backward_compiled,
     lambda: shard(build()).head.weight.untyped_storage().data_ptr(),  # see test_addresses.py
     lambda: shard(build(), reshard_after_forward=3),  # see test_placements.py

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, replicate, set_checks
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.group import SHARDED
 from fsdp2.engine.state import groups_below
@@ -622,7 +622,7 @@ def writing_without_writeback() -> None:
 def writing_through_data() -> None:
     """It shows in no version. What was assigned so is not computed with behind the block."""
     model, plain = pair()
-    model.set_debug_level(1)  # to look at each block, not only at the first few
+    set_checks("debug")  # to look at each block, not only at the first few
 
     def scale() -> None:
         model.scale.data.add_(1)
@@ -642,6 +642,7 @@ def writing_through_data() -> None:
             with full_params(model, **options) as named:
                 expected = plain.get_parameter(name)
                 assert_same(named[name], expected.to(named[name].dtype), 0, 0, name)
+    set_checks("default")
 
 
 def steps_inside() -> None:

@@ -19,12 +19,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, shard_batch, world_sizes
 from scenarios import WIDTH, Run, blocks, check, leaves, loss_of, sgd, whole
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -369,29 +367,11 @@ def a_graph_keeps_no_memory_of_weights() -> None:
             output.square().sum().backward()
 
 
-def kept_memory_is_said_once_by_name() -> None:
-    for look, has_grad in ((itself, True), (view, True), (view, False)):
-        model, _ = build()
-        kept: list[Tensor] = []
-        model[1][0].register_forward_hook(lambda module, *_, k=kept, look=look: k.append(look(module.weight)))
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                with torch.set_grad_enabled(has_grad):
-                    output = model(torch.ones(2, 4))
-                if has_grad:
-                    output.sum().backward()
-        assert [str(each.message).partition(":")[0] for each in said] == ["1.0.weight"]
-        assert isinstance(model, FSDPModule)
-    dist.barrier()
-
-
 CHECKS = [
     in_mixed_precision,
     a_graph_keeps_no_memory_of_weights,
     reads_of_a_freed_parameter_raise_by_name,
     views_keep_their_memory_and_it_is_freed_with_them,
-    kept_memory_is_said_once_by_name,
 ]
 
 

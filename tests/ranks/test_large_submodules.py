@@ -136,7 +136,6 @@ def test_any_use(world_size: int) -> None:
     check(scenario, world_size, use=USES, reshard=(True, False) if NIGHTLY else (None,))
 
 
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_changes_between_steps() -> None:
     """Another use in each step; a frozen submodule; one called without the model; an error while one is gathered."""
 

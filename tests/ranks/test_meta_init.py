@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, set_checks
 from fsdp2.engine.empty_memory import is_marked
 from fsdp2.engine.state import require_state
 from helpers import (
@@ -292,7 +292,7 @@ def test_the_default_device_is_not_where_ranks_communicate() -> None:
                 fully_shard(model, mesh=mesh, mp_policy=policy)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 for level in (0, 1):
-                    model.set_debug_level(level)
+                    set_checks("debug" if level else "default")
                     model(torch.ones(4, 8, device="cpu")).float().sum().backward()
                     optimizer.step()
             assert all(full(param).isfinite().all() for param in model.parameters())

@@ -121,6 +121,7 @@ def test_modes_see_the_plain_models_operations_only(around: Callable[..., Tensor
                 if around is not None:  # recomputations detach other numbers of tensors, fsdp2 or not
                     own.pop(DETACH, None), expected.pop(DETACH, None)
                 assert own == expected, f"step {step}: more {own - expected}, less {expected - own}"
+        fsdp2.set_checks("default")
 
     def cast(model: Any) -> Any:
         for block in model.blocks:
@@ -128,8 +129,8 @@ def test_modes_see_the_plain_models_operations_only(around: Callable[..., Tensor
         return fsdp2.fully_shard(model, mp_policy=replace(BF16, output_dtype=torch.float32))
 
     def debugging(model: Any) -> Any:
-        shard(model).set_debug_level(1)
-        return model
+        fsdp2.set_checks("debug")
+        return shard(model)
 
     def conditional(model: Any) -> Any:
         for block in model.blocks:
@@ -190,7 +191,6 @@ def train_both(model: Any, plain: nn.Module, steps: int, options: Any = None) ->
         assert_same(full(mine), theirs.detach(), 1e-5, 1e-6, f"{options}: {name}")
 
 
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_selective_checkpoints_save_what_the_model_computes() -> None:
     """Checks run in the 1st, 2nd, 4th ... forward, and never in recomputation."""
 
@@ -203,7 +203,6 @@ def test_selective_checkpoints_save_what_the_model_computes() -> None:
     run_checks(2, checks)
 
 
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_a_selective_checkpoint_around_all_blocks_and_full_params() -> None:
     class Around(Net):
         def run(self, x: Tensor) -> Tensor:

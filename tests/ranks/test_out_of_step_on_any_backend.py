@@ -18,7 +18,7 @@ from test_any_process_group import PythonGroup, WithBackend, WithTensors, python
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, set_checks
 from helpers import NIGHTLY, assert_same, run_ranks
 
 WIDTH = 6
@@ -46,8 +46,8 @@ def build(cls: type[PythonGroup], size: int, level: int, timeout: float) -> Any:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shards",))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh).set_debug_level(level)
-    return model
+    set_checks("debug" if level else "default")
+    return fully_shard(model, mesh=mesh)
 
 
 def batch(rank: int) -> Tensor:

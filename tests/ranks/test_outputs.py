@@ -326,7 +326,6 @@ def a_weight_as_output_can_be_read_after_backward(run: MatrixRun, how: Any) -> N
         run.value("after", weight.detach().clone())
 
 
-@pytest.mark.filterwarnings("ignore:.*something has kept the unsharded parameter:UserWarning")
 def test_tensors_stored_on_self() -> None:
     """Losses on attributes that forward leaves behind, at every level, and read in the next forward as well."""
 

@@ -134,7 +134,7 @@ def without_backward() -> None:
 def frozen() -> None:
     """Statistics that are only used stay as they are, where ranks have others, too; so backward may read them."""
     rank = torch.distributed.get_rank()
-    set_checks("off", "buffers")  # or it would be an error
+    set_checks("off")  # or it would be an error
     model = build()
     on_one_mesh(model)
     with torch.no_grad():
@@ -143,7 +143,7 @@ def frozen() -> None:
     for seed in range(3):
         model(batch(seed, rank)).sum().backward()
     assert (model[1].running_mean == rank).all()
-    set_checks("default", "buffers")
+    set_checks("default")
 
 
 def one_rank_alone(trains: bool) -> None:

@@ -34,10 +34,7 @@ def found(request: pytest.FixtureRequest) -> Found:
     return Found([item.callspec.params["draw"] for item in items if hasattr(item, "callspec")])
 
 
-# What keeps memory is advice. Ranks that meet it at different times would not all raise.
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch", "ignore:.*something has kept the unsharded parameter"
-)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
 @pytest.mark.parametrize("draw", sorted(sampled(), key=lambda draw: draw.ranks), ids=str)
 def test_training(draw: Draw, found: Found) -> None:
     """A lost, doubled, unscaled or stale number, a cast too many, too early or too late, a row at another rank."""

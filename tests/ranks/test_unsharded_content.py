@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, set_checks
 from fsdp2.checks.due import ForwardChecks
 from fsdp2.engine.state import require_state
 from helpers import assert_same, run_ranks
@@ -122,7 +122,7 @@ def test_at_the_debug_level_each_forward_is_checked() -> None:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        model.set_debug_level(1)
+        set_checks("debug")
         x = torch.randn(4, WIDTH)
         for _ in range(3):
             with pytest.raises(RuntimeError, match=r"1\.(up|down)\.weight was modified in place|one of "):
@@ -344,7 +344,7 @@ def test_a_pass_that_fails_for_another_reason_leaves_nothing_to_be_read() -> Non
             model(x)
         handle.remove()
         model.blocks[0].write = None
-        assert not require_state(model).root.events.of(ForwardChecks).checked.waiting
+        assert not require_state(model).root.events.of(ForwardChecks).forwards.waiting
         for _ in range(3):
             assert_same(model(x), plain(x), 0, 1e-6, "the next forwards")
 

@@ -11,7 +11,6 @@ number that they would never use, is refused. A docstring must say where a setti
 import contextlib
 import dataclasses
 import inspect
-import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -141,10 +140,6 @@ class Refused(str):
     """Words of the error, which comes before anything has changed."""
 
 
-class Late(str):
-    """Words of the error that the first optimizer step raises."""
-
-
 W, H = "works", "holds anyway"
 NO_ARGUMENT = Refused("unexpected keyword argument")
 NEVER_CALLED = Refused("expected None on .*would never be called")
@@ -156,7 +151,7 @@ class Row:
     """A setting: its outcome on each topology, and how it is made.
 
     Of two models only one has the setting. `options` (of the calls that distribute its modules), `ignores` (some of its
-    parameters) or `environment` make it; or `configure(model, recurse)` does; or `after(model)`, behind each backward.
+    parameters) make it; or `configure(model, recurse)` does; or `after(model)`, behind each backward.
     `both`: options of both models; `prepare(model)`: called on both before `configure`. `twice`: two forwards come
     before two backwards. `averages`: ranks average running statistics, as if others were not simulated.
     """
@@ -170,7 +165,6 @@ class Row:
     twice: bool = False
     averages: bool = False
     ignores: bool = False
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.cells) == len(TOPOLOGIES)
@@ -284,14 +278,10 @@ TABLE: dict[str, Row] = {
     "set_reduce_scatter_unused_params": Row((*EACH, H), call("set_reduce_scatter_unused_params", True)),
     "set_reduce_scatter_max_input_buffers": Row((*SEVERAL, W), call("set_reduce_scatter_max_input_buffers", 4)),
     "set_gradient_buckets": Row((*EACH, H), call("set_gradient_buckets", 1)),
-    "set_gradient_divide_factor": Row(
-        (*EACH, Late("set_gradient_divide_factor")), call("set_gradient_divide_factor", 3)
-    ),
-    "set_reduce_scatter_divide_factor": Row(
-        (*EACH, Late("set_gradient_divide_factor")), each("set_reduce_scatter_divide_factor", 3)
-    ),
+    "set_gradient_divide_factor": Row((*EACH, H), call("set_gradient_divide_factor", 3)),
+    "set_reduce_scatter_divide_factor": Row((*EACH, H), each("set_reduce_scatter_divide_factor", 3)),
     "set_force_sum_reduction_for_comms": Row((*SEVERAL, H), call("set_force_sum_reduction_for_comms", True)),
-    "set_all_reduce_hook": Row((*EACH, Late("never called")), call("set_all_reduce_hook", Calls())),
+    "set_all_reduce_hook": Row((*EACH, H), call("set_all_reduce_hook", Calls())),
     "set_all_reduce_hook(stream)": Row(
         (Refused("stream"),) * 9, call("set_all_reduce_hook", Calls(), stream=torch.Stream)
     ),
@@ -304,11 +294,11 @@ TABLE: dict[str, Row] = {
         lambda model, recurse: model.register_comm_hook(None, halved_shard),
     ),
     "set_custom_all_gather": Row(
-        (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, Late("never called")),
+        (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, H),
         each("set_custom_all_gather", Calls()),
     ),
     "set_custom_reduce_scatter": Row(
-        (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, Late("never called")),
+        (W, W, NEVER_CALLED, W, NEVER_CALLED, H, H, W, H),
         each("set_custom_reduce_scatter", Calls()),
     ),
     "set_separate_reduce_scatter_group": Row((*SHARING, H), call("set_separate_reduce_scatter_group")),
@@ -321,8 +311,6 @@ TABLE: dict[str, Row] = {
     "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
     "set_running_stats_averaging": Row((*SEVERAL, W), call("set_running_stats_averaging", False), averages=True),
     "set_conditional": Row((*SEVERAL, W), lambda model, _: model.b.set_conditional()),
-    "set_debug_level": Row((*SEVERAL, W), call("set_debug_level", 1)),
-    "FSDP2_DEBUG": Row((*SEVERAL, W), environment={"FSDP2_DEBUG": "1"}),
     "set_is_last_backward": Row((*SHARING, W), call("set_is_last_backward", False), prepare=free_all, twice=True),
     "set_post_optim_event": Row(ALL, call("set_post_optim_event", Calls())),
     "set_optimizer_in_backward": Row(ALL, step_in_backward),
@@ -467,7 +455,6 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
         return row.averages and mesh.num_ranks > 1
 
     with (
-        mock.patch.dict(os.environ, row.environment if with_it else {}),
         mock.patch("fsdp2.features.running_stats.connects", connects),
         mock.patch("fsdp2.features.running_stats.all_reduce_over", note_statistics),
         fake_world(topology.ranks),
@@ -493,15 +480,6 @@ def look(topology: Topology, row: Row, with_it: bool) -> dict[str, Any]:
     return seen
 
 
-def take_step(topology: Topology, row: Row) -> None:
-    """The first step of an optimizer, with the setting."""
-    with fake_world(topology.ranks):
-        model = topology.build({**row.both, **row.options}, row.ignores)
-        row.configure(model, not topology.is_empty)
-        (model(topology.input()) * 0.3).sum().backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 plain: dict[Any, dict[str, Any]] = {}
@@ -521,11 +499,6 @@ def outcome(topology: Topology, row: Row) -> Cell:
         with_it = look(topology, row, with_it=True)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         return Refused(error)
-    if any(isinstance(cell, Late) for cell in row.cells):
-        try:
-            take_step(topology, row)
-        except RuntimeError as error:
-            return Late(error)
     return W if with_it != look_without(topology, row) else H
 
 
@@ -547,7 +520,6 @@ def test_the_outcome_is_that_of_the_table(setting: str) -> None:
 def test_settings_that_hold_anyway_are_documented(setting: str) -> None:
     """In the docstring of the method, of the function that takes the argument, or of the policy that has the field."""
     name = {
-        "FSDP2_DEBUG": "set_debug_level",
         "CPUOffloadPolicy(pin_memory)": "CPUOffloadPolicy",
         "register_comm_hook(FSDP1's)": "register_comm_hook",
     }.get(setting, setting)
@@ -567,7 +539,7 @@ def test_every_setting_is_in_the_table() -> None:
     fields.remove("mp_policy(compression)")
     fields |= {f"mp_policy(compression.{field.name})" for field in dataclasses.fields(Compression)}
     fields |= {f"CPUOffloadPolicy({field.name})" for field in dataclasses.fields(CPUOffloadPolicy)}
-    functions = {"register_fsdp_forward_method", "share_comm_ctx", "FSDP2_DEBUG"}
+    functions = {"register_fsdp_forward_method", "share_comm_ctx"}
     topologies = {"mesh", "dp_mesh_dims"}  # each makes columns
     variants = {"set_all_reduce_hook(stream)", "reshard_after_forward=2", "register_comm_hook(FSDP1's)"}
     assert {*TABLE} - variants == (public_methods() | arguments | fields | functions) - topologies

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.checks.due import AtTimes, ForwardCheck, ForwardChecks, judge_at_end
-from fsdp2.engine.collectives import choose
+from fsdp2 import MixedPrecisionPolicy, fully_shard, set_checks
+from fsdp2.checks.due import ForwardCheck, ForwardChecks, _Forwards, judge_at_end
 from fsdp2.engine.events import Events
 from fsdp2.engine.state import groups_of, require_state
 from helpers import fake_world
@@ -24,8 +23,6 @@ class Noting(ForwardCheck):
     def __init__(self) -> None:
         self.number = 0
         self.noted: dict[str, list[int]] = {}
-        self.first: list[str] = []
-        self.thorough: list[int] = []
 
     def note(self, what: str, group: Any) -> None:
         self.noted.setdefault(f"{what} {group}", []).append(self.number)
@@ -33,10 +30,8 @@ class Noting(ForwardCheck):
     def before_cast(self, state: Any, inputs: Any, dtype: torch.dtype) -> None:
         self.note("cast", state)
 
-    def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
+    def before_forward(self, group: Any) -> None:
         self.note("before", group)
-        self.first += [str(group)] * is_first
-        self.thorough += [self.number] * is_thorough
 
     def after_forward(self, group: Any) -> None:
         self.note("after", group)
@@ -87,7 +82,10 @@ def follows(events: Events) -> set[str]:
     """Returns the events of forwards that the ForwardChecks follow."""
     names = ("inputs_cast", "forward_began", "forward_ended", "pass_ended")
     return {
-        name for name in names for each in getattr(events, name) if isinstance(each.__self__, (ForwardChecks, AtTimes))
+        name
+        for name in names
+        for each in getattr(events, name)
+        if isinstance(each.__self__, (ForwardChecks, _Forwards))
     }
 
 
@@ -99,8 +97,6 @@ def test_a_group_is_checked_in_its_first_forward_and_in_the_next_one_after_each_
     assert noted.noted["before root"] == noted.noted["after root"] == noted.noted["cast root"] == [*MARKS]
     # Of the marks 1 and 2, 4, 8 and 16, 32.
     assert noted.noted["before rare"] == noted.noted["after rare"] == [3, 5, 20, 39]
-    assert sorted(noted.first) == ["often", "rare", "root"], "each is first once"
-    assert not noted.thorough
 
 
 def test_no_event_of_a_forward_is_followed_while_no_group_is_due(net: Any) -> None:
@@ -115,7 +111,7 @@ def test_no_event_of_a_forward_is_followed_while_no_group_is_due(net: Any) -> No
     assert not follows(root.events)
     run(net, noted, range(17, 23))
     assert root.events.of(ForwardChecks)._passes == 16
-    assert follows(root.events) == {"inputs_cast", "forward_began"}, "one that does not run is due until it does"
+    assert follows(root.events), "one that does not run is due until it does"
 
 
 def test_numbers_are_judged_when_the_pass_ends(net: Any) -> None:
@@ -131,7 +127,7 @@ def test_numbers_are_judged_when_the_pass_ends(net: Any) -> None:
     assert judged == [[1, 2]] * 2 * 3, "of two groups, at the passes 1, 2 and 4"
     net.fails = True
     run_failing(net)
-    assert "pass_ended" not in follows(require_state(net).root.events)
+    assert not require_state(net).root.events.of(ForwardChecks).forwards.waiting
 
 
 def run_failing(model: Any) -> None:
@@ -145,18 +141,18 @@ def test_a_forward_that_fails_leaves_nothing_under_way(net: Any) -> None:
     run_failing(net)
     assert "after root" not in noted.noted
     assert "failed root" in noted.noted
-    assert "forward_ended" not in follows(require_state(net).root.events)
+    assert not checks.forwards.running
     net.fails = False
     run(net, noted, range(2, 4))
     assert noted.noted["after root"] == [2]
-    assert not checks.checked.running
+    assert not checks.forwards.running
 
 
 def test_a_check_that_raises_is_told_of_the_next_forward_too(net: Any) -> None:
     class Refuses(ForwardCheck):
         refuses = True
 
-        def before_forward(self, group: Any, is_first: bool, is_thorough: bool) -> None:
+        def before_forward(self, group: Any) -> None:
             if self.refuses:
                 raise RuntimeError("refused")
 
@@ -168,34 +164,23 @@ def test_a_check_that_raises_is_told_of_the_next_forward_too(net: Any) -> None:
     refuses.refuses = False
     run(net, noted, range(4, 8))
     assert noted.noted["after root"] == [4]
-    assert noted.first == ["root"] * 4 + ["often"]
 
 
-def test_at_the_debug_level_of_a_group_each_of_its_forwards_is_checked(net: Any) -> None:
-    noted, _ = noting(net)
+def test_at_the_debug_level_each_forward_is_checked(net: Any) -> None:
+    noted, checks = noting(net)
     run(net, noted, range(1, 6))
-    choose(groups_of(net.often)[0], checked=True)
-    run(net, noted, range(6, 9))
-    choose(groups_of(net.often)[0], checked=False)
-    run(net, noted, range(9, 12))
-    assert noted.noted["before often"] == [1, 2, 4, 6, 7, 8]
-    assert noted.noted["before root"] == [1, 2, 4, 8]
-    assert noted.thorough == [6, 7, 8]
-
-
-def test_at_the_debug_level_of_a_check_it_alone_checks_each_forward(net: Any) -> None:
-    other = Noting()
-    noted, checks = noting(net, other)
-    run(net, noted, range(1, 6))
-    noted.always = True
-    checks.refresh()
-    run(net, noted, range(6, 8))
-    assert noted.noted["before often"] == noted.noted["cast root"] == [1, 2, 4, 6, 7]
-    assert other.noted["before often"] == other.noted["cast root"] == [0] * 3, "it is in no other pass"
-    noted.always = False
-    checks.refresh()
-    run(net, noted, range(8, 12))
-    assert noted.noted["before often"] == [1, 2, 4, 6, 7, 8]
+    root = require_state(net).root
+    try:
+        set_checks("debug")
+        root.observe([noted, checks])
+        checks.refresh()
+        run(net, noted, range(6, 9))
+        set_checks("default")
+        root.observe([noted, checks])
+        run(net, noted, range(9, 12))
+    finally:
+        set_checks("default")
+    assert noted.noted["before often"] == noted.noted["cast root"] == [1, 2, 4, 6, 7, 8, 9]
 
 
 def test_settings_that_change_in_each_step_make_nothing_due(net: Any) -> None:

@@ -17,7 +17,6 @@ from fsdp2.checks.headers import (
     text_of,
     trainable_remark,
 )
-from fsdp2.checks.rollcall import level_from_environment
 from fsdp2.engine.comm import Purpose
 
 
@@ -98,20 +97,6 @@ def test_the_message_names_all_ranks() -> None:
     assert "ranks 0, 2: gathering a; rank 1: gathering b. " in out_of_step(texts)
     texts[1] = "gathering a\t9 float32"
     assert "ranks 0, 2: gathering a, tensors of 8 float32; rank 1: gathering a, tensors of 9" in out_of_step(texts)
-
-
-@pytest.mark.parametrize(("value", "level"), [(None, 0), ("", 0), ("0", 0), ("1", 1)])
-def test_levels(monkeypatch: pytest.MonkeyPatch, value: str | None, level: int) -> None:
-    monkeypatch.delenv("FSDP2_DEBUG", raising=False)
-    if value is not None:
-        monkeypatch.setenv("FSDP2_DEBUG", value)
-    assert level_from_environment() == level
-
-
-def test_a_level_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FSDP2_DEBUG", "yes")
-    with pytest.raises(ValueError, match="FSDP2_DEBUG: expected 0 or 1, got 'yes'"):
-        level_from_environment()
 
 
 def test_the_message_says_that_ranks_train_different_parameters() -> None:

@@ -41,8 +41,6 @@ CACHE = "remembers the last answer for objects that are not the package's"
 ALLOWED = {
     "bridge._finder": "waits for modules that the program may import, one for each process",
     "bridge._replaced": OF_TORCH,
-    "checks._ONE_SEARCH": THREADS,
-    "checks._checked": CACHE,
     "checks._groups": "what checks know of a process group, which is torch's, and which several Comms share",
     "dtensor._explainers": OF_CLASS,
     "dtensor._handlers": OF_CLASS,
@@ -77,7 +75,6 @@ ALLOWED = {
 }
 # Attributes of classes that functions set.
 ON_CLASSES = {
-    "checks._Changes.number": COUNTS,
     "dtensor._Calls.number": COUNTS,
     "engine._Current.extensions": "what joins the roots of all models that are sharded later",
 }
@@ -85,10 +82,7 @@ ON_CLASSES = {
 REMEMBERED = {
     "checks._follow_log_level": "sets a logger of the process",
     "checks._indices_among": VALUES,
-    "checks._is_fsdp1": BY_CLASS,
-    "checks._levels": "the levels that the user has chosen for the process; they begin as the environment says",
-    "checks._may_have": BY_CLASS,
-    "checks._may_have_options": BY_CLASS,
+    "checks._chosen": "the level that the user has chosen for the process; it begins as the environment says",
     "dtensor._has_other_subclasses": BY_CLASS,
     "dtensor._kind_of": BY_CLASS,
     "dtensor.is_mutable": "a fact about an operation of torch",

@@ -1,0 +1,132 @@
+"""Adds the checks to the engine, and changes their level while models train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..dtensor import optimizer_steps
+from ..engine.collectives import choice_of, choose
+from ..engine.events import Observer, extend
+from ..engine.owners import roots_of_thread
+from ..engine.root import Root
+from .buffers import Buffers
+from .clipping import Clipping
+from .due import Check, ForwardChecks, RankComparisons, make_rank_comparisons
+from .entry_points import EntryPoints
+from .equal_inputs import EqualInputs
+from .level import choose_level, is_debug, is_on, require_level
+from .lost_writes import MovedData, OriginalParameters, UnseenWrites, WrittenParameters
+from .model_facts import BuffersOnMeta, EmptyMemory, FrozenParameters, InitialWeights, Structure, keep_samples
+from .rounding import RoundedInputs
+from .step_history import Divisors, OptimizersOnAccumulation, StepHistory, note_end_of_step, note_step
+from .unmanaged_parameters import UnmanagedParameters, note_plain
+
+
+def _make(cls: type[Check], root: Root) -> Check:
+    return cls()
+
+
+# Order: what ranks compare first, on which all else relies, and what is refused first at the end of a forward.
+_CHECKS: tuple[type[Check], ...] = (
+    Structure,
+    OptimizersOnAccumulation,
+    Divisors,
+    EmptyMemory,
+    InitialWeights,
+    Buffers,
+    EqualInputs,
+    StepHistory,
+    Clipping,
+    FrozenParameters,
+    UnmanagedParameters,
+    RoundedInputs,
+    BuffersOnMeta,
+    WrittenParameters,
+    MovedData,
+    UnseenWrites,
+    EntryPoints,
+    OriginalParameters,
+)
+_OBSERVERS: tuple[Callable[[Root], Observer], ...] = (
+    *(partial(_make, each) for each in _CHECKS),
+    make_rank_comparisons,
+    ForwardChecks,
+)
+_KINDS = (Check, RankComparisons, ForwardChecks)
+
+
+def _if_on(make: Callable[[Root], Observer]) -> Callable[[Root], Observer | None]:
+    return lambda root: make(root) if is_on() else None
+
+
+def install() -> None:
+    """Puts the checks in force.
+
+    `check_plan` of plan.py, which comes before other extensions get a plan, is not among them.
+    """
+    extend(plan=(keep_samples,), observers=tuple(map(_if_on, _OBSERVERS)), features=(_follow_level,))
+    optimizer_steps.before_step.append(note_step)
+    optimizer_steps.after_step.append(note_end_of_step)
+    optimizer_steps.stepped_beside.append(note_plain)
+
+
+def set_checks(level: str) -> None:
+    """Chooses which checks run in this process from now on. Call it on every rank alike, between steps.
+
+    It acts on all sharded modules, and on those that are sharded later. Where ranks are threads, each calls it.
+
+    Args:
+        level: "off": none. "default": those that cost very little run always, and those that take time run in the
+            steps 1, 2, 4, 8, 16, 32, 64, and each 128th. "debug": all of them run in each step. Then ranks also compare
+            before each collective, on any backend, which group it is for, what is done with it, and the sizes of its
+            tensors. If they differ, all raise before anything is sent; if a rank does not answer in time, or has died,
+            the errors of the others list where each process was. The level is that of the environment variable
+            FSDP2_CHECKS until this is called, and "default" if there is none.
+
+    Raises:
+        ValueError: another level.
+        RuntimeError: a forward or backward runs.
+    """
+    require_level(level, "level")
+    roots = [*filter(_can_communicate, roots_of_thread())]
+    if any(root.running or root.is_in_backward() for root in roots):
+        raise RuntimeError("set_checks: call it between steps, not during a forward or backward")
+    choose_level(level)
+    for root in roots:
+        _compare_collectives(root, is_debug())
+        _observe(root)
+
+
+def _can_communicate(root: Root) -> bool:
+    """Returns False if the process groups of a root were destroyed: an old model may still be alive."""
+    try:
+        return root.group.mesh.axis_groups is not None
+    except RuntimeError:
+        return False
+
+
+def _follow_level(root: Root) -> None:
+    """Has ranks compare what they do before each collective of a new root, at the debug level."""
+    if is_debug():
+        _compare_collectives(root, True)
+
+
+def _compare_collectives(root: Root, wanted: bool) -> None:
+    for group in root.groups:
+        if choice_of(group).checked != wanted:
+            choose(group, checked=wanted)
+
+
+def _observe(root: Root) -> None:
+    """Has the checks follow a root that is there already, or not, as the level says. Those that stay keep what they
+    know.
+    """
+    before, present = root.events.observers, {type(each): each for each in root.events.observers}
+    made = [make(root) for make in _OBSERVERS] if is_on() else []
+    now = [present.get(type(each), each) for each in made]
+    first = next((i for i, each in enumerate(before) if isinstance(each, _KINDS)), len(before))
+    root.observe([*before[:first], *now, *(each for each in before[first:] if not isinstance(each, _KINDS))])
+    for each in now:
+        if isinstance(each, (RankComparisons, ForwardChecks)):
+            each.refresh()
