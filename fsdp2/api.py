@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.rollcall import level_from_environment
+from .checks.watch import start_early
 from .engine.build import Arguments, apply
 from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
@@ -140,6 +141,7 @@ def fully_shard(
         model = fully_shard(model)
         ```
     """
+    start_early()
     check_mesh(mesh, dp_mesh_dims)
     given = (reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
@@ -173,6 +175,7 @@ def replicate(
     Returns:
         `module`.
     """
+    start_early()
     check_mesh(mesh, None)
     given = (None, None, mp_policy, offload_policy, ignored_params)
     return _apply(module, lambda: replicated_data_mesh(mesh or default_mesh()), given, conditional)
@@ -227,6 +230,7 @@ def embed_by_rows(
         fully_shard(model)
         ```
     """
+    start_early()
     check_mesh(mesh, dp_mesh_dims)
     if type(module) is not nn.Embedding or "forward" in vars(module):
         which = " with a forward of its own" if type(module) is nn.Embedding else ""

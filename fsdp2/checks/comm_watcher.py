@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..engine.collectives import choose, has_choice, make_unchecked
 from ..engine.comm import Comm, Purpose
 from ..engine.root import Root
+from . import watch
 from .levels import is_on
 from .named_comm import NamedPairwiseComm
 from .rollcall import CheckedComm, level_from_environment
@@ -22,7 +23,10 @@ class Watched:
     """Is the CommWatcher of the checks."""
 
     def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
-        return NamedPairwiseComm(group, purpose) if is_on("headers") else None
+        if not is_on("headers"):
+            return None
+        watch.start()
+        return NamedPairwiseComm(group, purpose)
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
         return group is not None and are_checked(group)

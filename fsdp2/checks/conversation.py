@@ -7,8 +7,10 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import RLock, get_ident
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +35,20 @@ def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
     for root in roots_of(purposes):
         root.note_out_of_step()
+
+
+class Waiting(NamedTuple):
+    """What a rank waits for. `number`: that of the collective since ranks were last out of step; `since`: a time of
+    `time.monotonic()`.
+    """
+
+    text: str
+    number: int
+    since: float
+
+
+LAST = 1 << 62
+"""The number of a collective behind all: a rank waits until others have said goodbye."""
 
 
 class Exchange:
@@ -63,6 +79,7 @@ class Exchange:
         self.riders: list[tuple[Tensor, Tensor]] = []
         self.error: str | None = None
         self.is_compared = self.differs = False
+        self.number = 0
         self._conversation = conversation
 
     def wait(self) -> None:
@@ -112,13 +129,21 @@ class Conversation:
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
     `group`: a weak reference to the process group. `purposes`: those of its collectives. `goodbye`: what this rank says
-    when it leaves. `partings`: the goodbyes that this rank has sent, until all ranks have.
+    when it leaves. `partings`: the goodbyes that this rank has sent, until all ranks have. `left`: rank -> what it was
+    doing, if this rank's goodbye was sent while its thread was blocked elsewhere. `waiting`: what this rank waits for
+    now. `num_begun`, `number`: how many collectives have begun, in all and since the last error; `num_errors`: how often
+    ranks were out of step. `thread`: identity of the thread that has begun the last one. `lock`: held while messages are
+    posted, as another thread may say goodbye for one that is blocked.
     """
 
     def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
         self._group, self.purposes, self.goodbye = group, purposes, GOODBYE
+        self.left: dict[int, str] | None = None
+        self.waiting: Waiting | None = None
+        self.num_begun = self.number = self.num_errors = 0
+        self.thread: int | None = None
+        self.lock = RLock()
         self._pending: deque[Exchange] = deque()
-        self._errors = 0
         self._sequence = 0
         # What all ranks were doing when they last compared headers, and when that was.
         self._last: tuple[str, float] | None = None
@@ -128,11 +153,25 @@ class Conversation:
 
     @property
     def header_tag(self) -> int:
-        return _HEADER_TAG + self._errors % 0x10000
+        return _HEADER_TAG + self.num_errors % 0x10000
+
+    @property
+    def name(self) -> str:
+        """The name of the process group, by which all ranks know it."""
+        group = self._group()
+        assert group is not None, "a rank waits there"
+        return group.group_name
+
+    def others(self) -> list[int]:
+        """Returns the other ranks."""
+        return [rank for rank in self._ranks() if rank != dist.get_rank()]
 
     def begin(self, exchange: Exchange) -> int:
         """Returns the tag of the messages that follow its first ones."""
         self._pending.append(exchange)
+        self.num_begun += 1
+        self.number += 1
+        exchange.number, self.thread = self.number, get_ident()
         self._sequence = zlib.crc32(exchange.header.code, self._sequence)
         return _DATA_TAG | self._sequence & 0x3FFF_FFFF
 
@@ -141,13 +180,17 @@ class Conversation:
         while not last.is_compared:
             exchange = self._pending.popleft()
             exchange.is_compared = True
-            came, problem = exchange.receive()
+            self.waiting = Waiting(exchange.header.text, exchange.number, time.monotonic())
+            try:
+                came, problem = exchange.receive()
+            finally:
+                self.waiting = None
             if problem:
                 self.give_up([exchange], problem + self.table(exchange, came, problem))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
                     tell_out_of_step(self.purposes)
-                with suppress(RuntimeError):  # one is gone: then nothing arrives any more
+                with suppress(RuntimeError), self._parting():  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}
                 texts[self._own_rank()] = exchange.header.text
@@ -160,9 +203,18 @@ class Conversation:
         if self._pending:
             self.compare_until(self._pending[-1])
         if self.partings:
-            with suppress(RuntimeError):  # one is gone: whoever asks for the next collective is told
+            with suppress(RuntimeError), self._parting():  # one is gone: whoever asks for the next collective is told
                 take_leave([])
             self.give_up([], "")
+
+    @contextmanager
+    def _parting(self) -> Iterator[None]:
+        """Context: this rank waits for the goodbyes of others."""
+        self.waiting = Waiting("beginning again, as ranks were out of step", LAST, time.monotonic())
+        try:
+            yield
+        finally:
+            self.waiting = None
 
     def give_up(self, begun: Sequence[Exchange], error: str) -> None:
         """Drops those collectives, and all whose headers are still to be compared: they will not happen."""
@@ -172,8 +224,8 @@ class Conversation:
             each.is_compared, each.error = True, error
             each.rest, each.riders = {}, []
         self._pending.clear()
-        self._errors += 1
-        self._sequence = self._errors
+        self.num_errors += 1
+        self._sequence, self.number = self.num_errors, 0
 
     def table(self, exchange: Exchange, came: set[int], problem: str) -> str:
         """Returns where each rank was, as far as headers have told. `problem`: the error of a message."""

@@ -19,8 +19,8 @@ from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import reached_consensus
 from ..engine.root import Root
-from .conversation import Conversation, Exchange, roots_of
-from .headers import GOODBYE, HEADER_NBYTES, RAISED, Headers, differ, goodbye
+from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
+from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
 from .watched_groups import watched
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
@@ -67,9 +67,14 @@ class NamedPairwiseComm(PairwiseComm):
         incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
-        header, conversation = self._headers.of(kind, tensors, what), self.conversation
-        if conversation.partings:
-            conversation.come_back(self._take_leave)
+        header = self._headers.of(kind, tensors, what)
+        with self.conversation.lock:
+            if self.conversation.partings:
+                self._come_back()
+            return self._post(header, outgoing, incoming)
+
+    def _post(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
+        conversation = self.conversation
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
         exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave, self._find_ended)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
@@ -98,6 +103,38 @@ class NamedPairwiseComm(PairwiseComm):
             data, tag = conversation.goodbye.data, conversation.header_tag
             with suppress(RuntimeError):  # a peer is gone
                 conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
+
+    def leave_blocked(self, num_errors: int, number: int, texts: dict[int, str]) -> None:
+        """Says goodbye for a thread of this rank that is blocked elsewhere, if it has not begun collective `number`.
+
+        `num_errors`: how often ranks were out of step when that began. `texts`: rank -> what it does.
+        """
+        conversation = self.conversation
+        if not conversation.lock.acquire(blocking=False):
+            return  # the thread is here
+        try:
+            if conversation.num_errors < num_errors and conversation.partings:
+                conversation.come_back(self._take_leave)  # all others have
+            if conversation.num_errors == num_errors and conversation.number < number and not conversation.partings:
+                conversation.goodbye, conversation.left = goodbye(texts[dist.get_rank()]), texts
+                self.leave()
+        finally:
+            conversation.lock.release()
+
+    def _come_back(self) -> None:
+        """Goes on behind a goodbye.
+
+        Raises:
+            RuntimeError: it was sent while this rank was blocked elsewhere, and this rank does not know that yet.
+        """
+        conversation, root = self.conversation, self.purpose.root()
+        left, conversation.left = conversation.left, None
+        raises = left is not None and not (root is not None and root.is_out_of_step)
+        if raises:
+            tell_out_of_step(conversation.purposes)
+        conversation.come_back(self._take_leave)
+        if left is not None and raises:
+            raise RuntimeError(out_of_step(left))
 
     def _find_ended(self) -> set[int]:
         found, nothing = set(), torch.zeros(1, dtype=torch.uint8, device="cpu")

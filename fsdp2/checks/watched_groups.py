@@ -44,6 +44,12 @@ def watched(group: dist.ProcessGroup) -> WatchedGroup:
     return _groups[group]
 
 
+def conversations() -> list[Conversation]:
+    """Returns what ranks say to each other on all process groups that have named collectives."""
+    found = [each.__dict__.get("conversation") for each in _groups.copy().values()]
+    return [each for each in found if each is not None]
+
+
 def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
     """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
     for group in map(watched, groups):

@@ -1,0 +1,221 @@
+"""Tests ranks that wait for each other in different collectives: those in fsdp2's raise within seconds, and say where
+the other is. The process group's timeout is half an hour.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional  # type: ignore[attr-defined]
+
+from fsdp2 import fully_shard
+from helpers import assert_same, full, run_checks
+
+SOON_S = 6
+LATE_S = 4
+
+
+class OnPurpose(Exception):
+    pass
+
+
+def build(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    for layer in model[:2]:
+        fully_shard(layer, **options)
+    return fully_shard(model)
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    return model(torch.ones(2, 4)).square().sum()
+
+
+def step(model: Any) -> None:
+    loss_of(model).backward()
+
+
+# What a rank calls by itself, and what the others' error says about it.
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def all_reduce() -> None:
+    dist.all_reduce(torch.ones(3))
+
+
+def waits_later() -> None:
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def all_reduce_functional() -> None:
+    functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).add(1)
+
+
+def broadcast_object_list() -> None:
+    dist.broadcast_object_list([None], src=0)
+
+
+HERE = r"test_waiting_ranks\.py:\d+"
+OWN: dict[Callable[[], None], str] = {
+    barrier: rf"in barrier, called at {HERE} \(barrier\)",
+    all_reduce: rf"in all_reduce, called at {HERE} \(all_reduce\)",
+    waits_later: rf"at {HERE} \(waits_later\)",
+    all_reduce_functional: rf"at {HERE} \(all_reduce_functional\)",
+    broadcast_object_list: rf"in broadcast_object_list, called at {HERE} \(broadcast_object_list\)",
+}
+
+
+def own_of(model: Any, is_alone: bool, own: Callable[[], None]) -> None:
+    """One rank raises in its loss, and catches; the others are told in backward. All come to `own`."""
+    loss = loss_of(model)
+    try:
+        if is_alone:
+            raise OnPurpose
+        loss.backward()
+        raise AssertionError("nothing was raised")
+    except OnPurpose:
+        own()
+    except RuntimeError as error:
+        assert re.search(f"rank 1: blocked {OWN[own]}", str(error)), error
+        own()
+
+
+def check_recovery(make: Callable[[], Any], stray: Callable[[Any, bool], object]) -> None:
+    """Rank 1 goes astray twice; then all train on."""
+    rank, model = dist.get_rank(), make()
+    step(model)
+    expected = [full(param.grad) for param in model.parameters()]
+    for _ in range(2):
+        model.zero_grad()
+        start = time.monotonic()
+        stray(model, rank == 1)
+        assert time.monotonic() - start < SOON_S
+    model.zero_grad()
+    step(model)
+    for param, want in zip(model.parameters(), expected, strict=True):
+        assert_same(full(param.grad), want, 1e-6, 1e-7, "gradient of the next step")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_raises_and_waits_in_a_collective_of_its_own(world_size: int) -> None:
+    run_checks(
+        world_size,
+        [
+            (own.__name__, partial(check_recovery, build, partial(own_of, own=own)))
+            for own in (OWN if world_size == 2 else [barrier])
+        ],
+    )
+
+
+def clips_alone(model: Any, is_alone: bool) -> None:
+    """torch's function, which takes all ranks: the others are in the next forward, and all raise there."""
+    step(model)
+    try:
+        if is_alone:
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+        step(model)
+        raise AssertionError("nothing was raised")
+    except RuntimeError as error:
+        assert re.search(rf"rank 1: blocked in clip_grad_norm_, called at {HERE} \(clips_alone\)", str(error)), error
+        if not is_alone:
+            nn.utils.clip_grad_norm_(model.parameters(), 1)
+
+
+def shards_another(model: Any, is_alone: bool) -> None:
+    """An error that one rank alone has in fully_shard, at which others wait for it. It is told so in its next step."""
+    other, where = nn.Linear(4, 4), rf"rank 1: blocked in barrier, called at {HERE} \(shards_another\)"
+    if is_alone:
+        with pytest.raises(TypeError):
+            fully_shard(other, reshard_after_forward="yes")  # type: ignore[call-overload]
+    else:
+        with pytest.raises(RuntimeError, match=where):
+            fully_shard(other)(torch.ones(2, 4))
+    dist.barrier()
+    if is_alone:
+        with pytest.raises(RuntimeError, match=where):
+            step(model)
+    step(model)
+
+
+def test_other_ways_to_be_in_another_collective() -> None:
+    strays = (clips_alone, shards_another)
+    run_checks(2, [(each.__name__, partial(check_recovery, build, each)) for each in strays], timeout=40)
+
+
+# ---- what may look so, and is not
+
+
+def in_a_barrier(model: Any, groups: Any, late: bool) -> None:
+    """Rank 0 waits in a gather for rank 1, which waits in a barrier for rank 2, which is late."""
+    if dist.get_rank() > 0:
+        time.sleep(LATE_S if late else 0)
+        dist.barrier(groups[0])
+
+
+def begun_before(model: Any, groups: Any, late: bool) -> None:
+    """Rank 1 waits for a sum that rank 0 has begun, and for which rank 2 is late."""
+    time.sleep(LATE_S if late else 0)
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    if dist.get_rank() > 0:
+        assert work is not None
+        work.wait()
+
+
+def received(model: Any, groups: Any, late: bool) -> None:
+    """Rank 1 waits for a message of rank 2, which is late."""
+    if dist.get_rank() == 2:
+        time.sleep(LATE_S)
+        dist.send(torch.ones(2), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.ones(2), 2)
+
+
+def by_a_thread(model: Any, groups: Any, late: bool) -> None:
+    """A thread of rank 0 comes late to a sum for which rank 1 waits: as one that saves a checkpoint."""
+
+    def communicate() -> None:
+        for seconds in (0, 0 if dist.get_rank() else LATE_S):
+            time.sleep(seconds)
+            dist.all_reduce(torch.ones(2), group=groups[1])
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=communicate).start()
+    elif dist.get_rank() == 1:
+        communicate()
+
+
+def computes(model: Any, groups: Any, late: bool) -> None:
+    """Rank 1 has begun a sum that rank 0 has not, and computes."""
+    works = []
+    if dist.get_rank() == 1:
+        works.append(dist.all_reduce(torch.ones(2), group=groups[1], async_op=True))
+        time.sleep(LATE_S)
+    step(model)
+    if dist.get_rank() == 0:
+        works.append(dist.all_reduce(torch.ones(2), group=groups[1], async_op=True))
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+
+
+def test_ranks_that_are_late_and_come_raise_nothing() -> None:
+    def check(stray: Callable[[Any, Any, bool], None]) -> None:
+        model = build()
+        groups = [dist.new_group([1, 2]), dist.new_group([0, 1])]
+        step(model)
+        start = time.monotonic()
+        stray(model, groups, dist.get_rank() == 2)
+        step(model)
+        assert time.monotonic() - start > LATE_S - 1, "some rank has waited"
+
+    strays = (in_a_barrier, begun_before, received, by_a_thread, computes)
+    run_checks(3, [(each.__name__, partial(check, each)) for each in strays])
