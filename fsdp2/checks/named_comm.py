@@ -17,7 +17,6 @@ from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.group import FSDPParamGroup
-from ..engine.owners import reached_consensus
 from ..engine.root import Root
 from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
 from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
@@ -199,8 +198,8 @@ class Goodbyes(Observer):
         self._is_told = False
         if not any(hasattr(comm, "compare") for comm in root.group.comms):
             return
-        if reached_consensus():
-            return  # ranks that have run out of batches gather for this root, and begin no forward
+        if root.consensus is not None:
+            return  # it finds ranks that are elsewhere
         try:
             self._begin_together(root)
         except RuntimeError:
@@ -227,7 +226,7 @@ class Goodbyes(Observer):
 
     def pass_failed(self, root: Root, in_backward: bool) -> None:
         error, group, self._failed = sys.exc_info()[1], self._failed, None
-        if error is None or root.is_out_of_step or reached_consensus():
+        if error is None or root.is_out_of_step or root.consensus is not None:
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet

@@ -69,7 +69,7 @@ def test_conditional_modules_that_ranks_reach_in_other_orders() -> None:
         Draw("2x1", "Mixture", *common, "nothing", "optimizer in backward"),
         Draw("2", "Nested", *common, "prefetch everything", "gradients add up"),
         # Which groups are ahead when one is done depends on the modules that a rank has run.
-        Draw("2 replicas", "Counting", *common, "backward gathers late", "two forwards"),
+        Draw("2 replicas", "Dropped", *common, "backward gathers late", "two forwards"),
         Draw("2", "Mixture", *common, "backward gathers late", "two backwards"),
     ):
         assert not differing([draw])[draw]
