@@ -1,10 +1,9 @@
 """Models of which each rank leaves out modules of its own choice: `plan` names the optional modules that it runs."""
 
 import random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

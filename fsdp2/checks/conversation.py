@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.comm import Purpose, Work
 from ..engine.root import Root
+from ..engine.torch_names import default_store
 from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
@@ -128,26 +129,28 @@ class Conversation:
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
-    `group`: a weak reference to the process group. `purposes`: those of its collectives. `goodbye`: what this rank says
-    when it leaves. `partings`: the goodbyes that this rank has sent, until all ranks have. `left`: rank -> what it was
-    doing, if this rank's goodbye was sent while its thread was blocked elsewhere. `waiting`: what this rank waits for
-    now. `num_begun`, `number`: how many collectives have begun, in all and since the last error; `num_errors`: how often
-    ranks were out of step. `thread`: identity of the thread that has begun the last one. `lock`: held while messages are
-    posted, as another thread may say goodbye for one that is blocked.
+    `group`: a weak reference to the process group. `purposes`: those of its collectives.
     """
 
     def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
-        self._group, self.purposes, self.goodbye = group, purposes, GOODBYE
+        self._group, self.purposes = group, purposes
+        # What this rank says when it leaves, and the goodbyes that it has sent, until all ranks have.
+        self.goodbye = GOODBYE
+        self.partings: list[Work] = []
+        # Rank -> what it was doing, if this rank's goodbye was sent while its thread was blocked elsewhere.
         self.left: dict[int, str] | None = None
-        self.waiting: Waiting | None = None
-        self.num_begun = self.number = self.num_errors = 0
-        self.thread: int | None = None
+        # Held while messages are posted: another thread may say goodbye for one that is blocked.
         self.lock = RLock()
+        # What this rank waits for now.
+        self.waiting: Waiting | None = None
+        # How many collectives have begun, in all and since ranks were last out of step; how often they were.
+        self.num_begun = self.number = self.num_errors = 0
+        # The thread that has begun the last one.
+        self.thread: int | None = None
         self._pending: deque[Exchange] = deque()
         self._sequence = 0
         # What all ranks were doing when they last compared headers, and when that was.
         self._last: tuple[str, float] | None = None
-        self.partings: list[Work] = []
         # Sent before the last error: those who left earlier take it when they come back.
         self._left_behind: list[Work] = []
 
@@ -235,7 +238,7 @@ class Conversation:
             before = f"; {time.monotonic() - self._last[1]:.1f} s ago it was {without_sizes(self._last[0])}"
         own, lines = self._own_rank(), []
         for i, rank in enumerate(self._ranks()):
-            elsewhere = f"its process has ended{before}" if i in ended else f"has not come{before}"
+            elsewhere = f"its process has ended{before}" if i in ended else f"has not come{before}{_place(rank)}"
             lines.append(
                 f"  rank {rank}: {doing if i == own or i in came - ended else elsewhere}{' (this one)' * (i == own)}"
             )
@@ -250,6 +253,25 @@ class Conversation:
         group = self._group()
         assert group is not None, "its messages are under way"
         return group.rank()
+
+
+PLACE = "fsdp2/place of rank {}"
+"""The key in the store of all processes under which a rank that has begun no collective for a second notes where it
+is."""
+
+
+def place_of(rank: int) -> str:
+    """Returns where another rank is, if it has noted that."""
+    try:
+        store, key = default_store(), PLACE.format(rank)
+        return store.get(key).decode() if store.check([key]) else ""
+    except RuntimeError:  # the process that keeps it is gone
+        return ""
+
+
+def _place(rank: int) -> str:
+    place = place_of(rank)
+    return f"; it is {place}" if place else ""
 
 
 def _hint(purpose: Purpose, names: Sequence[str], have_ended: bool) -> str:

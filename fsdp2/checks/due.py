@@ -50,7 +50,6 @@ from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
 from ..engine.rank_facts import gather_by_rank
 from ..engine.unsharded_versions import refuse_written
-from .backward_ends import BackwardEnd
 from .moved_data import UnshardedPlaces, put_back, refuse_lost, refuse_moved
 
 if TYPE_CHECKING:
@@ -204,8 +203,6 @@ class RankComparisons(Observer):
         self._was_training = root.state.modules[0].training
         is_next = any(each.always or each.compares_next for each in checks)
         self._next = number + 1 if is_next else next_check_time(number)
-        if self._group is not None and due and root.events.of(BackwardEnd) is None:
-            root.add(BackwardEnd(self._group))
 
 
 def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Root) -> RuntimeError | None:

@@ -165,8 +165,8 @@ def _cause(texts: Mapping[int, str]) -> str:
     blocked = [str(rank) for rank, text in texts.items() if text.startswith(BLOCKED)]
     if blocked:
         return (
-            f"Rank {' and '.join(blocked)} waits there for ranks that wait here. Has it caught an error and gone on to a "
-            "collective of its own, or is that call made on some ranks only?"
+            f"Rank {' and '.join(blocked)} waits there for ranks that wait here. Has it caught an error and gone on to "
+            "a collective of its own, or is that call made on some ranks only?"
         )
     remarks = {rank: remark for rank, text in texts.items() if (remark := _remark_in(text))}
     if len(set(remarks.values())) > 1:

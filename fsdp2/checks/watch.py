@@ -23,6 +23,7 @@ import atexit
 import json
 import linecache
 import logging
+import math
 import os
 import sys
 import threading
@@ -40,7 +41,7 @@ import torch.distributed as dist
 from ..engine.comm import Purpose
 from ..engine.compat import backend_name
 from ..engine.torch_names import default_store, group_of_name, recorded_collectives
-from .conversation import Conversation, Waiting
+from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
 from .levels import is_on
 from .named_comm import NamedPairwiseComm
@@ -50,11 +51,13 @@ PERIOD_S = 0.5
 """Seconds between two looks."""
 WAIT_S = 1.0
 """Seconds after which a rank that waits, or that has begun no collective, says so."""
+AGAIN_S = 5.0
+"""Seconds after which a blocked rank reads the flight recorder again, if it is where it was and no note is new."""
 LOG_S = 60.0
 """Seconds after which a rank that waits logs where others are."""
 
-# Keys in the store. The first exists from the first note on.
-_ANY, _WAITS, _PLACE = "fsdp2/waits", "fsdp2/waits of rank {}", "fsdp2/place of rank {}"
+# Keys in the store. The first counts notes, from the first one on.
+_ANY, _WAITS = "fsdp2/waits", "fsdp2/waits of rank {}"
 _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DISTRIBUTED = str(Path(dist.__file__).parent) + os.sep
 _COLLECTIVES, _FUNCTIONAL = f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py"
@@ -103,6 +106,8 @@ class Watch:
         # How many collectives of fsdp2 this rank has begun, and since when there are no more.
         self._num_begun, self._idle_since = 0, time.monotonic()
         self._is_logged = False
+        # What it has noted last of its place; when it has read the flight recorder last, and the count of notes then.
+        self._place, self._read_at, self._num_notes = "", -math.inf, b""
 
     def look(self) -> bool:
         """Returns False if the default process group is gone."""
@@ -118,18 +123,27 @@ class Watch:
                 return True
         if self._noted is not None:
             self._noted, self._is_logged = None, False
-            self._store.delete_key(_WAITS.format(self.rank))
+            self._store.set(_WAITS.format(self.rank), "")
         num_begun = sum(each.num_begun for each in known)
         if num_begun != self._num_begun:
             self._num_begun, self._idle_since = num_begun, now
+            self._note_place("")
         elif now - self._idle_since >= WAIT_S and self._store.check([_ANY]):
-            self._look_at_others()
+            self._look_at_others(now)
         return True
+
+    def _note_place(self, place: str) -> bool:
+        """Returns True if it has changed since the last look."""
+        has_changed, self._place = place != self._place, place
+        if has_changed:
+            self._store.set(PLACE.format(self.rank), place)
+        return has_changed
 
     # ---- on a rank that waits
 
     def _look_while_waiting(self, conversation: Conversation, waiting: Waiting, now: float) -> None:
         self._idle_since = now
+        self._note_place("")
         if now - waiting.since < WAIT_S:
             return
         if self._noted is not waiting:
@@ -137,7 +151,7 @@ class Watch:
             self._note(conversation, waiting)
         elif now - waiting.since > LOG_S and not self._is_logged:
             self._is_logged = True
-            places = [f"rank {rank} is {place}" for rank in conversation.others() if (place := self._place_of(rank))]
+            places = [f"rank {rank} is {place}" for rank in conversation.others() if (place := place_of(rank))]
             logging.getLogger("fsdp2").warning(
                 f"rank {self.rank} has waited for {now - waiting.since:.0f} s in {without_sizes(waiting.text)}; "
                 f"{'; '.join(places[:3]) or 'no other rank says where it is'}"
@@ -159,7 +173,7 @@ class Watch:
             not self._do_others_communicate(),
         )
         self._store.set(_WAITS.format(self.rank), json.dumps(note))
-        self._store.set(_ANY, "1")
+        self._store.add(_ANY, 1)
 
     def _do_others_communicate(self) -> bool:
         """Returns True if another thread is inside torch.distributed: it saves a checkpoint, for example."""
@@ -167,18 +181,19 @@ class Watch:
         others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
         return any(each.f_code.co_filename.startswith(_DISTRIBUTED) for frame in others for each in _outward(frame))
 
-    def _place_of(self, rank: int) -> str:
-        key = _PLACE.format(rank)
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
     # ---- on a rank that others may wait for
 
-    def _look_at_others(self) -> None:
-        frames = sys._current_frames()
-        for thread in self._threads & frames.keys():
-            place = describe(frames[thread])
-            self._store.set(_PLACE.format(self.rank), place)
-            if is_blocked(frames[thread]) and (found := self._find_waiting(thread)) is not None:
+    def _look_at_others(self, now: float) -> None:
+        before, self._num_notes, frames = self._num_notes, self._store.get(_ANY), sys._current_frames()
+        places = {thread: describe(frames[thread]) for thread in self._threads & frames.keys()}
+        has_moved = self._note_place(" and ".join(places.values()))
+        if not has_moved and self._num_notes == before and now - self._read_at < AGAIN_S:
+            return
+        for thread, place in places.items():
+            if not is_blocked(frames[thread]):
+                continue
+            self._read_at = now
+            if (found := self._find_waiting(thread)) is not None:
                 rank, note = found
                 comm = NamedPairwiseComm(group_of_name(note.group), Purpose("a goodbye"))
                 texts = {rank: note.text, self.rank: f"{BLOCKED}{place}"}
@@ -192,7 +207,10 @@ class Watch:
             key = _WAITS.format(rank)
             if rank == self.rank or not self._store.check([key]):
                 continue
-            note = Note(*json.loads(self._store.get(key)))
+            text = self._store.get(key)
+            if not text:
+                continue  # it waits no more
+            note = Note(*json.loads(text))
             with suppress(LookupError, RuntimeError):  # this rank may not be in its group
                 is_member = self.rank in dist.get_process_group_ranks(group_of_name(note.group))
                 if is_member and all(note.lacks(each.group, each.number) for each in own):
@@ -270,9 +288,11 @@ def start_early() -> None:
 
 
 def _run(watch: Watch, end: threading.Event) -> None:
-    with suppress(RuntimeError):  # the process that keeps the store is gone
+    try:
         while not end.wait(PERIOD_S) and watch.look():
             pass
+    except Exception:  # the process that keeps the store is gone, for example: nobody is told any more
+        logging.getLogger("fsdp2").debug(f"rank {watch.rank} looks no more at what ranks wait for", exc_info=True)
     _running.pop(threading.current_thread(), None)
 
 

@@ -302,7 +302,7 @@ def name_of_new_group(name: str) -> AbstractContextManager[None]:
 default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
 
 # (name): the process group of that name on this rank. LookupError, or RuntimeError: there is none.
-group_of_name: Callable[[str], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+group_of_name: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
 
 
 class RecordedCollective(NamedTuple):
@@ -324,7 +324,8 @@ def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
 
     torch records the last 2,000 by default (`TORCH_FR_BUFFER_SIZE`). To read them takes up to 150 ms.
     """
-    found = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    c10d: Any = torch._C._distributed_c10d
+    found = json.loads(c10d._dump_fr_trace_json())
     if not found.get("pg_config"):
         return None
     entries = found.get("entries", [])

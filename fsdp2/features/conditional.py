@@ -29,7 +29,6 @@ from ..engine.collectives import make_comm
 from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
 from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
-from ..engine.mesh import DataMesh
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen

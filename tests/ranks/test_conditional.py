@@ -17,7 +17,6 @@ from fsdp2 import fully_shard
 from helpers import RankError, alone, assert_same, full, one_mesh, raises_in_backward, run_ranks
 from scenarios import WIDTH, Block, loss_of
 
-
 SOON_S = 10
 """The process group's timeout is half an hour."""
 

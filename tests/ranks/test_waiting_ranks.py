@@ -2,7 +2,6 @@
 the other is. The process group's timeout is half an hour.
 """
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,23 +14,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional  # type: ignore[attr-defined]
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, replicate
 from helpers import assert_same, full, run_checks
 
-SOON_S = 6
+SOON_S = 10
 LATE_S = 4
 
 
-class OnPurpose(Exception):
-    pass
+class Net(nn.Module):
+    """`leaves`: the loss does not depend on the first layer, whose gradients are reduced last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(3))
+        self.leaves = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.second(x.detach() if self.leaves else x))
 
 
-def build(**options: Any) -> Any:
+def build(shard: Callable[..., Any] = fully_shard, **options: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    for layer in model[:2]:
-        fully_shard(layer, **options)
-    return fully_shard(model)
+    model = Net()
+    for layer in (model.first, model.second):
+        shard(layer, **options)
+    return shard(model, **options)
 
 
 def loss_of(model: Any) -> torch.Tensor:
@@ -78,16 +86,10 @@ OWN: dict[Callable[[], None], str] = {
 def own_of(model: Any, is_alone: bool, own: Callable[[], None]) -> None:
     """One rank raises in its loss, and catches; the others are told in backward. All come to `own`."""
     loss = loss_of(model)
-    try:
-        if is_alone:
-            raise OnPurpose
-        loss.backward()
-        raise AssertionError("nothing was raised")
-    except OnPurpose:
-        own()
-    except RuntimeError as error:
-        assert re.search(f"rank 1: blocked {OWN[own]}", str(error)), error
-        own()
+    if not is_alone:
+        with pytest.raises(RuntimeError, match=f"rank 1: blocked {OWN[own]}"):
+            loss.backward()
+    own()
 
 
 def check_recovery(make: Callable[[], Any], stray: Callable[[Any, bool], object]) -> None:
@@ -120,15 +122,31 @@ def test_a_rank_that_raises_and_waits_in_a_collective_of_its_own(world_size: int
 def clips_alone(model: Any, is_alone: bool) -> None:
     """torch's function, which takes all ranks: the others are in the next forward, and all raise there."""
     step(model)
-    try:
-        if is_alone:
-            nn.utils.clip_grad_norm_(model.parameters(), 1)
+    if is_alone:
+        nn.utils.clip_grad_norm_(model.parameters(), 1)
+    where = rf"rank 0: (gathering root|all-reducing what).*; rank 1: blocked in clip_grad_norm_, called at {HERE} \(clips_alone\)"
+    with pytest.raises(RuntimeError, match=where):
         step(model)
-        raise AssertionError("nothing was raised")
-    except RuntimeError as error:
-        assert re.search(rf"rank 1: blocked in clip_grad_norm_, called at {HERE} \(clips_alone\)", str(error)), error
-        if not is_alone:
-            nn.utils.clip_grad_norm_(model.parameters(), 1)
+    if not is_alone:
+        nn.utils.clip_grad_norm_(model.parameters(), 1)
+
+
+def leaves_out_what_is_reduced_last(model: Any, is_alone: bool) -> None:
+    """Its backward ends while others wait for gradients that it does not have. It is told so in its next step."""
+    model.leaves = is_alone
+    if is_alone:
+        step(model)
+    else:
+        with pytest.raises(RuntimeError, match=_LEFT):
+            step(model)
+    model.leaves = False
+    all_reduce()
+    if is_alone:
+        with pytest.raises(RuntimeError, match=_LEFT):
+            step(model)
+
+
+_LEFT = rf"rank 0: (reducing|summing replicas of) first.*; rank 1: blocked in all_reduce, called at {HERE}"
 
 
 def shards_another(model: Any, is_alone: bool) -> None:
@@ -148,8 +166,11 @@ def shards_another(model: Any, is_alone: bool) -> None:
 
 
 def test_other_ways_to_be_in_another_collective() -> None:
-    strays = (clips_alone, shards_another)
-    run_checks(2, [(each.__name__, partial(check_recovery, build, each)) for each in strays], timeout=40)
+    strays = (clips_alone, leaves_out_what_is_reduced_last, shards_another)
+    replicas = partial(build, replicate)
+    checks = [(each.__name__, partial(check_recovery, build, each)) for each in strays]
+    checks.append(("replicas", partial(check_recovery, replicas, leaves_out_what_is_reduced_last)))
+    run_checks(2, checks, timeout=60)
 
 
 # ---- what may look so, and is not
