@@ -164,9 +164,10 @@ def _cause(texts: Mapping[int, str]) -> str:
         return "See the log of the rank that has raised."
     blocked = [str(rank) for rank, text in texts.items() if text.startswith(BLOCKED)]
     if blocked:
+        they = f"Ranks {', '.join(blocked)} wait" if len(blocked) > 1 else f"Rank {blocked[0]} waits"
         return (
-            f"Rank {' and '.join(blocked)} waits there for ranks that wait here. Has it caught an error and gone on to "
-            "a collective of its own, or is that call made on some ranks only?"
+            f"{they} there for ranks that wait here. Was an error caught before, or is that call made on some ranks "
+            "only?"
         )
     remarks = {rank: remark for rank, text in texts.items() if (remark := _remark_in(text))}
     if len(set(remarks.values())) > 1:

@@ -49,7 +49,15 @@ class NamedPairwiseComm(PairwiseComm):
         Raises:
             RuntimeError: they are not; on all ranks.
         """
-        self._exchange(kind, [tensor], [], [], what).wait()
+        self.compare_header(self._headers.of(kind, [tensor], what))
+
+    def compare_header(self, header: Header) -> None:
+        """Returns when all ranks have sent a header that means the same.
+
+        Raises:
+            RuntimeError: they differ; on all ranks.
+        """
+        self._begin(header, [], []).wait()
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         exchange = self._exchange(SUMMING, [tensor], [], [], what)
@@ -66,7 +74,9 @@ class NamedPairwiseComm(PairwiseComm):
         incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
-        header = self._headers.of(kind, tensors, what)
+        return self._begin(self._headers.of(kind, tensors, what), outgoing, incoming)
+
+    def _begin(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
         with self.conversation.lock:
             if self.conversation.partings:
                 self._come_back()

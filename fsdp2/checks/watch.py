@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,9 @@ PERIOD_S = 0.5
 """Seconds between two looks."""
 WAIT_S = 1.0
 """Seconds after which a rank that waits, or that has begun no collective, says so."""
+ASK_S = 5.0
+"""Seconds after which a rank that has begun no collective, and is not blocked, asks for notes. The process that keeps
+them may have ended meanwhile, and torch prints a warning then."""
 AGAIN_S = 5.0
 """Seconds after which a blocked rank reads the flight recorder again, if it is where it was and no note is new."""
 LOG_S = 60.0
@@ -61,6 +64,8 @@ _ANY, _WAITS = "fsdp2/waits", "fsdp2/waits of rank {}"
 _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DISTRIBUTED = str(Path(dist.__file__).parent) + os.sep
 _COLLECTIVES, _FUNCTIONAL = f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py"
+# Files through which a functional collective waits.
+_DISPATCH = (f"{_LIBRARIES[0]}_ops.py", f"{_LIBRARIES[0]}_library{os.sep}")
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 # Names of functions that only call others.
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
@@ -106,6 +111,8 @@ class Watch:
         # How many collectives of fsdp2 this rank has begun, and since when there are no more.
         self._num_begun, self._idle_since = 0, time.monotonic()
         self._is_logged = False
+        # When it has asked for notes last without being blocked.
+        self._asked_at = -math.inf
         # What it has noted last of its place; when it has read the flight recorder last, and the count of notes then.
         self._place, self._read_at, self._num_notes = "", -math.inf, b""
 
@@ -128,8 +135,13 @@ class Watch:
         if num_begun != self._num_begun:
             self._num_begun, self._idle_since = num_begun, now
             self._note_place("")
-        elif now - self._idle_since >= WAIT_S and self._store.check([_ANY]):
-            self._look_at_others(now)
+        elif now - self._idle_since >= WAIT_S:
+            frames = sys._current_frames()
+            own = {thread: frames[thread] for thread in self._threads & frames.keys()}
+            is_late = now - max(self._idle_since, self._asked_at) >= ASK_S
+            if (is_late or any(map(is_blocked, own.values()))) and self._store.check([_ANY]):
+                self._look_at_others(own, now)
+            self._asked_at = now if is_late else self._asked_at
         return True
 
     def _note_place(self, place: str) -> bool:
@@ -183,9 +195,9 @@ class Watch:
 
     # ---- on a rank that others may wait for
 
-    def _look_at_others(self, now: float) -> None:
-        before, self._num_notes, frames = self._num_notes, self._store.get(_ANY), sys._current_frames()
-        places = {thread: describe(frames[thread]) for thread in self._threads & frames.keys()}
+    def _look_at_others(self, frames: Mapping[int, FrameType], now: float) -> None:
+        before, self._num_notes = self._num_notes, self._store.get(_ANY)
+        places = {thread: describe(frame) for thread, frame in frames.items()}
         has_moved = self._note_place(" and ".join(places.values()))
         if not has_moved and self._num_notes == before and now - self._read_at < AGAIN_S:
             return
@@ -230,14 +242,13 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_blocked(frame: FrameType) -> bool:
     """Returns True if a thread whose innermost frame this is waits for a collective, as far as frames can tell."""
-    names = [each.f_code.co_filename for each in (frame, frame.f_back, frame.f_back and frame.f_back.f_back) if each]
-    if names[0] == _COLLECTIVES:
-        return frame.f_code.co_name not in _BETWEEN_TWO
-    if _FUNCTIONAL in names and all(
-        name == _FUNCTIONAL or name.endswith("_ops.py") for name in names[: names.index(_FUNCTIONAL)]
-    ):
+    code = frame.f_code
+    if code.co_filename == _COLLECTIVES:
+        return code.co_name not in _BETWEEN_TWO
+    behind = next((each for each in _outward(frame) if not each.f_code.co_filename.startswith(_DISPATCH)), None)
+    if behind is not None and behind.f_code.co_filename == _FUNCTIONAL:
         return True
-    return ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)
 
 
 def describe(frame: FrameType) -> str:

@@ -23,7 +23,7 @@ from helpers import run_ranks
 WIDTH = 4
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 # Not checks of the table: they are always there, or are switched by "headers".
-_OTHERS = {"unsynchronized", "headers", "named_comm", "conversation", "rollcall", "running_stats"}
+_OTHERS = {"unsynchronized", "headers", "named_comm", "conversation", "rollcall", "watch", "running_stats"}
 
 
 class Block(nn.Module):

@@ -2,11 +2,14 @@
 the other is. The process group's timeout is half an hour.
 """
 
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional  # type: ignore[attr-defined]
 
 from fsdp2 import fully_shard, replicate
-from helpers import assert_same, full, run_checks
+from fsdp2.checks import watch
+from helpers import assert_same, full, run_checks, run_ranks
 
 SOON_S = 10
 LATE_S = 4
@@ -124,8 +128,8 @@ def clips_alone(model: Any, is_alone: bool) -> None:
     step(model)
     if is_alone:
         nn.utils.clip_grad_norm_(model.parameters(), 1)
-    where = rf"rank 0: (gathering root|all-reducing what).*; rank 1: blocked in clip_grad_norm_, called at {HERE} \(clips_alone\)"
-    with pytest.raises(RuntimeError, match=where):
+    where = rf"blocked in clip_grad_norm_, called at {HERE} \(clips_alone\)"
+    with pytest.raises(RuntimeError, match=f"rank 0: (gathering root|all-reducing what).*; rank 1: {where}"):
         step(model)
     if not is_alone:
         nn.utils.clip_grad_norm_(model.parameters(), 1)
@@ -226,6 +230,23 @@ def computes(model: Any, groups: Any, late: bool) -> None:
         works.append(dist.all_reduce(torch.ones(2), group=groups[1], async_op=True))
     for work in works:
         work.wait()  # type: ignore[union-attr]
+
+
+def test_a_rank_that_waits_long_logs_where_others_are() -> None:
+    def body(rank: int, size: int) -> list[str]:
+        model, logged = build(), []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp2").addHandler(handler)
+        step(model)
+        with mock.patch.multiple(watch, LOG_S=3, ASK_S=0.1):
+            time.sleep(rank * LATE_S)
+            step(model)
+        return logged
+
+    (text,), none = run_ranks(2, body)
+    assert re.fullmatch(rf"rank 0 has waited for 3 s in .*; rank 1 is at {HERE} \(body\)", text), text
+    assert none == []
 
 
 def test_ranks_that_are_late_and_come_raise_nothing() -> None:
