@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from ..engine.comm import Purpose
 from ..engine.compat import backend_name
-from ..engine.torch_names import default_store, group_of_name, recorded_collectives
+from ..engine.torch_names import default_store, group_of_name, has_backend, recorded_collectives
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
 from .levels import is_on
@@ -290,11 +290,8 @@ def start() -> None:
 
 def start_early() -> None:
     """Starts the thread in a call that one rank may leave with an error before it communicates."""
-    if (
-        dist.group.WORLD is not None
-        and backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
-        and is_on("headers")
-    ):
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    if world is not None and is_on("headers") and has_backend(world, cpu) and backend_name(world, cpu) == "gloo":
         start()
 
 
