@@ -39,17 +39,18 @@ def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
 
 
 class Waiting(NamedTuple):
-    """What a rank waits for. `number`: that of the collective since ranks were last out of step; `since`: a time of
-    `time.monotonic()`.
+    """What a rank waits for. `num_errors`: how often ranks were out of step before; `number`: that of the collective
+    since then; `since`: a time of `time.monotonic()`.
     """
 
     text: str
+    num_errors: int
     number: int
     since: float
 
 
-LAST = 1 << 62
-"""The number of a collective behind all: a rank waits until others have said goodbye."""
+# A rank waits until others have said goodbye, behind all collectives.
+_AGAIN, LAST = "beginning again, as ranks were out of step", 1 << 62
 
 
 class Exchange:
@@ -183,7 +184,7 @@ class Conversation:
         while not last.is_compared:
             exchange = self._pending.popleft()
             exchange.is_compared = True
-            self.waiting = Waiting(exchange.header.text, exchange.number, time.monotonic())
+            self.waiting = Waiting(exchange.header.text, self.num_errors, exchange.number, time.monotonic())
             try:
                 came, problem = exchange.receive()
             finally:
@@ -213,7 +214,7 @@ class Conversation:
     @contextmanager
     def _parting(self) -> Iterator[None]:
         """Context: this rank waits for the goodbyes of others."""
-        self.waiting = Waiting("beginning again, as ranks were out of step", LAST, time.monotonic())
+        self.waiting = Waiting(_AGAIN, self.num_errors, LAST, time.monotonic())
         try:
             yield
         finally:

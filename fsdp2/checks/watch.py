@@ -25,6 +25,7 @@ import linecache
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -40,7 +41,7 @@ import torch.distributed as dist
 
 from ..engine.comm import Purpose
 from ..engine.compat import backend_name
-from ..engine.torch_names import default_store, group_of_name, has_backend, recorded_collectives
+from ..engine.torch_names import default_store, group_of_name, has_backend, is_collective, recorded_collectives
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
 from .levels import is_on
@@ -66,7 +67,9 @@ _DISTRIBUTED = str(Path(dist.__file__).parent) + os.sep
 _COLLECTIVES, _FUNCTIONAL = f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py"
 # Files through which a functional collective waits.
 _DISPATCH = (f"{_LIBRARIES[0]}_ops.py", f"{_LIBRARIES[0]}_library{os.sep}")
-_BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+# Functions there that may wait for messages between two ranks.
+_NOT_COLLECTIVE = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "wait")
+_WAIT = re.compile(r"(?<![\w.])(\w+)\.wait\(")
 # Names of functions that only call others.
 _WRAPPERS = ("wrapper", "inner", "decorate_context")
 
@@ -161,6 +164,7 @@ class Watch:
         if self._noted is not waiting:
             self._noted = waiting
             self._note(conversation, waiting)
+            self._store.add(_ANY, 1)
         elif now - waiting.since > LOG_S and not self._is_logged:
             self._is_logged = True
             places = [f"rank {rank} is {place}" for rank in conversation.others() if (place := place_of(rank))]
@@ -171,12 +175,12 @@ class Watch:
 
     def _note(self, conversation: Conversation, waiting: Waiting) -> None:
         found = recorded_collectives()
-        if found is None:
-            return
+        if found is None or conversation.waiting is not waiting:
+            return  # the recorder is off, or this rank has gone on
         shared = {each.group for each in found[0] if each.thread not in self._threads}
         note = Note(
             conversation.name,
-            conversation.num_errors,
+            waiting.num_errors,
             waiting.number,
             without_sizes(waiting.text),
             {each.group: each.number for each in found[0]},
@@ -185,7 +189,6 @@ class Watch:
             not self._do_others_communicate(),
         )
         self._store.set(_WAITS.format(self.rank), json.dumps(note))
-        self._store.add(_ANY, 1)
 
     def _do_others_communicate(self) -> bool:
         """Returns True if another thread is inside torch.distributed: it saves a checkpoint, for example."""
@@ -244,11 +247,12 @@ def is_blocked(frame: FrameType) -> bool:
     """Returns True if a thread whose innermost frame this is waits for a collective, as far as frames can tell."""
     code = frame.f_code
     if code.co_filename == _COLLECTIVES:
-        return code.co_name not in _BETWEEN_TWO
+        return code.co_name not in _NOT_COLLECTIVE
     behind = next((each for each in _outward(frame) if not each.f_code.co_filename.startswith(_DISPATCH)), None)
     if behind is not None and behind.f_code.co_filename == _FUNCTIONAL:
         return True
-    return ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)
+    waited = _WAIT.search(linecache.getline(code.co_filename, frame.f_lineno))
+    return waited is not None and is_collective({**frame.f_globals, **frame.f_locals}.get(waited[1]))
 
 
 def describe(frame: FrameType) -> str:

@@ -318,6 +318,16 @@ class RecordedCollective(NamedTuple):
     is_done: bool
 
 
+# torch's numbers of messages between two ranks, and of works that do not say what they are.
+_NO_COLLECTIVES = (12, 13, 14, 17, 100)
+
+
+def is_collective(value: object) -> bool:
+    """Returns True for the work of a collective; False for that of a message between two ranks, or anything else."""
+    work: Any = value
+    return isinstance(value, dist.Work) and work._get_op_type() not in _NO_COLLECTIVES
+
+
 def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
     """Returns the last collectives on gloo that this process has begun, in their order, and whether these are all since
     the process began. Messages between two ranks are not among them. None: the recorder is switched off.

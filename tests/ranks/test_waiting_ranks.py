@@ -66,7 +66,8 @@ def all_reduce() -> None:
 
 
 def waits_later() -> None:
-    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    work.wait()  # type: ignore[union-attr]
 
 
 def all_reduce_functional() -> None:
