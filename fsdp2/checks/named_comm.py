@@ -108,10 +108,16 @@ class NamedPairwiseComm(PairwiseComm):
     def leave(self) -> None:
         """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
         conversation = self.conversation
+        if conversation.left is not None:  # said while this rank was blocked: now it knows
+            conversation.left = None
+            tell_out_of_step(conversation.purposes)
         if not conversation.partings:
-            data, tag = conversation.goodbye.data, conversation.header_tag
-            with suppress(RuntimeError):  # a peer is gone
-                conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        data, tag = self.conversation.goodbye.data, self.conversation.header_tag
+        with suppress(RuntimeError):  # a peer is gone
+            self.conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
 
     def leave_blocked(self, num_errors: int, number: int, texts: dict[int, str]) -> None:
         """Says goodbye for a thread of this rank that is blocked elsewhere, if it has not begun collective `number`.
@@ -126,7 +132,7 @@ class NamedPairwiseComm(PairwiseComm):
                 conversation.come_back(self._take_leave)  # all others have
             if conversation.num_errors == num_errors and conversation.number < number and not conversation.partings:
                 conversation.goodbye, conversation.left = goodbye(texts[dist.get_rank()]), texts
-                self.leave()
+                self._say_goodbye()
         finally:
             conversation.lock.release()
 

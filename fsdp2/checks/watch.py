@@ -208,14 +208,13 @@ class Watch:
             if not is_blocked(frames[thread]):
                 continue
             self._read_at = now
-            if (found := self._find_waiting(thread)) is not None:
-                rank, note = found
+            for rank, note in self._find_waiting(thread):
                 comm = NamedPairwiseComm(group_of_name(note.group), Purpose("a goodbye"))
                 texts = {rank: note.text, self.rank: f"{BLOCKED}{place}"}
                 comm.leave_blocked(note.num_errors, note.number, texts)
 
-    def _find_waiting(self, thread: int) -> tuple[int, Note] | None:
-        """Returns a rank that waits for this one, while this one waits for it in `thread`, and its note; or None."""
+    def _find_waiting(self, thread: int) -> Iterator[tuple[int, Note]]:
+        """Yields each rank that waits for this one, while this one waits for it in `thread`, and its note."""
         collectives, _ = recorded_collectives() or ([], False)
         own = [each for each in collectives if each.thread == thread and not each.is_done]
         for rank in dist.get_process_group_ranks(group_of_name(own[-1].group)) if own else ():
@@ -229,8 +228,7 @@ class Watch:
             with suppress(LookupError, RuntimeError):  # this rank may not be in its group
                 is_member = self.rank in dist.get_process_group_ranks(group_of_name(note.group))
                 if is_member and all(note.lacks(each.group, each.number) for each in own):
-                    return rank, note
-        return None
+                    yield rank, note
 
 
 # ---- where a thread is
