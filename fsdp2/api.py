@@ -118,8 +118,9 @@ def fully_shard(
             expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
             no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it
             are conditional with it. A module around it must be sharded, and run on all ranks. Its ranks then reach
-            consensus before each gather and each group's reduction, in an all-reduce of four numbers that the host
-            waits for: on the CPU, if their process group has a backend for it.
+            consensus before each gather and each group's reduction, in an exchange of three numbers that the host
+            waits for: on the CPU, if their process group has a backend for it. Call no collectives of your own inside
+            that forward: a rank that has left the module out would wait there for the others.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
