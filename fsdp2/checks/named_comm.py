@@ -128,8 +128,12 @@ class NamedPairwiseComm(PairwiseComm):
         if not conversation.lock.acquire(blocking=False):
             return  # the thread is here
         try:
-            if conversation.num_errors < num_errors and conversation.partings:
-                conversation.come_back(self._take_leave)  # all others have
+            if (
+                conversation.num_errors < num_errors and conversation.partings
+            ):  # all others have gone on, and wait again
+                left, conversation.left = conversation.left, None
+                conversation.come_back(self._take_leave)
+                conversation.left = left
             if conversation.num_errors == num_errors and conversation.number < number and not conversation.partings:
                 conversation.goodbye, conversation.left = goodbye(texts[dist.get_rank()]), texts
                 self._say_goodbye()

@@ -126,6 +126,15 @@ def test_a_rank_that_raises_and_waits_in_a_collective_of_its_own(world_size: int
     run_checks(world_size, checks, timeout=60)
 
 
+def others_try_again(model: Any, is_alone: bool) -> None:
+    """It stays where it is while the others go on to the next step: they are told again."""
+    loss = loss_of(model)
+    for attempt in () if is_alone else (loss.backward, partial(step, model)):
+        with pytest.raises(RuntimeError, match=f"rank 1: blocked {OWN[barrier]}"):
+            attempt()
+    barrier()
+
+
 def clips_alone(model: Any, is_alone: bool) -> None:
     """torch's function, which takes all ranks: the others are in the next forward, and all raise there."""
     step(model)
@@ -173,7 +182,7 @@ def shards_another(model: Any, is_alone: bool) -> None:
 
 
 def test_other_ways_to_be_in_another_collective() -> None:
-    strays = (clips_alone, leaves_out_what_is_reduced_last, shards_another)
+    strays = (others_try_again, clips_alone, leaves_out_what_is_reduced_last, shards_another)
     replicas = partial(build, replicate)
     checks = [(each.__name__, partial(check_recovery, build, each)) for each in strays]
     checks.append(("replicas", partial(check_recovery, replicas, leaves_out_what_is_reduced_last)))
