@@ -128,9 +128,8 @@ class NamedPairwiseComm(PairwiseComm):
         if not conversation.lock.acquire(blocking=False):
             return  # the thread is here
         try:
-            if (
-                conversation.num_errors < num_errors and conversation.partings
-            ):  # all others have gone on, and wait again
+            if conversation.num_errors < num_errors and conversation.partings:
+                # All others have gone on since, and wait again.
                 left, conversation.left = conversation.left, None
                 conversation.come_back(self._take_leave)
                 conversation.left = left
