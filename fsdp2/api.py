@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.level import level
+from .checks.watch import start_early
 from .engine.build import Arguments, apply
 from .engine.codec import Compression
 from .engine.mesh import DataMesh, replicated_data_mesh
@@ -108,8 +109,9 @@ def fully_shard(
             expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
             no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it
             are conditional with it. A module around it must be sharded, and run on all ranks. Its ranks then reach
-            consensus before each gather and each group's reduction, in an all-reduce of four numbers that the host
-            waits for: on the CPU, if their process group has a backend for it.
+            consensus before each gather and each group's reduction, in an exchange of three numbers that the host
+            waits for: on the CPU, if their process group has a backend for it. Call no collectives of your own inside
+            that forward: a rank that has left the module out would wait there for the others.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
@@ -131,6 +133,7 @@ def fully_shard(
         model = fully_shard(model)
         ```
     """
+    start_early()
     check_mesh(mesh, dp_mesh_dims)
     given = (reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params)
     return _apply(module, lambda: shared_data_mesh(mesh, dp_mesh_dims), given, conditional)
@@ -164,6 +167,7 @@ def replicate(
     Returns:
         `module`.
     """
+    start_early()
     check_mesh(mesh, None)
     given = (None, None, mp_policy, offload_policy, ignored_params)
     return _apply(module, lambda: replicated_data_mesh(mesh or default_mesh()), given, conditional)
@@ -218,6 +222,7 @@ def embed_by_rows(
         fully_shard(model)
         ```
     """
+    start_early()
     check_mesh(mesh, dp_mesh_dims)
     if type(module) is not nn.Embedding or "forward" in vars(module):
         which = " with a forward of its own" if type(module) is nn.Embedding else ""

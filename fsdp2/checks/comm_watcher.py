@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..engine.collectives import make_unchecked
 from ..engine.comm import Comm, Purpose
+from . import watch
 from .level import is_on
 from .named_comm import NamedPairwiseComm
 from .rollcall import CheckedComm
@@ -21,7 +22,10 @@ class Watched:
     """Is the CommWatcher of the checks."""
 
     def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
-        return NamedPairwiseComm(group, purpose) if is_on() else None
+        if not is_on():
+            return None
+        watch.start()
+        return NamedPairwiseComm(group, purpose)
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
         return group is not None and are_checked(group)

@@ -7,14 +7,17 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import RLock, get_ident
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.comm import Purpose, Work
 from ..engine.root import Root
+from ..engine.torch_names import default_store
 from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what
@@ -33,6 +36,21 @@ def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
     for root in roots_of(purposes):
         root.note_out_of_step()
+
+
+class Waiting(NamedTuple):
+    """What a rank waits for. `num_errors`: how often ranks were out of step before; `number`: that of the collective
+    since then; `since`: a time of `time.monotonic()`.
+    """
+
+    text: str
+    num_errors: int
+    number: int
+    since: float
+
+
+# A rank waits until others have said goodbye, behind all collectives.
+_AGAIN, LAST = "beginning again, as ranks were out of step", 1 << 62
 
 
 class Exchange:
@@ -63,6 +81,7 @@ class Exchange:
         self.riders: list[tuple[Tensor, Tensor]] = []
         self.error: str | None = None
         self.is_compared = self.differs = False
+        self.number = 0
         self._conversation = conversation
 
     def wait(self) -> None:
@@ -111,28 +130,52 @@ class Conversation:
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
-    `group`: a weak reference to the process group. `purposes`: those of its collectives. `goodbye`: what this rank says
-    when it leaves. `partings`: the goodbyes that this rank has sent, until all ranks have.
+    `group`: a weak reference to the process group. `purposes`: those of its collectives.
     """
 
     def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
-        self._group, self.purposes, self.goodbye = group, purposes, GOODBYE
+        self._group, self.purposes = group, purposes
+        # What this rank says when it leaves, and the goodbyes that it has sent, until all ranks have.
+        self.goodbye = GOODBYE
+        self.partings: list[Work] = []
+        # Rank -> what it was doing, if this rank's goodbye was sent while its thread was blocked elsewhere.
+        self.left: dict[int, str] | None = None
+        # Held while messages are posted: another thread may say goodbye for one that is blocked.
+        self.lock = RLock()
+        # What this rank waits for now.
+        self.waiting: Waiting | None = None
+        # How many collectives have begun, in all and since ranks were last out of step; how often they were.
+        self.num_begun = self.number = self.num_errors = 0
+        # The thread that has begun the last one.
+        self.thread: int | None = None
         self._pending: deque[Exchange] = deque()
-        self._errors = 0
         self._sequence = 0
         # What all ranks were doing when they last compared headers, and when that was.
         self._last: tuple[str, float] | None = None
-        self.partings: list[Work] = []
         # Sent before the last error: those who left earlier take it when they come back.
         self._left_behind: list[Work] = []
 
     @property
     def header_tag(self) -> int:
-        return _HEADER_TAG + self._errors % 0x10000
+        return _HEADER_TAG + self.num_errors % 0x10000
+
+    @property
+    def name(self) -> str:
+        """The name of the process group, by which all ranks know it."""
+        group = self._group()
+        assert group is not None, "a rank waits there"
+        return group.group_name
+
+    def others(self) -> list[int]:
+        """Returns the other ranks."""
+        return [rank for rank in self._ranks() if rank != dist.get_rank()]
 
     def begin(self, exchange: Exchange) -> int:
         """Returns the tag of the messages that follow its first ones."""
         self._pending.append(exchange)
+        self.num_begun += 1
+        self.number += 1
+        exchange.number, self.thread = self.number, get_ident()
         self._sequence = zlib.crc32(exchange.header.code, self._sequence)
         return _DATA_TAG | self._sequence & 0x3FFF_FFFF
 
@@ -141,13 +184,17 @@ class Conversation:
         while not last.is_compared:
             exchange = self._pending.popleft()
             exchange.is_compared = True
-            came, problem = exchange.receive()
+            self.waiting = Waiting(exchange.header.text, self.num_errors, exchange.number, time.monotonic())
+            try:
+                came, problem = exchange.receive()
+            finally:
+                self.waiting = None
             if problem:
                 self.give_up([exchange], problem + self.table(exchange, came, problem))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
                     tell_out_of_step(self.purposes)
-                with suppress(RuntimeError):  # one is gone: then nothing arrives any more
+                with suppress(RuntimeError), self._parting():  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}
                 texts[self._own_rank()] = exchange.header.text
@@ -160,9 +207,18 @@ class Conversation:
         if self._pending:
             self.compare_until(self._pending[-1])
         if self.partings:
-            with suppress(RuntimeError):  # one is gone: whoever asks for the next collective is told
+            with suppress(RuntimeError), self._parting():  # one is gone: whoever asks for the next collective is told
                 take_leave([])
             self.give_up([], "")
+
+    @contextmanager
+    def _parting(self) -> Iterator[None]:
+        """Context: this rank waits for the goodbyes of others."""
+        self.waiting = Waiting(_AGAIN, self.num_errors, LAST, time.monotonic())
+        try:
+            yield
+        finally:
+            self.waiting = None
 
     def give_up(self, begun: Sequence[Exchange], error: str) -> None:
         """Drops those collectives, and all whose headers are still to be compared: they will not happen."""
@@ -172,8 +228,8 @@ class Conversation:
             each.is_compared, each.error = True, error
             each.rest, each.riders = {}, []
         self._pending.clear()
-        self._errors += 1
-        self._sequence = self._errors
+        self.num_errors += 1
+        self._sequence, self.number = self.num_errors, 0
 
     def table(self, exchange: Exchange, came: set[int], problem: str) -> str:
         """Returns where each rank was, as far as headers have told. `problem`: the error of a message."""
@@ -183,7 +239,7 @@ class Conversation:
             before = f"; {time.monotonic() - self._last[1]:.1f} s ago it was {without_sizes(self._last[0])}"
         own, lines = self._own_rank(), []
         for i, rank in enumerate(self._ranks()):
-            elsewhere = f"its process has ended{before}" if i in ended else f"has not come{before}"
+            elsewhere = f"its process has ended{before}" if i in ended else f"has not come{before}{_place(rank)}"
             lines.append(
                 f"  rank {rank}: {doing if i == own or i in came - ended else elsewhere}{' (this one)' * (i == own)}"
             )
@@ -198,6 +254,25 @@ class Conversation:
         group = self._group()
         assert group is not None, "its messages are under way"
         return group.rank()
+
+
+PLACE = "fsdp2/place of rank {}"
+"""The key in the store of all processes under which a rank that has begun no collective for a second notes where it
+is."""
+
+
+def place_of(rank: int) -> str:
+    """Returns where another rank is, if it has noted that."""
+    try:
+        store, key = default_store(), PLACE.format(rank)
+        return store.get(key).decode() if store.check([key]) else ""
+    except RuntimeError:  # the process that keeps it is gone
+        return ""
+
+
+def _place(rank: int) -> str:
+    place = place_of(rank)
+    return f"; it is {place}" if place else ""
 
 
 def _hint(purpose: Purpose, names: Sequence[str], have_ended: bool) -> str:

@@ -47,7 +47,6 @@ from ..engine.group import FSDPParamGroup
 from ..engine.inputs import HandedInputs
 from ..engine.mesh import DataMesh
 from ..engine.rank_facts import gather_by_rank
-from .backward_ends import BackwardEnd
 from .level import is_debug
 
 if TYPE_CHECKING:
@@ -233,8 +232,6 @@ class RankComparisons(Observer):
             any(each.at_evaluation for each in due),
             root.state.modules[0].training,
         )
-        if self._group is not None and due and root.events.of(BackwardEnd) is None:
-            root.add(BackwardEnd(self._group))
 
 
 def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Root) -> RuntimeError | None:

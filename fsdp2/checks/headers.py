@@ -93,7 +93,7 @@ def _doing(purpose: Purpose, kind: str) -> str:
     return f"{kind} {name}" if len(name) <= _LONGEST_NAME else f"{kind} ...{name[-_LONGEST_NAME:]}"
 
 
-RAISED = "raised "
+RAISED, BLOCKED = "raised ", "blocked "
 _NO_DIGEST = bytes(_DIGEST_NBYTES)
 
 
@@ -162,6 +162,13 @@ def _cause(texts: Mapping[int, str]) -> str:
     """Returns what is the reason, or may be. `texts`: rank -> the text of its header."""
     if any(text.startswith(RAISED) for text in texts.values()):
         return "See the log of the rank that has raised."
+    blocked = [str(rank) for rank, text in texts.items() if text.startswith(BLOCKED)]
+    if blocked:
+        they = f"Ranks {', '.join(blocked)} wait" if len(blocked) > 1 else f"Rank {blocked[0]} waits"
+        return (
+            f"{they} there for ranks that wait here. Was an error caught before, or is that call made on some ranks "
+            "only?"
+        )
     remarks = {rank: remark for rank, text in texts.items() if (remark := _remark_in(text))}
     if len(set(remarks.values())) > 1:
         (first, expected), *_ = remarks.items()

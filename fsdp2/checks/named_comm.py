@@ -17,10 +17,9 @@ from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.group import FSDPParamGroup
-from ..engine.owners import reached_consensus
 from ..engine.root import Root
-from .conversation import Conversation, Exchange, roots_of
-from .headers import GOODBYE, HEADER_NBYTES, RAISED, Headers, differ, goodbye
+from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
+from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
 from .watched_groups import watched
 
 # A tensor of at most so many bytes, as it goes to all other ranks together, travels in the messages that carry headers:
@@ -50,7 +49,15 @@ class NamedPairwiseComm(PairwiseComm):
         Raises:
             RuntimeError: they are not; on all ranks.
         """
-        self._exchange(kind, [tensor], [], [], what).wait()
+        self.compare_header(self._headers.of(kind, [tensor], what))
+
+    def compare_header(self, header: Header) -> None:
+        """Returns when all ranks have sent a header that means the same.
+
+        Raises:
+            RuntimeError: they differ; on all ranks.
+        """
+        self._begin(header, [], []).wait()
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
         exchange = self._exchange(SUMMING, [tensor], [], [], what)
@@ -67,9 +74,16 @@ class NamedPairwiseComm(PairwiseComm):
         incoming: Sequence[Rows],
         what: str = "",
     ) -> Exchange:
-        header, conversation = self._headers.of(kind, tensors, what), self.conversation
-        if conversation.partings:
-            conversation.come_back(self._take_leave)
+        return self._begin(self._headers.of(kind, tensors, what), outgoing, incoming)
+
+    def _begin(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
+        with self.conversation.lock:
+            if self.conversation.partings:
+                self._come_back()
+            return self._post(header, outgoing, incoming)
+
+    def _post(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
+        conversation = self.conversation
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
         exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave, self._find_ended)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
@@ -94,10 +108,51 @@ class NamedPairwiseComm(PairwiseComm):
     def leave(self) -> None:
         """Says goodbye, once, to the other ranks: they get that in place of the next collective's header, and raise."""
         conversation = self.conversation
+        if conversation.left is not None:  # said while this rank was blocked: now it knows
+            conversation.left = None
+            tell_out_of_step(conversation.purposes)
         if not conversation.partings:
-            data, tag = conversation.goodbye.data, conversation.header_tag
-            with suppress(RuntimeError):  # a peer is gone
-                conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        data, tag = self.conversation.goodbye.data, self.conversation.header_tag
+        with suppress(RuntimeError):  # a peer is gone
+            self.conversation.partings = [self.group.send([data], to, tag) for to, _ in self._peers]
+
+    def leave_blocked(self, num_errors: int, number: int, texts: dict[int, str]) -> None:
+        """Says goodbye for a thread of this rank that is blocked elsewhere, if it has not begun collective `number`.
+
+        `num_errors`: how often ranks were out of step when that began. `texts`: rank -> what it does.
+        """
+        conversation = self.conversation
+        if not conversation.lock.acquire(blocking=False):
+            return  # the thread is here
+        try:
+            if conversation.num_errors < num_errors and conversation.partings:
+                # All others have gone on since, and wait again.
+                left, conversation.left = conversation.left, None
+                conversation.come_back(self._take_leave)
+                conversation.left = left
+            if conversation.num_errors == num_errors and conversation.number < number and not conversation.partings:
+                conversation.goodbye, conversation.left = goodbye(texts[dist.get_rank()]), texts
+                self._say_goodbye()
+        finally:
+            conversation.lock.release()
+
+    def _come_back(self) -> None:
+        """Goes on behind a goodbye.
+
+        Raises:
+            RuntimeError: it was sent while this rank was blocked elsewhere, and this rank does not know that yet.
+        """
+        conversation, root = self.conversation, self.purpose.root()
+        left, conversation.left = conversation.left, None
+        raises = left is not None and not (root is not None and root.is_out_of_step)
+        if raises:
+            tell_out_of_step(conversation.purposes)
+        conversation.come_back(self._take_leave)
+        if left is not None and raises:
+            raise RuntimeError(out_of_step(left))
 
     def _find_ended(self) -> set[int]:
         found, nothing = set(), torch.zeros(1, dtype=torch.uint8, device="cpu")
@@ -162,8 +217,8 @@ class Goodbyes(Observer):
         self._is_told = False
         if not any(hasattr(comm, "compare") for comm in root.group.comms):
             return
-        if reached_consensus():
-            return  # ranks that have run out of batches gather for this root, and begin no forward
+        if root.consensus is not None:
+            return  # it finds ranks that are elsewhere
         try:
             self._begin_together(root)
         except RuntimeError:
@@ -190,7 +245,7 @@ class Goodbyes(Observer):
 
     def pass_failed(self, root: Root, in_backward: bool) -> None:
         error, group, self._failed = sys.exc_info()[1], self._failed, None
-        if error is None or root.is_out_of_step or reached_consensus():
+        if error is None or root.is_out_of_step or root.consensus is not None:
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet

@@ -30,9 +30,13 @@ class WatchedGroup:
     def conversation(self) -> Conversation:
         """The order of its messages over gloo, which begins with the first Comm whose collectives carry their names."""
         let_callers_finish()
-        return Conversation(self._group, self.purposes)
+        made = Conversation(self._group, self.purposes)
+        _conversations[:] = [*(each for each in _conversations if each() is not None), weakref.ref(made)]
+        return made
 
 
+# A list is copied in one operation, which no other thread interrupts.
+_conversations: list[weakref.ref[Conversation]] = []
 # Process group -> what checks know of it. A process group is torch's, and has no place for it.
 _groups: WeakKeyDictionary[dist.ProcessGroup, WatchedGroup] = WeakKeyDictionary()
 
@@ -42,6 +46,11 @@ def watched(group: dist.ProcessGroup) -> WatchedGroup:
     if group not in _groups:
         _groups[group] = WatchedGroup(group)
     return _groups[group]
+
+
+def conversations() -> list[Conversation]:
+    """Returns what ranks say to each other on all process groups that have named collectives, for another thread."""
+    return [found for each in [*_conversations] if (found := each()) is not None]
 
 
 def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .compat import storage_id
@@ -26,8 +25,6 @@ SHARDED_AS = "_fsdp2_sharded_as"
 # All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
 # copied, by operations that no other thread interrupts.
 _roots: dict[int, weakref.ref[Root]] = {}
-# Default process groups whose ranks have had a root that reaches consensus.
-_with_consensus: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class Owned(NamedTuple):
@@ -59,19 +56,6 @@ def roots_of_thread() -> list[Root]:
     """
     roots = dict.fromkeys(group.root for group in all_groups())
     return [root for root in roots if root.forward.thread == get_ident()]
-
-
-def note_consensus() -> None:
-    """Notes that a root whose ranks reach consensus was made."""
-    if dist.group.WORLD is not None:
-        _with_consensus.add(dist.group.WORLD)
-
-
-def reached_consensus() -> bool:
-    """Returns True if the ranks of this default process group have, or had, a root that reaches consensus. All ranks
-    find the same: roots are freed when Python's garbage collector comes, on some ranks before others.
-    """
-    return dist.group.WORLD in _with_consensus
 
 
 def owners_by_id() -> dict[int, Owned]:

@@ -24,7 +24,8 @@ _LARGEST_ALL.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 def all_reduce_now(tensor: Tensor, group: dist.ProcessGroup, *, largest: bool) -> None:
     """Fills `tensor` with its sum, or its largest values, over the ranks of `group`. All of them must call it."""
-    group.allreduce([tensor], _LARGEST_ALL if largest else SUM_ALL).wait()
+    work = group.allreduce([tensor], _LARGEST_ALL if largest else SUM_ALL)
+    work.wait()
 
 
 def start_largest(tensor: Tensor, group: dist.ProcessGroup) -> Work:

@@ -6,6 +6,7 @@ Those that the engine uses most stand in engine/compat.py, those of DTensor in d
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import sys
 import threading
@@ -301,6 +302,53 @@ def name_of_new_group(name: str) -> AbstractContextManager[None]:
 
 # () -> the store that all processes share from `init_process_group` on. torch has no public function for it.
 default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
+
+# (name): the process group of that name on this rank. LookupError, or RuntimeError: there is none.
+group_of_name: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+
+
+class RecordedCollective(NamedTuple):
+    """One collective that this process has begun, as torch's flight recorder knows it.
+
+    `group`: name of the process group; `number`: its place among the collectives of that group, from 1, the same on all
+    ranks; `thread`: identity of the thread that began it.
+    """
+
+    group: str
+    number: int
+    thread: int
+    is_done: bool
+
+
+# torch's numbers of messages between two ranks, and of works that do not say what they are.
+_NO_COLLECTIVES = (12, 13, 14, 17, 100)
+
+
+def is_collective(value: object) -> bool:
+    """Returns True for the work of a collective; False for that of a message between two ranks, or anything else."""
+    work: Any = value
+    return isinstance(value, dist.Work) and work._get_op_type() not in _NO_COLLECTIVES
+
+
+def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
+    """Returns the last collectives on gloo that this process has begun, in their order, and whether these are all since
+    the process began. Messages between two ranks are not among them. None: the recorder is switched off.
+
+    torch records the last 2,000 by default (`TORCH_FR_BUFFER_SIZE`). To read them takes up to 150 ms.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    found = json.loads(c10d._dump_fr_trace_json())
+    if not found.get("pg_config"):
+        return None
+    entries = found.get("entries", [])
+    collectives = [
+        RecordedCollective(
+            entry["process_group"][0], entry["collective_seq_id"], int(entry["thread_id"]), entry["retired"]
+        )
+        for entry in entries
+        if not entry["is_p2p"]
+    ]
+    return collectives, not entries or entries[0]["record_id"] == 0
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:

@@ -1,50 +1,44 @@
 """Lets some ranks leave modules out of a forward: conditional modules.
 
 A group below a conditional module may run on some ranks only, but its gathers and reductions take all of them. So
-before anything is communicated the ranks reach *consensus*, in one all-reduce of four numbers, each with what it is
+before anything is communicated the ranks reach *consensus*, in one exchange of three numbers, each with what it is
 about to do. While any of them asks for a conditional group, all do that: those that do not run it join, with their
 shards and with gradients of zeros. When none does, all are about to do the same, and go on. Nothing is remembered from
 one consensus to the next: whatever modules run on which ranks, in forward, backward or recomputation, all ranks
 communicate in one order. A pass that raises ends with a consensus, too: other ranks may still be in a module that this
 one has left out.
 
-The consensus has process groups of its own, so that a user's collective never meets it. Between a forward and its
-backward, a user's collective asks for consensus first: a rank may have raised there, unseen by the engine, and others
-may be in backward.
+The consensus has process groups of its own, so that a user's collective never meets it.
 """
 
 from __future__ import annotations
 
+import struct
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from threading import get_ident
 from typing import Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.collectives import make_comm
-from ..engine.comm import Purpose, compare_first
+from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
 from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
-from ..engine.mesh import DataMesh
 from ..engine.nested import map_tensors, tensors_in
-from ..engine.owners import note_consensus
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
+from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
 from ..engine.subgroups import subgroup
 from ..engine.torch_names import alias, has_backend
 from .row_embedding import refuse_beside_conditional
-from .user_collectives import watch_collectives
 
 # Marks a node of the graph that is the output of a module.
 _OUTPUT = "_fsdp2_output"
@@ -52,15 +46,14 @@ _OUTPUT = "_fsdp2_output"
 # An event, which is about to be communicated: `kind + _KINDS * group index`.
 GATHER, REDUCE = range(2)
 _KINDS = 2
+_NUMBERS = struct.Struct("<3q")
+_ASKED = "what ranks do next"
 _VERBS = ("gathering", "reducing the gradients of")
-# Events of no group: the ends of a forward of the outermost module, and of a backward; collectives of users; a forward
-# or a backward has raised.
-_FORWARD_END, _BACKWARD_END, _COLLECTIVE, _FAILED, _BEHIND_FORWARD = -1, -2, -3, -4, -12
+# Events of no group: the ends of a forward of the outermost module, and of a backward; one of them has raised.
+_FORWARD_END, _BACKWARD_END, _FAILED = -1, -2, -3
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
-    _COLLECTIVE: "at a collective of your own",
-    _BEHIND_FORWARD: "at a collective of your own, behind a forward",
     _FAILED: "giving up a forward or backward that has raised",
 }
 # The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
@@ -83,69 +76,6 @@ def find_conditional(states: Sequence[FSDPState]) -> dict[FSDPParamGroup, FSDPSt
     return found
 
 
-class RanksOfConsensus:
-    """The ranks of a root with conditional modules, and the process groups on which they reach consensus.
-
-    It outlives the root. Python frees a model at its own time on each rank: while one of them still has it, and asks
-    for consensus before a collective of the program, the others answer (`answer`), and all ask no more.
-    """
-
-    def __init__(self, mesh: DataMesh) -> None:
-        self.ranks = ranks_of(mesh)
-        # What is left of a root must not keep a process group that the program destroys.
-        self._groups = [ref(group) for group in mesh.axis_groups]
-        self._have_met = False
-        # A backward may follow, or a pass has failed: collectives of users, on the thread of the last forward, ask for
-        # consensus until the next pass.
-        self.is_open = False
-        self.thread: int | None = None
-        cpu = torch.device("cpu")
-        # The host reads the result. From an accelerator it would wait for all that this computes.
-        has_cpu = all(has_backend(group, cpu) for group in self.process_groups)
-        self.device = cpu if has_cpu else mesh.device
-
-    @property
-    def process_groups(self) -> list[dist.ProcessGroup]:
-        return [group for each in self._groups if (group := each()) is not None]
-
-    def find_largest(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the largest of each number over all ranks, which must call it."""
-        if not self._have_met:
-            self._meet()
-        largest = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        for group in self.process_groups:
-            own = group if size_may_change(group) else subgroup(group, group.size())
-            all_reduce_now(largest, own, largest=True)
-        found: list[int] = largest.tolist()
-        return found
-
-    def _meet(self) -> None:
-        """Finds out, before process groups over the same ranks are made for the consensus alone, that all ranks come to
-        the first one, and none has died: it would be waited for.
-        """
-        nothing, purpose = torch.empty(0, device=self.device), Purpose("the first consensus")
-        for each in self.process_groups:
-            compare_first(make_comm(each, self.device, purpose), "reaching", nothing)
-        self._have_met = True
-
-    def answer(self) -> None:
-        """Reaches consensus before a collective of the program on a rank that has freed the model.
-
-        Raises:
-            RuntimeError: another rank is in a pass of that model; on all ranks.
-        """
-        self.is_open = False
-        chosen, first, last, _ = self.find_largest([-_COMMON, -_BEHIND_FORWARD, _BEHIND_FORWARD, 1])
-        if -chosen != _COMMON or -first != last:
-            raise RuntimeError(_FREED)
-
-
-_FREED = (
-    "ranks are out of step: some have freed a model with conditional modules, and others are in a pass of it; each "
-    "rank must run the same passes."
-)
-
-
 class Consensus:
     """Keeps the ranks of one root in one order, if some of them may leave modules out: a RankConsensus.
 
@@ -154,28 +84,24 @@ class Consensus:
 
     def __init__(self, root: Root) -> None:
         self._root, mesh = root, root.group.mesh
-        self.among = RanksOfConsensus(mesh)
+        self._process_groups = mesh.axis_groups
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
         self._is_joining = False
         # A forward of the outermost module, or a backward, has begun, and has not come to the consensus at its end.
         self._is_in_forward = self._is_in_backward = False
+        # A backward may follow, or a pass has failed: this rank may leave the step alone before the next pass begins.
+        self._is_open = False
         # This rank may have left the last step alone: if others are still in it, they are told so, and it goes on.
         self._has_left = False
+        # The host reads the result. From an accelerator it would wait for all that this computes.
+        cpu = torch.device("cpu")
+        has_cpu = all(has_backend(group, cpu) for group in self._process_groups)
+        self._device = cpu if has_cpu else mesh.device
+        # On process groups of their own, so that a user's collective never meets them; made at the first consensus.
+        self._comms: list[Comm] = []
         # True until a warning has said what a consensus costs here.
-        self._warns = is_first(mesh) and self.among.device.type not in ("cpu", "meta")
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        return self.among.ranks
-
-    @property
-    def is_open(self) -> bool:
-        return self.among.is_open
-
-    @is_open.setter
-    def is_open(self, value: bool) -> None:
-        self.among.is_open, self.among.thread = value, get_ident()
+        self._warns = is_first(mesh) and self._device.type not in ("cpu", "meta")
 
     # ---- what the engine calls
 
@@ -194,7 +120,7 @@ class Consensus:
                     f"{group} has an int for reshard_after_forward, or shard_at_rest, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
                 )
-        self._is_in_forward, self._has_left, self.is_open = True, self.is_open, False
+        self._is_in_forward, self._has_left, self._is_open = True, self._is_open, False
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
@@ -209,7 +135,7 @@ class Consensus:
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
         if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
-            self._is_in_forward, self.is_open = False, self._root.forward.has_grad
+            self._is_in_forward, self._is_open = False, self._root.forward.has_grad
         return self._distinguish(inputs, output)
 
     def _distinguish(self, inputs: Any, output: Any) -> Any:
@@ -234,7 +160,7 @@ class Consensus:
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
-        self._is_in_backward = self.is_open = False
+        self._is_in_backward = self._is_open = False
 
     def pass_failed(self, in_backward: bool) -> None:
         """Joins what other ranks ask for until their passes have failed, too. If one of them goes on, this rank's error
@@ -245,7 +171,7 @@ class Consensus:
         else:  # ranks may call a conditional module by itself
             expects = self._is_in_forward and self._root.running[0].groups[0] not in self.conditional
             self._is_in_forward = False
-        self.is_open = self.is_open or expects
+        self._is_open = self._is_open or expects
         error = sys.exc_info()[1]
         if expects and not self._root.is_out_of_step and (error is None or isinstance(error, Exception)):
             with suppress(RuntimeError):  # the program's own error says more
@@ -253,15 +179,6 @@ class Consensus:
 
     def _tell_failed(self) -> None:
         self._reach(_FAILED, False)
-
-    def before_collective(self) -> None:
-        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module.
-
-        Between passes, others that are in one are told so once, and raise. They may come to the same collective then.
-        """
-        is_in_pass = self._root.running or self._root.backward is not None
-        self._has_left = not is_in_pass
-        self._reach(_COLLECTIVE if is_in_pass else _BEHIND_FORWARD, False)
 
     # ---- consensus
 
@@ -276,7 +193,14 @@ class Consensus:
         request = event if is_conditional else _COMMON
         has_left, self._has_left, follows = self._has_left, False, False
         while not self._is_joining:
-            chosen, first, last = self._exchange(request, event)
+            try:
+                chosen, first, last = self._exchange(request, event)
+            except RuntimeError:
+                if not has_left or not self._root.is_out_of_step:
+                    raise
+                has_left = False  # others know that this rank was blocked elsewhere
+                self._root.begin_anew()
+                continue
             if chosen == _COMMON and first != last:
                 self._root.note_out_of_step()
                 if has_left:
@@ -304,17 +228,41 @@ class Consensus:
     def _exchange(self, request: int, event: int) -> tuple[int, int, int]:
         """Returns the least request of all ranks, and the least and the largest event."""
         try:
-            chosen, first, last, is_freed = self.among.find_largest([-request, -event, event, 0])
-        except RuntimeError as error:  # a peer is gone, for example
-            self._is_in_forward = self._is_in_backward = self.is_open = False  # there is nobody to tell
+            chosen, first, last = self._find_largest([-request, -event, event])
+        except RuntimeError as error:
+            if not self._root.is_out_of_step:  # a peer is gone: there is nobody to tell
+                self._is_in_forward = self._is_in_backward = self._is_open = False
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
-        if is_freed:  # by the collector, on another rank
-            self.is_open = False
-            if -chosen != _COMMON or -first != last:
-                self._root.note_out_of_step()
-                raise RuntimeError(_FREED)
         return -chosen, -first, last
+
+    def _find_largest(self, numbers: list[int]) -> list[int]:
+        """Returns the largest of each number over all ranks, which must call it."""
+        if not self._comms:
+            self._comms = self._make_comms()
+        for comm in self._comms:
+            if hasattr(comm, "compare"):  # its messages have names: a rank that is blocked elsewhere can say goodbye
+                data = _NUMBERS.pack(*numbers)
+                numbers = [*map(max, *map(_NUMBERS.unpack, all_gather_now(data, comm, self._device)))]
+            else:
+                largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+                assert comm.group is not None, "there are other ranks"
+                all_reduce_now(largest, comm.group, largest=True)
+                numbers = largest.tolist()
+        return numbers
+
+    def _make_comms(self) -> list[Comm]:
+        """Returns the Comms of the consensus, once all ranks have come to the first one, and none has died: it would be
+        waited for while process groups are made.
+        """
+        nothing, purpose, found = torch.empty(0, device=self._device), Purpose(_ASKED), []
+        purpose.root = ref(self._root)
+        for group in self._process_groups:
+            compare_first(make_comm(group, self._device, purpose), "beginning to ask", nothing)
+        for group in self._process_groups:
+            own = group if size_may_change(group) else subgroup(group, group.size())
+            found.append(make_comm(own, self._device, purpose))
+        return found
 
     def _join(self, event: int) -> None:
         """Joins an all-gather or a reduction that only other ranks use."""
@@ -337,8 +285,8 @@ class Consensus:
         return _OTHERS.get(event) or f"{_VERBS[kind]} {self._root.groups[index]}"
 
     def _warn(self) -> None:
-        self._warns, kind = False, self.among.device.type
-        name = backend_name(self.among.process_groups[0], self.among.device) or "its backend"
+        self._warns, kind = False, self._device.type
+        name = backend_name(self._process_groups[0], self._device) or "its backend"
         warnings.warn(
             "conditional=True: ranks agree before each gather and each group's reduction, and the process group has a "
             f"backend for {kind} only: each time the host waits until the device has done all that it was given. "
@@ -357,10 +305,8 @@ def join_consensus(root: Root) -> None:
     if not root.group.mesh.axis_groups:
         return
     root.consensus = consensus = Consensus(root)
-    note_consensus()
     for group in root.groups:
         group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
-    watch_collectives(consensus, root)
 
 
 def set_conditional(state: FSDPState, conditional: bool) -> None:

@@ -19,7 +19,7 @@ from helpers import run_ranks
 WIDTH = 4
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 # What names messages is chosen when a model is sharded, and what this file counts are checks besides.
-_OTHERS = {"headers", "named_comm", "conversation", "rollcall", "level"}
+_OTHERS = {"headers", "named_comm", "conversation", "rollcall", "level", "watch"}
 
 
 class Block(nn.Module):

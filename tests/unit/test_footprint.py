@@ -2,7 +2,6 @@
 the items of containers among them, are compared before and after. fsdp2/README.md lists what is changed.
 """
 
-import gc
 import json
 import os
 import subprocess
@@ -159,28 +158,6 @@ def test_readme_lists_it() -> None:
     names = ALWAYS | OF_MODULES | WHERE_IMPORTED
     hidden = {name for name in names if name.startswith("torch.distributed.tensor._")}  # second names of one list
     assert [name for name in sorted(names - hidden) if f"`{name}`" not in text] == []
-
-
-def test_collectives_are_torchs_again_when_no_conditional_module_is_left() -> None:
-    before = {name: vars(dist)[name] for name in ("all_reduce", "broadcast", "barrier")}
-
-    def now() -> list[bool]:
-        return [vars(dist)[name] is function for name, function in before.items()]
-
-    with fake_world(2):
-        models = []
-        for _ in range(2):
-            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            fully_shard(model[0], conditional=True)
-            models.append(fully_shard(model))
-        del model
-        assert now() == [False] * 3
-        models.pop()
-        gc.collect()
-        assert now() == [False] * 3, "one is left"
-        models.pop()
-        gc.collect()
-        assert now() == [True] * 3
 
 
 def test_torchs_name_of_groups_is_in_its_place_behind_the_group() -> None:
