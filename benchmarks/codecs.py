@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .simple_fsdp import Dtypes
 
-# name -> (the function of fsdp2 that shards, the compression of its policy, made of the module fsdp2.codecs)
+# name -> (the function of fsdp2 that shards, the compression of its policy, made of the module fsdp2.compression)
 CODECS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int8": ("fully_shard", lambda codecs: codecs.Compression(reduce_scatter=codecs.Int8())),
     "int8-float8": ("fully_shard", lambda codecs: codecs.Compression(codecs.Float8(), codecs.Int8())),
@@ -30,10 +30,10 @@ CODECS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def shard_by_codec(name: str, model: nn.Module, mesh: DeviceMesh, mixed: Dtypes | None = None) -> nn.Module:
     """Shards, or replicates, as the standard recipe does, with the codecs of that name."""
     import fsdp2
-    import fsdp2.codecs
+    import fsdp2.compression
 
     function, choose = CODECS[name]
-    policy = fsdp2.MixedPrecisionPolicy(*(mixed or ()), compression=choose(fsdp2.codecs))
+    policy = fsdp2.MixedPrecisionPolicy(*(mixed or ()), compression=choose(fsdp2.compression))
     shard: Callable[..., Any] = getattr(fsdp2, function)
     for block in model.blocks:
         shard(block, mesh=mesh, mp_policy=policy)

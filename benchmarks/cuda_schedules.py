@@ -18,7 +18,7 @@ import fsdp2
 from .cuda import NVLINK, WARM_UP, Setup, Stage, count_calls, fill_cache, free_memory, read_clock
 from .cuda_group import Wire
 from .cuda_models import run_lm_step
-from .cuda_wrapping import step_beside_forward
+from .cuda_wrapping import step_with_overlap
 from .report import Row, timed_row
 from .timing import Call, interleave, repeat
 
@@ -34,8 +34,8 @@ class Parts:
 
     Args:
         flat: the optimizer steps on whole groups.
-        late: it does so beside the next forward.
-        rows: the embedding is looked up by rows.
+        late: it does so during the next forward.
+        rows: the embedding is vocabulary-parallel.
         offloaded: the states of the optimizer rest on the CPU.
     """
 
@@ -111,7 +111,7 @@ def _build(stage: Stage, parts: Parts) -> tuple[Call, Any]:
     model = stage.build_model("fsdp2-best", prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if parts.late:
-        step_beside_forward(optimizer)
+        step_with_overlap(optimizer)
     elif parts.flat:
         fsdp2.flatten_optimizer(optimizer, offload_states=parts.offloaded)
 
@@ -125,7 +125,7 @@ def _build(stage: Stage, parts: Parts) -> tuple[Call, Any]:
 
 def _by_rows(stage: Stage, model: Any) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    fsdp2.embed_by_rows(model.embedding, mesh=stage.mesh, mp_policy=policy)
+    fsdp2.vocab_parallel_embedding(model.embedding, mesh=stage.mesh, mp_policy=policy)
 
 
 def _time_of_a_row(setup: Setup, step: Call) -> float:

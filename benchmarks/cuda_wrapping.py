@@ -20,9 +20,9 @@ def materialise(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def step_beside_forward(optimizer: Any) -> Any:
-    """Returns an optimizer of fsdp2's parameters that steps beside the next forward. Before torch 2.13 nothing tells of
+def step_with_overlap(optimizer: Any) -> Any:
+    """Returns an optimizer of fsdp2's parameters that steps during the next forward. Before torch 2.13 nothing tells of
     writes to gradients, for which it asks. So it is for programs that do not write to them.
     """
     importlib.import_module("fsdp2.engine.write_notices").notices.sees_operations = True
-    return importlib.import_module("fsdp2").flatten_optimizer(optimizer, beside_forward=True)
+    return importlib.import_module("fsdp2").flatten_optimizer(optimizer, overlap_with_forward=True)

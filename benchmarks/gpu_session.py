@@ -18,7 +18,7 @@ exceeds it is killed, with all processes that it has started, and the next part 
     models     60 s  tests/cuda/real_models.py: models of transformers and timm on two ranks of NCCL
     example    40 s  examples/train_gpt.py as it is
     calls      90 s  launches, copies and waits of a step, by the profiler: do counts on a simulated GPU hold
-    schedules 110 s  whole steps with late steps, embedding by rows and states on the CPU, alone and together
+    schedules 110 s  whole steps: late steps, vocabulary-parallel embedding and states on the CPU, alone and together
     beside     25 s  what kernels on two streams cost each other: the price that simulated schedules depend on
 
 All end after 555 s at most (`--seconds`). What has no time left is left out: name these parts in another session.

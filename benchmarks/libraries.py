@@ -83,7 +83,7 @@ def _shard_by_recipe(
     compute, reduce = mixed or (None, None)
     more = {}
     if wire_dtype:
-        more["compression"] = importlib.import_module("fsdp2.codecs").Compression(reduce_scatter=wire_dtype)
+        more["compression"] = importlib.import_module("fsdp2.compression").Compression(reduce_scatter=wire_dtype)
     options = {"mesh": mesh, "mp_policy": library.MixedPrecisionPolicy(compute, reduce, **more)}
     if planned:
         options["shard_placement_fn"] = library.cheapest_placement(mesh)

@@ -254,7 +254,7 @@ def make_optimizers(model: GPT, args: argparse.Namespace) -> dict[torch.optim.Op
     split = fsdp2.split_matrices(model, exclude=lookups, blocks={"blocks.*.query_key_value": 3})
     if dist.get_rank() == 0:
         print(split)
-    muon, rest = fsdp2.muon(split.matrices, weight_decay=0.1), adamw(split.rest)
+    muon, rest = fsdp2.muon(split.matrices, weight_decay=0.1), adamw(split.others)
     split.check(muon, rest)
     return {muon: args.muon_lr, rest: args.lr}
 

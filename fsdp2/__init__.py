@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import embed_by_rows, fully_shard, replicate
+from .api import fully_shard, replicate, vocab_parallel_embedding
 from .checks.observers import set_checks
 from .engine.forward_method import register_fsdp_forward_method
 from .engine.meshes import DataParallelMeshDims, ShardPlacementResult
@@ -18,16 +18,14 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .bridge.patch import patch_torch
     from .features.accumulate import accumulate
     from .features.even_batches import even_batches
-    from .features.skip import skip_together
+    from .features.skip import skip_step_on_error
     from .optim.averages import AveragedModel
     from .optim.flat import flatten_optimizer
     from .optim.muon import muon
     from .optim.split import split_matrices
     from .optim.whole_matrix import WholeMatrixOptimizer
-    from .planning.plan import Plan, plan
+    from .planning.plan import plan
     from .planning.policies import wrap_groups
-    from .planning.prediction import PlanRow
-    from .planning.settings import Setting
     from .planning.times import Machine
     from .tools.audit import check
     from .tools.clip import clip_grad_norm_
@@ -44,9 +42,6 @@ __version__ = "0.1.0"
 _MODULES = {
     "AveragedModel": "optim.averages",
     "Machine": "planning.times",
-    "Plan": "planning.plan",
-    "PlanRow": "planning.prediction",
-    "Setting": "planning.settings",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
     "accumulate": "features.accumulate",
@@ -61,7 +56,7 @@ _MODULES = {
     "muon": "optim.muon",
     "patch_torch": "bridge.patch",
     "plan": "planning.plan",
-    "skip_together": "features.skip",
+    "skip_step_on_error": "features.skip",
     "split_matrices": "optim.split",
     "stream_full_params": "tools.stream",
     "sync_module_states": "tools.sync",
@@ -94,9 +89,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadBudget",
     "OffloadPolicy",
-    "Plan",
-    "PlanRow",
-    "Setting",
     "ShardPlacementResult",
     "StreamVersion",
     "UnshardHandle",
@@ -107,7 +99,6 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "describe",
-    "embed_by_rows",
     "even_batches",
     "flatten_optimizer",
     "full_params",
@@ -119,10 +110,11 @@ __all__ = [
     "replicate",
     "set_checks",
     "share_comm_ctx",
-    "skip_together",
+    "skip_step_on_error",
     "split_matrices",
     "stream_full_params",
     "sync_module_states",
+    "vocab_parallel_embedding",
     "wrap_groups",
 ]
 

@@ -1,4 +1,4 @@
-"""Defines fully_shard(), replicate() and embed_by_rows()."""
+"""Defines fully_shard(), replicate() and vocab_parallel_embedding()."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .engine.mesh import DataMesh, replicated_data_mesh
 from .engine.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .engine.offload import OffloadChoice
 from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
-from .features.row_embedding import RowEmbedding
+from .features.vocab_parallel import VocabParallelEmbedding
 from .module import FSDPModule, sharded_class
 
 Ignored = nn.Module | Iterable[nn.Parameter | nn.Module] | None
@@ -103,7 +103,7 @@ def fully_shard(
             its parameters, and its buffers are not moved either. Any iterable, or one module. Parameters outside of
             `module` may be among them: one set serves all calls.
         dp_mesh_dims: which axes of `mesh` shard and replicate, by their names; also those along which HSDP's replicas
-            share what rests (`shard_at_rest`). If `mesh` has further axes, every parameter must be a DTensor on it,
+            share what rests (`outer_shard`). If `mesh` has further axes, every parameter must be a DTensor on it,
             with Replicate() on these axes; or this rank's part, a plain tensor, with annotations of spmd_types.
         conditional: True allows each rank to leave `module` out of any forward: the image tower for a batch of text, an
             expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
@@ -173,7 +173,7 @@ def replicate(
     return _apply(module, lambda: replicated_data_mesh(mesh or default_mesh()), given, conditional)
 
 
-def embed_by_rows(
+def vocab_parallel_embedding(
     module: nn.Embedding,
     *,
     mesh: DeviceMesh | None = None,
@@ -199,7 +199,7 @@ def embed_by_rows(
         module: an nn.Embedding, whose weight no other module has. Modified in place.
         mesh: as for `fully_shard`: ranks of one axis share the table; of two, the first replicates it (HSDP).
         mp_policy: as for `fully_shard`: `param_dtype` is that of the rows, in which they and their gradients travel.
-        dp_mesh_dims: as for `fully_shard`. With `shard_at_rest` all ranks share the table: a rank
+        dp_mesh_dims: as for `fully_shard`. With `outer_shard` all ranks share the table: a rank
             sends its ids to the owners directly.
 
     Raises:
@@ -207,7 +207,7 @@ def embed_by_rows(
             weight themselves.
         ValueError: it is sharded already, or as for `fully_shard`.
         NotImplementedError: `max_norm`, `sparse` or `scale_grad_by_freq`; a policy with `compression`. Later:
-            the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `skip_together`,
+            the weight is tied, ranks may leave modules out (`conditional`), `accumulate`, `skip_step_on_error`,
             `set_optimizer_in_backward`, or hooks and functions of your own for collectives.
         IndexError: in a forward, on all ranks: one has ids that the table has no row for.
 
@@ -216,7 +216,7 @@ def embed_by_rows(
 
     Example:
         ```python
-        fsdp2.embed_by_rows(model.embed)
+        fsdp2.vocab_parallel_embedding(model.embed)
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
@@ -227,31 +227,32 @@ def embed_by_rows(
     if type(module) is not nn.Embedding or "forward" in vars(module):
         which = " with a forward of its own" if type(module) is nn.Embedding else ""
         raise TypeError(
-            f"embed_by_rows: expected an nn.Embedding, got {type(module).__name__}{which}. Shard others with "
-            "fully_shard."
+            f"vocab_parallel_embedding: expected an nn.Embedding, got {type(module).__name__}{which}. Shard others "
+            "with fully_shard."
         )
     for name in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, name):
             raise NotImplementedError(
-                f"embed_by_rows: {name}={getattr(module, name)!r} is not supported. Build the embedding without it."
+                f"vocab_parallel_embedding: {name}={getattr(module, name)!r} is not supported. Build the embedding "
+                "without it."
             )
     level()
     checked = check_arguments(module, None, None, mp_policy, OffloadPolicy(), None)
     if (compression := checked[2].compression) != Compression():
         raise NotImplementedError(
-            f"embed_by_rows: mp_policy: expected no compression, got {compression!r}: rows and their gradients travel "
-            "in param_dtype."
+            f"vocab_parallel_embedding: mp_policy: expected no compression, got {compression!r}: rows and their "
+            "gradients travel in param_dtype."
         )
     found = shared_data_mesh(mesh, dp_mesh_dims)
     if found.replicas_may_grow:
-        raise NotImplementedError("embed_by_rows: replicas that come and go are not supported.")
+        raise NotImplementedError("vocab_parallel_embedding: replicas that come and go are not supported.")
     if found.has_other_axes:
         raise NotImplementedError(
-            f"embed_by_rows: dp_mesh_dims on a mesh with further axes, {found.mesh.mesh_dim_names}, is not supported: "
-            "it takes axes of data parallelism only."
+            f"vocab_parallel_embedding: dp_mesh_dims on a mesh with further axes, {found.mesh.mesh_dim_names}, is not "
+            "supported: it takes axes of data parallelism only."
         )
-    given = Arguments(found, *checked)._replace(by_rows=True)
-    sharded: Any = apply(module, given, lambda _: sharded_class(RowEmbedding))
+    given = Arguments(found, *checked)._replace(vocab_parallel=True)
+    sharded: Any = apply(module, given, lambda _: sharded_class(VocabParallelEmbedding))
     return sharded  # type: ignore[no-any-return]
 
 

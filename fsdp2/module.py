@@ -404,7 +404,7 @@ class FSDPModule:
         Between replicas (HSDP, `replicate`) it has DDP's shape: `hook(state, bucket)` returns a torch.futures.Future of
         a flat tensor: the mean over replicas of `bucket.buffer()`, which it may write to. torch's own hooks are such
         functions: `allreduce_hook`, `bf16_compress_hook`, `fp16_compress_hook` and `powerSGD_hook` of
-        `torch.distributed.algorithms.ddp_comm_hooks`. `bucket` is a `fsdp2.codecs.GradientBucket`: it has the methods
+        `torch.distributed.algorithms.ddp_comm_hooks`. `bucket` is a `fsdp2.compression.GradBucket`: it has the methods
         of `dist.GradBucket`, and `names` and `shapes`. With HSDP it holds the shards of this rank, which the ranks of a
         replica have reduced. Then the process group in `state` must be that of the replicas:
         `mesh.get_group("replicate")`, whatever the axis is called.
@@ -453,7 +453,7 @@ class FSDPModule:
         The object has two methods. `allocate(size, *, dtype, device)` returns the output, a flat tensor; the input is
         this rank's part of it. `__call__(output_tensor, input_tensor, group, async_op)` fills the output, and returns a
         Work to wait for, or None when it is done. Both tensors are bytes (uint8), whatever the dtypes of the
-        parameters. Secondary shards (`reshard_after_forward=k`, `shard_at_rest`) are gathered without it. On one rank
+        parameters. Secondary shards (`reshard_after_forward=k`, `outer_shard`) are gathered without it. On one rank
         it is never called. Every rank must call it.
 
         Args:
@@ -483,7 +483,7 @@ class FSDPModule:
             NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
         """
         for group in groups_of(self) if comm is not None else ():
-            if group.mesh.shards_at_rest:
+            if group.mesh.has_outer_shard:
                 raise NotImplementedError(
                     f"reduce_scatter: expected None on {group.mesh.topology}, where gradients are scattered in two "
                     f"steps, got {comm!r}"

@@ -52,7 +52,7 @@ TOPOLOGIES = {
     "2x2 at rest": Topology(
         4,
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),
-        dims=DataParallelMeshDims(shard="shards", shard_at_rest="replicas"),
+        dims=DataParallelMeshDims(shard="shards", outer_shard="replicas"),
     ),
     "2 replicas": Topology(2, lambda: init_device_mesh("cpu", (2,)), replicate, (Replicate(),)),
 }

@@ -28,10 +28,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from benchmarks.cuda_group import start_wire_group
-from benchmarks.cuda_wrapping import step_beside_forward
+from benchmarks.cuda_wrapping import step_with_overlap
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, flatten_optimizer, fully_shard
-from fsdp2.codecs import Compression, Float8
+from fsdp2.compression import Compression, Float8
 from helpers import assert_same
 from models import TinyGPT, mean_loss
 
@@ -97,7 +97,7 @@ WAYS: dict[str, Way] = {
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
     "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),
     "flat AdamW, states on the CPU": Way(flat=True, flatten=partial(flatten_optimizer, offload_states=True)),
-    "flat AdamW beside forward": Way(flat=True, flatten=step_beside_forward),
+    "flat AdamW beside forward": Way(flat=True, flatten=step_with_overlap),
     "offloaded": Way({"offload_policy": CPUOffloadPolicy()}),
     "offloaded, pageable": Way({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "offloaded, bf16/fp32 in pieces": Way({"offload_policy": CPUOffloadPolicy(), "mp_policy": BF16}, in_pieces=True),

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine import buckets, gather
 from recipes import Recipe
 

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, hf
-from fsdp2.codecs import Compression, sum_decoded
+from fsdp2.compression import Compression, sum_decoded
 from models import TanhBlock, Wrapper
 from outcomes import EXACT, LOUD, Program, Side, Situation
 

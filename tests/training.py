@@ -44,7 +44,7 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.codecs import Compression, Rows, sum_decoded
+from fsdp2.compression import Compression, Rows, sum_decoded
 from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
@@ -328,7 +328,7 @@ class Draw:
             or (self.setting.startswith("own collectives") and (encodes or topology.dims is not None))
             or (self.setting == "own hook" and (encodes or topology.has_replicas or self.topology in ("1", "1x2")))
             or (self.reshard == "half" and (self.shards % 2 != 0 or topology.dims is not None))
-            or (self.model in CONDITIONAL and topology.dims is not None and topology.dims.shard_at_rest)
+            or (self.model in CONDITIONAL and topology.dims is not None and topology.dims.outer_shard)
             or (self.model == "MixedDtypes" and self.precision not in OF_MIXED_DTYPES)
             or (self.precision == "fp32 sums" and self.model != "MixedDtypes")
             or ("vectors" in self.precision and self.model != "Odd")

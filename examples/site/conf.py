@@ -58,7 +58,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "optimizers": ("optim",),
     "weights": ("tools.full_params", "tools.stream", "tools.stream_buckets", "tools.sync"),
     "hugging_face": (),
-    "codecs": (),
+    "compression": (),
     "planning": ("planning",),
     "tools": (),
 }
@@ -70,7 +70,12 @@ RESULTS = {
     "compare": ("tools.difference.Comparison", "tools.difference.Difference"),
     "describe": ("tools.describe.ModelDescription", "tools.describe.GroupDescription"),
     "patch_torch": ("bridge.patch.Patch",),
-    "skip_together": ("features.skip.SkippableStep",),
+    "plan": (
+        "planning.plan.Plan",
+        "planning.prediction.PlanRow",
+        "planning.settings.Setting",
+    ),
+    "skip_step_on_error": ("features.skip.SkippableStep",),
     "split_matrices": ("optim.split.MatrixSplit",),
     "stream_full_params": ("tools.stream.ParamStream", "tools.stream.ParamBucket"),
     "wrap_groups": ("planning.policies.WrapGroup",),

@@ -25,7 +25,7 @@ def check_comm_hook(group: FSDPParamGroup, state: Any, hook: Any) -> None:
         NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for devices.
     """
     mesh, replicas = group.mesh, group.comms.replicas
-    if mesh.shards_at_rest:
+    if mesh.has_outer_shard:
         raise NotImplementedError(
             f"{group.name}: register_comm_hook on {mesh.topology}: replicas that share what rests scatter their sums, "
             "and a hook in the shape of DDP's returns all of a sum. Use Compression(all_reduce=...)."
@@ -56,7 +56,7 @@ def _check_scatter(group: FSDPParamGroup, hook: Any) -> None:
             f"{group.name}: register_comm_hook on a mesh without replicas: its {group.mesh.size} ranks scatter sums, "
             f"of which each keeps its shard, and a hook in the shape of DDP's, as {_described(hook)}, returns all of a "
             "sum. Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
-            "fsdp2.codecs.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a "
+            "fsdp2.compression.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a "
             "mesh of replicas (HSDP, replicate)."
         )
     chosen = {

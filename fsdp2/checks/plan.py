@@ -26,7 +26,7 @@ from ..engine.subclasses import (
 )
 from ..engine.ties import has_changed, original_of
 from ..engine.torch_names import is_replicated_by_ddp, memory_of, size_at_first
-from ..features.row_embedding import refuse_beside_conditional, refuse_tied
+from ..features.vocab_parallel import refuse_beside_conditional, refuse_tied
 from ..module import public_methods
 from .arguments import Placements
 from .shared_memory import check_memory
@@ -251,7 +251,7 @@ def _check_extension(each: ParameterPlan, choice: bool | int | None, policy: Mix
                 f"all_gather, got {policy.compression.all_gather!r}. Call fully_shard on its module without it."
             )
         is_int = choice is not None and not isinstance(choice, bool) and choice not in (1, each.mesh.size)
-        if is_int or each.mesh.shards_at_rest:
+        if is_int or each.mesh.has_outer_shard:
             refuse_secondary_shards(each.name)
 
 
@@ -274,7 +274,7 @@ def _check_compression(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, 
                 f"{name}: expected no compression of {argument} on a mesh that only replicates, got {codec!r}. "
                 "Gradients are summed between replicas: compress all_reduce."
             )
-    if sums is not None and not mesh.replicate_axes and not mesh.shards_at_rest:
+    if sums is not None and not mesh.replicate_axes and not mesh.has_outer_shard:
         raise ValueError(
             f"{name}: expected no compression of all_reduce on a mesh without replicas, got {sums!r}. Gradients travel "
             "between ranks that shard: compress reduce_scatter."
@@ -286,10 +286,10 @@ def _check_compression(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, 
     delivered = stored if choice is None else choice.dtype or stored
     summed = policy.gradient_dtype(delivered)
     if hasattr(sums, "make_sum"):
-        if mesh.shards_at_rest:
+        if mesh.has_outer_shard:
             raise NotImplementedError(
-                f"{name}: {sums!r} needs sums of whole shards on each replica; with shard_at_rest each replica has its "
-                "part only. Name the axis in `replicate`, or pass a codec such as fsdp2.codecs.Int8()."
+                f"{name}: {sums!r} needs sums of whole shards on each replica; with outer_shard each replica has its "
+                "part only. Name the axis in `replicate`, or pass a codec such as fsdp2.compression.Int8()."
             )
         sums = None
     for codec, dtype in ((gathers, stored), (reduces, summed), (sums, summed)):
@@ -336,10 +336,10 @@ def _check_ranks_stay(mesh: DataMesh) -> None:
 def _check_reshard(choice: bool | int | None, mesh: DataMesh) -> None:
     if choice is None or isinstance(choice, bool):
         return
-    if mesh.shards_at_rest:
+    if mesh.has_outer_shard:
         raise ValueError(
             f"reshard_after_forward={choice}: expected a bool or None on {mesh.topology}: each rank keeps its shard "
-            "along the axes that shard. Leave shard_at_rest out to keep another part."
+            "along the axes that shard. Leave outer_shard out to keep another part."
         )
     if choice >= 1 and mesh.num_ranks == 1:
         return  # nothing is gathered: the program is one for more ranks
@@ -383,10 +383,10 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     names = names_below(plan.roots)
     meshes = [plan.mesh, *(each.mesh for each in plan.parameters.values())]
     meshes += [group.mesh for state in plan.inside for group in state.groups]
-    at_rest = next((mesh for mesh in meshes if mesh.shards_at_rest), None)
+    at_rest = next((mesh for mesh in meshes if mesh.has_outer_shard), None)
     if at_rest is not None:
         raise NotImplementedError(
-            f"conditional modules with shard_at_rest ({at_rest.topology}) are not supported: ranks that leave a module "
+            f"conditional modules with outer_shard ({at_rest.topology}) are not supported: ranks that leave a module "
             "out have no part to keep. Name its axes in `replicate` instead."
         )
     keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]

@@ -37,7 +37,7 @@ class Arguments(NamedTuple):
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
     return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
-    `ignored_modules`: whose buffers stay as they are. `conditional`, `by_rows`: see GroupSettings.
+    `ignored_modules`: whose buffers stay as they are. `conditional`, `vocab_parallel`: see GroupSettings.
     """
 
     mesh: DeviceMesh | DataMesh
@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
     ignored_params: Collection[nn.Parameter] | None = None
     ignored_modules: Collection[nn.Module] = ()
     conditional: bool = False
-    by_rows: bool = False
+    vocab_parallel: bool = False
 
 
 class ParameterPlan(NamedTuple):
@@ -305,7 +305,9 @@ def _make_groups(
                 for each in members
             ]
         how = given.reshard_after_forward
-        settings = GroupSettings(policy, how, pin_memory=pin, conditional=given.conditional, by_rows=given.by_rows)
+        settings = GroupSettings(
+            policy, how, pin_memory=pin, conditional=given.conditional, vocab_parallel=given.vocab_parallel
+        )
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
         groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
     return groups

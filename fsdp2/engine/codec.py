@@ -65,7 +65,7 @@ class Codec(Protocol):
     then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
     to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
     large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
-    until another object takes the parameter's place or a backward pass fails. `fsdp2.codecs.state_dict` saves it.
+    until another object takes the parameter's place or a backward pass fails. `fsdp2.compression.state_dict` saves it.
 
     Of weights, `summed` is the dtype in which the parameter rests. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: what rests is exact.
@@ -208,7 +208,7 @@ def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
     if isinstance(codec, type) or missing:
         what = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
         raise TypeError(
-            f"{where}: expected a torch.dtype, a codec as fsdp2.codecs.Codec describes it, or None, got {what}: "
+            f"{where}: expected a torch.dtype, a codec as fsdp2.compression.Codec describes it, or None, got {what}: "
             f"{codec!r}"
         )
     try:
@@ -237,7 +237,7 @@ class Compression:
         all_gather: how weights travel in all-gathers. Each rank compresses its shard, and restores what it gathers into
             unsharded parameters in the dtype in which they compute: forward and backward compute with rounded weights.
             Sharded parameters, optimizer states and checkpoints stay exact. It holds for parameters whose dtype
-            `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `shard_at_rest`) are
+            `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `outer_shard`) are
             restored weights. On one rank nothing travels, but weights are rounded alike.
         reduce_scatter: how gradients travel between the ranks of a shard group. Each rank's gradient is rounded once
             (beyond 65504, float16 is infinite). Ranks exchange the shards by an all-to-all, then sum and divide in the
@@ -249,7 +249,7 @@ class Compression:
             rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes them,
             which changes no bit of the sums; ranks that accumulate different numbers of batches with parameters kept
             over steps pass the reduce dtype itself.
-        all_reduce: how gradients travel between replicas (HSDP, `replicate`, `shard_at_rest`), in place of an
+        all_reduce: how gradients travel between replicas (HSDP, `replicate`, `outer_shard`), in place of an
             all-reduce in the reduce dtype. `PowerSGD()` is for it alone. Two replicas gather what both have compressed;
             of more, each sums a slice, and all gather the sums, compressed once more. All replicas get the same bits.
             Where there is one replica, nothing is rounded.

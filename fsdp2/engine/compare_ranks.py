@@ -132,7 +132,7 @@ def groups_of_all_ranks(root: Root) -> list[FSDPParamGroup]:
         if group.params
         and (group.mesh is mesh or group.mesh == mesh)
         and group.settings.reduce_when is not ReduceWhen.ASKED
-        and not group.settings.by_rows
+        and not group.settings.vocab_parallel
     ]
 
 

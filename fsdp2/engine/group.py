@@ -241,7 +241,7 @@ class FSDPParamGroup:
             make_comm(group, self.mesh.device, self.purpose)
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
         )
-        if self.mesh.shards_at_rest:
+        if self.mesh.has_outer_shard:
             inner = self._neighbours()
             assert inner is not None, "several ranks shard"
             return Comms(shards, inner, replicas, inner)
@@ -250,7 +250,7 @@ class FSDPParamGroup:
 
     def _neighbours(self) -> Comm | None:
         """Returns the Comm of those neighbouring ranks that restore the parameters from secondary shards, if any do."""
-        if self.mesh.shards_at_rest:
+        if self.mesh.has_outer_shard:
             return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
         count, group = self.settings.restored_among, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
@@ -263,7 +263,7 @@ class FSDPParamGroup:
         divisor = now.divide_factor if now.divide_late is None else 1
         how = divisor, now.all_reduce, now.reduce_hook, self.transfers
         by_hook = self.scatter_hook is not None
-        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.shards_at_rest, now.divide_late, by_hook)
+        return Reduction(comms.reduces, comms.replicas, *how, self.mesh.has_outer_shard, now.divide_late, by_hook)
 
     # ---- sharded -> unsharded -> sharded
 
@@ -389,7 +389,7 @@ class FSDPParamGroup:
         pending, self._pending, buffers = self._pending, None, self.parameters.buffers
         if keeps_secondary:
             assert buffers is not None, "a forward has just used it"
-            buffers.keep_secondary(refill=not self.mesh.shards_at_rest)
+            buffers.keep_secondary(refill=not self.mesh.has_outer_shard)
             if self.phase is not SECONDARY:
                 self._become(SECONDARY)
         elif self.phase is not SHARDED:
@@ -614,7 +614,7 @@ class FSDPParamGroup:
         if is_kept:
             self.root.kept.add(self)
         frees = self.root.frees_memory and not is_kept
-        if self.mesh.shards_at_rest:
+        if self.mesh.has_outer_shard:
             self.hold = Hold.BACKWARD if backward_follows else Hold.NOTHING
             self.reshard(frees, keeps_secondary=not failed and self._may_keep_secondary())
         elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
@@ -627,7 +627,7 @@ class FSDPParamGroup:
     def _may_keep_secondary(self) -> bool:
         """Returns True if secondary shards are to stay until a write, and the group has what they consist of."""
         is_there = self.phase is SECONDARY or self.is_unsharded
-        return self.mesh.shards_at_rest and is_there and self.gathered_at is not None and self.root.frees_memory
+        return self.mesh.has_outer_shard and is_there and self.gathered_at is not None and self.root.frees_memory
 
     def reshard_if_idle(self, drops_secondary: bool = True) -> None:
         """Reshards and clears `hold`, unless a forward or a full_params block uses the group.
@@ -640,7 +640,7 @@ class FSDPParamGroup:
             self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
         else:
             self.hold = Hold.NOTHING
-            keeps = self.mesh.shards_at_rest and not drops_secondary and self._may_keep_secondary()
+            keeps = self.mesh.has_outer_shard and not drops_secondary and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:

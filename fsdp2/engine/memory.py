@@ -2,7 +2,7 @@
 
 Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
 among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
-until a write, where replicas share what rests (`Use.SHARD_AT_REST`).
+until a write, where replicas share what rests (`Use.OUTER_SHARD`).
 """
 
 from __future__ import annotations

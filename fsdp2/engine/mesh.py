@@ -45,7 +45,7 @@ class Use(Enum):
     `rests_cut`: parameters, gradients and optimizer states are cut along the axis; else each rank has all of them.
     `gathered`, `reduced`: when parameters are gathered along it, and how gradients are summed.
 
-    SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. SHARD_AT_REST: replicas that share what rests. In between,
+    SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. OUTER_SHARD: replicas that share what rests. In between,
     each replica computes and reduces along SHARD as in HSDP, from secondary shards.
     """
 
@@ -57,7 +57,7 @@ class Use(Enum):
         self.rests_cut, self.gathered, self.reduced = rests_cut, gathered, reduced
 
     SHARD = True, Gathered.AT_USE, Reduced.SCATTER
-    SHARD_AT_REST = True, Gathered.AFTER_WRITE, Reduced.SCATTER
+    OUTER_SHARD = True, Gathered.AFTER_WRITE, Reduced.SCATTER
     REPLICATE = False, Gathered.NEVER, Reduced.ALL
 
 
@@ -156,7 +156,7 @@ class DataMesh:
         return _group_over(self.mesh, self.replicate_axes)
 
     @cached_property
-    def shards_at_rest(self) -> bool:
+    def has_outer_shard(self) -> bool:
         """True if some ranks of the shard group share only what rests. Then gradients are reduced in two steps."""
         return bool(self.topology.axes(Gathered.AFTER_WRITE))
 
@@ -223,7 +223,7 @@ def on_axes(
     replicate_axes: tuple[int, ...] = (),
     at_rest_axes: tuple[int, ...] = (),
 ) -> DataMesh:
-    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.SHARD_AT_REST`.
+    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.OUTER_SHARD`.
 
     Raises:
         ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
@@ -270,25 +270,25 @@ def _joined(
     shard, replicate, at_rest = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, at_rest_axes))
     if not shard:
         raise ValueError(
-            f"dp_mesh_dims: expected axes that shard beside shard_at_rest={at_rest}, got none. If no ranks compute as "
+            f"dp_mesh_dims: expected axes that shard beside outer_shard={at_rest}, got none. If no ranks compute as "
             "replicas, all ranks shard: pass these names as `shard`."
         )
     if replicate:
         raise NotImplementedError(
-            f"dp_mesh_dims: shard_at_rest={at_rest} together with replicate={replicate} is not supported. Name all of "
-            "these axes in shard_at_rest, or all in replicate."
+            f"dp_mesh_dims: outer_shard={at_rest} together with replicate={replicate} is not supported. Name all of "
+            "these axes in outer_shard, or all in replicate."
         )
     if mesh.ndim > len(shard_axes + at_rest_axes):
         raise NotImplementedError(
-            f"dp_mesh_dims: shard_at_rest={at_rest} on a mesh with further axes, {names}, is not supported. Pass the "
+            f"dp_mesh_dims: outer_shard={at_rest} on a mesh with further axes, {names}, is not supported. Pass the "
             f"axes of data parallelism only: mesh[{', '.join(map(repr, at_rest + shard))}]."
         )
     if max(at_rest_axes) > min(shard_axes):
         raise ValueError(
-            f"dp_mesh_dims: expected the axes of shard_at_rest, {at_rest}, left of those that shard, {shard}, got the "
+            f"dp_mesh_dims: expected the axes of outer_shard, {at_rest}, left of those that shard, {shard}, got the "
             f"mesh {names}: ranks that compute together are neighbours. Build the mesh in that order."
         )
-    uses = tuple(Use.SHARD_AT_REST if axis in at_rest_axes else Use.SHARD for axis in range(mesh.ndim))
+    uses = tuple(Use.OUTER_SHARD if axis in at_rest_axes else Use.SHARD for axis in range(mesh.ndim))
     topology, joined = Topology(mesh, uses), compat.mesh_over(mesh, tuple(range(mesh.ndim)))
     sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, at_rest_axes)]
     if 1 in sizes:

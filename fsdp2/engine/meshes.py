@@ -24,7 +24,7 @@ class DataParallelMeshDims:
     Args:
         shard: axes along which parameters are cut, gathered for each use, and gradients are reduce-scattered.
         replicate: axes along which each rank rests and computes with the same; gradients are all-reduced.
-        shard_at_rest: replicas (HSDP) that share what rests: sharded parameters, gradients and optimizer states are cut
+        outer_shard: replicas (HSDP) that share what rests: sharded parameters, gradients and optimizer states are cut
             along these axes, too. After each write the first forward gathers over all ranks. Until the next write, each
             rank keeps a shard, in compute dtypes, of what the ranks of `shard` have, and further forwards and backwards
             gather along `shard` only. Gradients are reduce-scattered along `shard`, then along these axes. They are
@@ -36,7 +36,7 @@ class DataParallelMeshDims:
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
-    shard_at_rest: str | tuple[str, ...] | None = field(default=None, kw_only=True)
+    outer_shard: str | tuple[str, ...] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if all(given is None or given in ("", (), []) for given in vars(self).values()):
@@ -93,7 +93,7 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
         NotImplementedError: axes shard at rest only, and others replicate, or belong to the model.
     """
     axes = []
-    for names in (dims.shard, dims.replicate, getattr(dims, "shard_at_rest", None)):  # torch's own has the first two
+    for names in (dims.shard, dims.replicate, getattr(dims, "outer_shard", None)):  # torch's own has the first two
         names = (names,) if isinstance(names, str) else tuple(names or ())
         known = mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]

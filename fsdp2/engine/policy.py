@@ -84,7 +84,7 @@ class MixedPrecisionPolicy:
             if not dtype.is_floating_point or dtype.itemsize < 2:
                 raise ValueError(f"{where}.{name}: expected a floating-point dtype of 16 bits or more, got {dtype}")
         if not isinstance(self.compression, Compression):
-            raise TypeError(f"{where}.compression: expected a fsdp2.codecs.Compression, got {self.compression!r}")
+            raise TypeError(f"{where}.compression: expected a fsdp2.compression.Compression, got {self.compression!r}")
         compression = self.compression
         for codec, name, limit in (
             (compression.all_gather, "all_gather", "param_dtype"),
@@ -301,7 +301,7 @@ class GroupSettings:
         free_viewed_storage: free it although something outside the engine has kept a view of it.
         pin_memory: keep offloaded shards in page-locked memory.
         conditional: ranks may leave the group's module out (features/conditional.py).
-        by_rows: the group is not gathered: its module looks rows up (features/row_embedding.py).
+        vocab_parallel: the group is not gathered: its module looks rows up (features/vocab_parallel.py).
         collectives: how the group communicates, where a user has chosen that (collectives.py).
         optimizer_in_backward: a StepsInBackward (features/optimizer_in_backward.py), which copies do not get.
     """
@@ -326,7 +326,7 @@ class GroupSettings:
     free_viewed_storage: bool = False
     pin_memory: bool = False
     conditional: bool = False
-    by_rows: bool = False
+    vocab_parallel: bool = False
     collectives: CommChoice | None = None
     optimizer_in_backward: object | None = None
     # What reshard_after_forward comes to: whether a forward frees, and among how many ranks secondary shards restore.

@@ -10,7 +10,7 @@ for that. `PendingReduce` runs it. How many bytes a rank sends for P encoded gra
     more            rank r is sent slice r of all ranks, sums them, encodes the sum
                     once more, and all gather these sums:                       2 (R - 1) n, of slices
     that share      rank r is sent what the others have encoded of the shard
-    what rests      that it keeps (`shard_at_rest`), as in a reduction:           (R - 1) n, of shards
+    what rests      that it keeps (`outer_shard`), as in a reduction:           (R - 1) n, of shards
 
 To gather all of it from all would take (R - 1) n(P) bytes, twice as many from four replicas on. In each case all
 replicas decode the same bytes, and add in the order of ranks: so they have the same bits.
@@ -182,7 +182,7 @@ class EncodedSum:
 
 
 @final
-class GradientBucket:
+class GradBucket:
     """Is what a hook in the shape of DDP's gets: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
 
     `names`, `shapes`: of the parameters, in the order of `gradients`.
@@ -288,7 +288,7 @@ class CommHook:
                 if self.in_place:
                     self.hook(self.state, mean)
                 else:
-                    future = self.hook(self.state, GradientBucket(index, flat, parts, is_last()))
+                    future = self.hook(self.state, GradBucket(index, flat, parts, is_last()))
                     mean = _value_of(future, flat, self.name)
             if mean.data_ptr() != flat.data_ptr() or mean.dtype != flat.dtype:
                 flat.copy_(mean)

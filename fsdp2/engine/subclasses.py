@@ -302,7 +302,7 @@ def refuse_secondary_shards(name: str) -> NoReturn:
     """Raises NotImplementedError for an int for reshard_after_forward, and for axes that shard at rest only."""
     raise NotImplementedError(
         f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
-        "reshard_after_forward, and no shard_at_rest."
+        "reshard_after_forward, and no outer_shard."
     )
 
 

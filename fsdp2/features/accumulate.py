@@ -35,7 +35,7 @@ from ..engine.streams import Transfer
 from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
-from .row_embedding import refuse_rows
+from .vocab_parallel import refuse_rows
 
 _SYNC = ("last", "each")
 

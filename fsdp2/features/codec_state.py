@@ -25,10 +25,11 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         RuntimeError: during a backward pass.
 
     Example:
-        `torch.save(fsdp2.codecs.state_dict(model), f"codecs-{rank}.pt")`
+        `torch.save(fsdp2.compression.state_dict(model), f"codecs-{rank}.pt")`
     """
     return {
-        group.params[0].name: group.gradients.kept_state() for group in _groups_of(model, "fsdp2.codecs.state_dict")
+        group.params[0].name: group.gradients.kept_state()
+        for group in _groups_of(model, "fsdp2.compression.state_dict")
     }
 
 
@@ -46,7 +47,7 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         ValueError: it was saved for other groups, parameters, ranks or codecs. Nothing is changed then.
         RuntimeError: during a backward pass.
     """
-    groups = _groups_of(model, "fsdp2.codecs.load_state_dict")
+    groups = _groups_of(model, "fsdp2.compression.load_state_dict")
     if not isinstance(state, dict):
         raise TypeError(f"state: expected what codecs.state_dict has returned, got {type(state).__name__}")
     names = [group.params[0].name for group in groups]
@@ -67,5 +68,7 @@ def _groups_of(model: nn.Module, function: str) -> list[FSDPParamGroup]:
     groups = [group for group in groups_below(model) if group.params]
     for root in {id(group.root): group.root for group in groups}.values():
         if root.is_in_backward():
-            raise RuntimeError("fsdp2.codecs: call state_dict and load_state_dict between steps, not during a backward")
+            raise RuntimeError(
+                "fsdp2.compression: call state_dict and load_state_dict between steps, not during a backward"
+            )
     return groups

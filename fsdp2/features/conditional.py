@@ -38,7 +38,7 @@ from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
 from ..engine.subgroups import subgroup
 from ..engine.torch_names import alias, has_backend
-from .row_embedding import refuse_beside_conditional
+from .vocab_parallel import refuse_beside_conditional
 
 # Marks a node of the graph that is the output of a module.
 _OUTPUT = "_fsdp2_output"
@@ -117,7 +117,7 @@ class Consensus:
         for group in self._root.shared:
             if group.comms.post_forward is not None and group in self.conditional:
                 raise NotImplementedError(
-                    f"{group} has an int for reshard_after_forward, or shard_at_rest, and a parameter that is tied to "
+                    f"{group} has an int for reshard_after_forward, or outer_shard, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
                 )
         self._is_in_forward, self._has_left, self._is_open = True, self._is_open, False
@@ -320,9 +320,9 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
     if conditional:
         refuse_beside_conditional(root.groups)
     for group in dict.fromkeys(group for module in state.modules for group in groups_below(module) if conditional):
-        if group.comms.post_forward is not None or group.mesh.shards_at_rest:
+        if group.comms.post_forward is not None or group.mesh.has_outer_shard:
             raise NotImplementedError(
-                f"{group} has an int for reshard_after_forward, or shard_at_rest, and can't be conditional: ranks that "
+                f"{group} has an int for reshard_after_forward, or outer_shard, and can't be conditional: ranks that "
                 "leave it out have no part to keep. Pass a bool, or None."
             )
         if group.mesh.mesh != root.group.mesh.mesh:

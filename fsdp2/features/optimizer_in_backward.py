@@ -23,7 +23,7 @@ from ..engine.reduce import Pending
 from ..engine.root import Root
 from ..engine.user_code import run_shown
 from ..engine.write_notices import notices
-from .row_embedding import refuse_rows
+from .vocab_parallel import refuse_rows
 
 
 class StepsInBackward:
@@ -47,10 +47,11 @@ class StepsInBackward:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"optimizer: expected one whose step needs no closure, got {name}: step after backward.")
-        if getattr(optimizer, "steps_beside_forward", False):
+        if getattr(optimizer, "overlaps_forward", False):
             raise ValueError(
-                f"optimizer: {name} steps beside the next forward (flatten_optimizer(..., beside_forward=True)), which "
-                "one that steps in backward can't. Call flatten_optimizer without it."
+                f"optimizer: {name} steps that overlap the next forward (flatten_optimizer(..., "
+                "overlap_with_forward=True)), which one that steps in backward can't. Call flatten_optimizer without "
+                "it."
             )
         for i, parameter in enumerate(each for group in optimizer.param_groups for each in group["params"]):
             if parameter not in own:
@@ -109,7 +110,7 @@ def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
     """Has backward passes of a root step `optimizer` from now on. None: they step no more.
 
     Raises:
-        NotImplementedError: an embedding is looked up by rows.
+        NotImplementedError: an embedding is vocabulary-parallel.
     """
     if optimizer is not None:
         refuse_rows(root, "set_optimizer_in_backward", "autograd delivers its gradient, not the engine.")

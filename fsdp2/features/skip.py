@@ -1,4 +1,4 @@
-"""Has all ranks leave out a step that one of them can't go on with: out of memory, a bad sample (`skip_together`).
+"""Has all ranks leave out a step that one of them can't go on with: out of memory, a bad sample (`skip_step_on_error`).
 
 A rank that raises says goodbye on every process group of the model, in place of the next collective's header
 (checks/named_comm.py). The others find that where they would communicate next, at the end of the block at the latest,
@@ -28,14 +28,14 @@ from ..engine.user_code import hides_modes
 from .blocks import BlockWatch, watch_of
 from .conditional import is_conditional
 from .optimizer_in_backward import steps_of
-from .row_embedding import refuse_rows
+from .vocab_parallel import refuse_rows
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
 _CPU = torch.device("cpu")
 _FINISHING = "finishing"
 
 
-def skip_together(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) -> SkippableStep:
+def skip_step_on_error(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) -> SkippableStep:
     """Returns a context for the forward and backward passes of one optimizer step, which all ranks finish or skip.
 
     If a rank raises an exception of a kind in `catch`, the block ends on all ranks without an error, and `skipped` is
@@ -69,7 +69,7 @@ def skip_together(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) -> Sk
 
     Example:
         ```python
-        with fsdp2.skip_together(model, catch=(torch.OutOfMemoryError, BadSample)) as step:
+        with fsdp2.skip_step_on_error(model, catch=(torch.OutOfMemoryError, BadSample)) as step:
             loss_of(model, next(batches)).backward()
         if step.skipped:
             print(step.reasons)  # {3: "OutOfMemoryError: CUDA out of memory. ..."}
@@ -83,12 +83,12 @@ def skip_together(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) -> Sk
         raise TypeError(f"catch: expected a class of exceptions or a tuple of such, got {catch!r}")
     state = require_state(model)
     if state.root.state is not state:
-        raise RuntimeError(f"skip_together: expected the root, the outermost sharded module, got {state}")
+        raise RuntimeError(f"skip_step_on_error: expected the root, the outermost sharded module, got {state}")
     return SkippableStep(state.root, kinds)
 
 
 class SkippableStep:
-    """Is one step that all ranks finish or skip, which `skip_together` returns. Enter it once, by `with`."""
+    """Is one step that all ranks finish or skip, which `skip_step_on_error` returns. Enter it once, by `with`."""
 
     def __init__(self, root: Root, kinds: tuple[type[BaseException], ...]) -> None:
         self._root, self._kinds = root, kinds
@@ -116,13 +116,15 @@ class SkippableStep:
             RuntimeError: the block has not ended, or has ended by an exception.
         """
         if self._reasons is None:
-            raise RuntimeError("skipped and reasons are known when the block of skip_together has ended")
+            raise RuntimeError("skipped and reasons are known when the block of skip_step_on_error has ended")
         return self._reasons
 
     @hides_modes
     def __enter__(self) -> SkippableStep:
         if self._was_entered:
-            raise RuntimeError("skip_together: a block is entered once. Call fsdp2.skip_together(model) for each step.")
+            raise RuntimeError(
+                "skip_step_on_error: a block is entered once. Call fsdp2.skip_step_on_error(model) for each step."
+            )
         root, watch = self._root, watch_of(self._root, SkipWatch)
         _refuse(root, watch)
         _compare_before_collectives(root)
@@ -168,7 +170,9 @@ class SkippableStep:
         if others and is_own and not own[1]:
             raise error
         if others:
-            raise RuntimeError(f"skip_together: a rank has left the step by an error: {'; '.join(others)}") from None
+            raise RuntimeError(
+                f"skip_step_on_error: a rank has left the step by an error: {'; '.join(others)}"
+            ) from None
         self._reasons = {rank: text for rank, (text, _) in reasons.items()}
         return True
 
@@ -213,30 +217,32 @@ def _modules_of(root: Root) -> list[nn.Module]:
 def _refuse(root: Root, watch: SkipWatch) -> None:
     """Raises RuntimeError or NotImplementedError if a block can't begin now. Ranks have the same settings."""
     if watch.active is not None:
-        raise RuntimeError("skip_together: the model is in another block of skip_together. Leave that one first.")
+        raise RuntimeError(
+            "skip_step_on_error: the model is in another block of skip_step_on_error. Leave that one first."
+        )
     if root.running or root.is_in_backward():
-        raise RuntimeError("skip_together: expected a call between steps, got one during a forward or backward")
-    refuse_rows(root, "skip_together", "these messages can't say that a rank has left the step.")
+        raise RuntimeError("skip_step_on_error: expected a call between steps, got one during a forward or backward")
+    refuse_rows(root, "skip_step_on_error", "these messages can't say that a rank has left the step.")
     finalize(root)
     conditional = next((state for state in root.states if is_conditional(state)), None)
     if conditional is not None:
         raise NotImplementedError(
-            f"skip_together: {conditional} is conditional, and ranks that reach consensus before each collective can't "
-            "say that one has left the step. Run that module on every rank, on inputs of zeros where a rank has none, "
-            "and leave conditional=True out."
+            f"skip_step_on_error: {conditional} is conditional, and ranks that reach consensus before each collective "
+            "can't say that one has left the step. Run that module on every rank, on inputs of zeros where a rank has "
+            "none, and leave conditional=True out."
         )
     mesh = root.group.mesh
     if any(mesh.mesh.size(axis) > 1 for axis in {*range(mesh.mesh.ndim)} - {*mesh.shard_axes, *mesh.replicate_axes}):
         raise NotImplementedError(
-            f"skip_together: expected a mesh whose ranks share parameters along each axis, got {mesh.topology}. Ranks "
-            "along the other axes communicate in ways that can't be left."
+            f"skip_step_on_error: expected a mesh whose ranks share parameters along each axis, got {mesh.topology}. "
+            "Ranks along the other axes communicate in ways that can't be left."
         )
     for group in root.groups:
         if group.mesh is not mesh and ranks_of(group.mesh) != ranks_of(mesh):
-            raise NotImplementedError(f"skip_together: {group} is on other ranks than {root.state}")
+            raise NotImplementedError(f"skip_step_on_error: {group} is on other ranks than {root.state}")
         if steps_of(group) is not None:
             raise RuntimeError(
-                "skip_together: the optimizer steps in backward, which can't be taken back. Call "
+                "skip_step_on_error: the optimizer steps in backward, which can't be taken back. Call "
                 "set_optimizer_in_backward(None), and step behind the block."
             )
     with no_torch_function():
@@ -244,7 +250,7 @@ def _refuse(root: Root, watch: SkipWatch) -> None:
             for name, param in module._parameters.items():
                 if param is not None and param.grad is not None:
                     raise RuntimeError(
-                        f"skip_together: parameter {name} of a {type(module).__name__} has a gradient. Call "
+                        f"skip_step_on_error: parameter {name} of a {type(module).__name__} has a gradient. Call "
                         "optimizer.zero_grad() before the block: all micro-batches of a step belong inside."
                     )
 
@@ -264,7 +270,8 @@ def _compare_before_collectives(root: Root) -> None:
         kind = root.group.mesh.device.type
         if not has_backend(process_group, _CPU) or backend_name(process_group, _CPU) != "gloo":
             raise RuntimeError(
-                "skip_together: ranks tell each other by gloo on the CPU, which the process group lacks. Initialise it "
+                "skip_step_on_error: ranks tell each other by gloo on the CPU, which the process group lacks. "
+                "Initialise it "
                 f'with both: init_process_group("cpu:gloo,{kind}:...").'
             )
     for group in root.groups:
@@ -275,7 +282,7 @@ class SkipWatch(BlockWatch):
     """Knows which block of a root has been entered (`active`), and if ranks were out of step since (`is_told`)."""
 
     refusal = (
-        "it is inside of a block of skip_together, and can't be taken back. "
+        "it is inside of a block of skip_step_on_error, and can't be taken back. "
         "Step behind the block, if it was not skipped."
     )
 

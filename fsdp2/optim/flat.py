@@ -26,7 +26,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def flatten_optimizer(
     optimizer: AnyOptimizer,
     *,
-    beside_forward: bool = False,
+    overlap_with_forward: bool = False,
     offload_states: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> AnyOptimizer:
@@ -68,31 +68,31 @@ def flatten_optimizer(
     Args:
         optimizer: of torch.optim, or any other that computes element by element. What its class does in `step` is
             called with flat tensors in `param_groups` and `state`, without a closure or with one that returns the loss
-            that is known by then. With `beside_forward` or `offload_states`, one of torch.optim's own classes.
-        beside_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather waits for
-            the step on that group only, and forward computes while the other groups are stepped on. The bits are the
-            same. It is for devices, and for one optimizer of a model; on CPUs, steps are in the usual order. Whatever
-            reads parameters, gradients or states between the step and the next forward makes the host wait, and gets
-            the new values; the next steps then are in the usual order, since the program may read after each. So are
-            steps with a loss scaler, and with options that are tensors.
+            that is known by then. With `overlap_with_forward` or `offload_states`, one of torch.optim's own classes.
+        overlap_with_forward: step group by group, in the order of forward, on a stream beside: a group's all-gather
+            waits for the step on that group only, and forward computes while the other groups are stepped on. The bits
+            are the same. It is for devices, and for one optimizer of a model; on CPUs, steps are in the usual order.
+            Whatever reads parameters, gradients or states between the step and the next forward makes the host wait,
+            and gets the new values; the next steps then are in the usual order, since the program may read after each.
+            So are steps with a loss scaler, and with options that are tensors.
         offload_states: the states rest on the CPU, see above.
         bucket_bytes: the bytes of a bucket of states, if it has more than one parameter's.
 
     Raises:
         TypeError: an argument of the wrong type; it is no optimizer; its step works on whole tensors, which a trial on
-            some numbers has shown; it needs a closure; `beside_forward` or `offload_states`, and a class that is not
-            torch's own.
+            some numbers has shown; it needs a closure; `overlap_with_forward` or `offload_states`, and a class that is
+            not torch's own.
         ValueError: it keeps parameters elsewhere than in `param_groups`, is differentiable, or has got another `step`
             than its class has; it is flat already, with other arguments; `offload_states`, and `capturable=True`;
             `bucket_bytes` that are not positive.
     """
-    for name, value in (("beside_forward", beside_forward), ("offload_states", offload_states)):
+    for name, value in (("overlap_with_forward", overlap_with_forward), ("offload_states", offload_states)):
         check_bool(name, value)
     check_bucket_bytes("bucket_bytes", bucket_bytes)
-    if beside_forward and offload_states:
+    if overlap_with_forward and offload_states:
         raise ValueError(
-            "beside_forward, offload_states: expected one of them at most: the host waits at the end of a step until "
-            "the states have returned to the CPU. Leave one of them out."
+            "overlap_with_forward, offload_states: expected one of them at most: the host waits at the end of a step "
+            "until the states have returned to the CPU. Leave one of them out."
         )
     chosen = bucket_bytes if offload_states else None
     cls: type[Optimizer] = type(optimizer)
@@ -100,8 +100,8 @@ def flatten_optimizer(
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got a {cls.__name__}")
     is_flat = issubclass(cls, FlatOptimizer)
     own = cls.__mro__[2] if is_flat else cls  # see _flat_class
-    if (beside_forward or offload_states) and not own.__module__.startswith("torch.optim."):
-        name, why = ("offload_states", "bucket of states") if offload_states else ("beside_forward", "group")
+    if (overlap_with_forward or offload_states) and not own.__module__.startswith("torch.optim."):
+        name, why = ("offload_states", "bucket of states") if offload_states else ("overlap_with_forward", "group")
         raise TypeError(
             f"{own.__module__}.{own.__qualname__}: {name} calls its step once for each {why}, and a class that is not "
             f"torch's own may count these calls. Call flatten_optimizer without {name}."
@@ -115,7 +115,7 @@ def flatten_optimizer(
             f"{cls.__name__} is flat already, and its states {stay} on the device. Call flatten_optimizer once, with "
             "the arguments that you want."
         )
-    if beside_forward:
+    if overlap_with_forward:
         _step_beside(optimizer)
     return optimizer
 
@@ -189,7 +189,7 @@ class FlatOptimizer:
     counts_own_steps = True
 
     @property
-    def steps_beside_forward(self) -> bool:
+    def overlaps_forward(self) -> bool:
         """True if a step may still run when it returns."""
         return vars(self)[_STEPS].late is not None
 
@@ -330,7 +330,7 @@ def _deepcopy(cls: type[Optimizer]) -> Callable[..., Any]:
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(state, memo))
         _make_flat(copied, cls, vars(self)[_STEPS].bucket_bytes)
-        if self.steps_beside_forward:
+        if self.overlaps_forward:
             _step_beside(copied)
         return copied
 

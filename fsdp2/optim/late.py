@@ -1,4 +1,4 @@
-"""Steps of a flat optimizer that run group by group, in the order of forward, beside the forward that follows."""
+"""Steps of a flat optimizer that run group by group, in the order of forward, during the next forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flats = Sequence[tuple[Span, Tensor, "list[Tensor] | None"]]
 
 
 class LateParts:
-    """Decides which steps of one optimizer run beside the next forward, and takes them.
+    """Decides which steps of one optimizer overlap the next forward, and takes them.
 
     The others are in the usual order: the stream that computes waits. Such are the first step on the same parameters,
     which makes states; a step with a loss scaler, whose scale the host changes behind it; one with options that are
@@ -48,7 +48,7 @@ class LateParts:
     def takes(
         self, plan: Plan, optimizer: Any, gradients: Sequence[Tensor], flats: Flats, states: Mapping[Any, Any]
     ) -> bool:
-        """Returns True if a step is to run beside the next forward. `gradients`: those of the plan's members."""
+        """Returns True if a step is to overlap the next forward. `gradients`: those of the plan's members."""
         if not (plan.has_stepped and flats) or plan.listed or _has_tensors(optimizer):
             return False
         if any(isinstance(span, Packed) or span.writes_gradients for span, _, _ in flats):

@@ -68,7 +68,7 @@ def muon(
     rule = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
     iterations = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
     how = {
-        "wire_dtype": torch.bfloat16,
+        "compute_dtype": torch.bfloat16,
         "batched": batched,
         "bucket_bytes": bucket_bytes,
         "offload_states": offload_states,

@@ -38,11 +38,11 @@ class MatrixSplit:
 
     Args:
         matrices: param groups for `muon` or `WholeMatrixOptimizer`: one, and one more for each kind of `blocks`.
-        rest: the other trainable parameters.
+        others: the other trainable parameters.
     """
 
     matrices: list[dict[str, Any]]
-    rest: list[nn.Parameter]
+    others: list[nn.Parameter]
     _model: nn.Module = field(repr=False)
     _rows: list[_Row] = field(repr=False)
 
@@ -81,7 +81,7 @@ class MatrixSplit:
                 problems.setdefault(f"in {'the whole-matrix' if found[0] else 'an elementwise'} one", []).append(name)
         if problems:
             text = "; ".join(f"{what}: {some_of(found)}" for what, found in problems.items())
-            raise ValueError(f"expected split.matrices in one optimizer and split.rest in another; got {text}")
+            raise ValueError(f"expected split.matrices in one optimizer and split.others in another; got {text}")
 
 
 def split_matrices(

@@ -154,7 +154,7 @@ class FlatSteps:
         self._span_of: dict[int, Span] = {}
         self._plans: dict[Any, Plan] = {}
         self._last: Plan | None = None
-        # Parts of steps that run beside the next forward; None: steps are in the usual order.
+        # Parts of steps that overlap the next forward; None: steps are in the usual order.
         self.late: LateParts | None = None
         # The state as a user has seen it last, and what it was made of, to notice changes.
         self._shown: Any = None

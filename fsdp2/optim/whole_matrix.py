@@ -24,7 +24,7 @@ from .resting import StateStream, check_bucket_bytes, load_to_rest, rests_apart,
 
 BUFFER = "momentum_buffer"
 BUCKET_BYTES = 64 << 20
-_OWN = ("update", "learning_rate", "cost", "wire_dtype", "batched", "bucket_bytes", "offload_states")
+_OWN = ("update", "learning_rate", "cost", "compute_dtype", "batched", "bucket_bytes", "offload_states")
 
 
 def newton_schulz_cost(rows: int, cols: int) -> float:
@@ -66,9 +66,9 @@ class WholeMatrixOptimizer(Optimizer):
     updates each, so that none crosses the network between them.
 
     With P elements of matrices over N ranks, a step sends 2 B (P/N) (N-1)/N bytes from each rank, averaged over ranks
-    (B: bytes of an element of `wire_dtype`), and computes each matrix once. Besides, a step takes one all-reduce of one
-    byte for each matrix parameter, in which ranks learn who has gradients; on a device, only the host of a rank that
-    lacks one waits for it. At the first step, and when trainable parameters become others, ranks compare theirs.
+    (B: bytes of an element of `compute_dtype`), and computes each matrix once. Besides, a step takes one all-reduce of
+    one byte for each matrix parameter, in which ranks learn who has gradients; on a device, only the host of a rank
+    that lacks one waits for it. At the first step, and when trainable parameters become others, ranks compare theirs.
 
     A parameter without a gradient on all ranks does not move, nor does its state. Where it lacks one on some ranks
     only, these take it as zeros. With a learning rate of 0 only momentum buffers change, and no matrix travels.
@@ -86,14 +86,14 @@ class WholeMatrixOptimizer(Optimizer):
             by fsdp2 or by torch's FSDP2, DTensors that one axis of a mesh shards, or plain tensors. Take them from
             `split_matrices`. A group may have an entry `blocks`: an int (blocks of rows of equal size) or their sizes;
             each block of its parameters is then a matrix (fused query, key and value; heads).
-        update: is called with a tensor [matrices, rows, columns] in `wire_dtype` and the param group, without autograd;
-            returns one of that shape. It must treat each matrix for itself, and must not communicate: ranks call it
-            different numbers of times. If it raises on one rank, others wait until that rank ends.
+        update: is called with a tensor [matrices, rows, columns] in `compute_dtype` and the param group, without
+            autograd; returns one of that shape. It must treat each matrix for itself, and must not communicate: ranks
+            call it different numbers of times. If it raises on one rank, others wait until that rank ends.
         lr, weight_decay, momentum, nesterov: defaults of param groups, as in the formula.
         learning_rate: (group, rows, columns) -> the step size of a matrix of that shape; by default the group's `lr`.
         cost: (rows, columns) -> a number by which owners are balanced; by default the operations of a Newton-Schulz
             iteration.
-        wire_dtype: the dtype in which matrices travel and are updated. None: that of the parameter.
+        compute_dtype: the dtype in which matrices travel and are updated. None: that of the parameter.
         batched: call `update` with all matrices of a bucket that have one shape, not with one at a time. None: except
             on a CPU, where nothing is gained, and the bits of batches may differ from those of single matrices.
         offload_states: momentum buffers rest on the CPU.
@@ -119,7 +119,7 @@ class WholeMatrixOptimizer(Optimizer):
         nesterov: bool = True,
         learning_rate: Callable[[dict[str, Any], int, int], float] = plain_learning_rate,
         cost: Callable[[int, int], float] = newton_schulz_cost,
-        wire_dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
         batched: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         offload_states: bool = False,
@@ -134,14 +134,16 @@ class WholeMatrixOptimizer(Optimizer):
         for name, function in (("learning_rate", learning_rate), ("cost", cost)):
             if not callable(function):
                 raise TypeError(f"{name}: expected a function, got {function!r}")
-        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise TypeError(f"wire_dtype: expected a floating-point torch.dtype or None, got {wire_dtype!r}")
+        if compute_dtype is not None and not (
+            isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+        ):
+            raise TypeError(f"compute_dtype: expected a floating-point torch.dtype or None, got {compute_dtype!r}")
         if batched is not None and not isinstance(batched, bool):
             raise TypeError(f"batched: expected a bool or None, got {batched!r}")
         check_bucket_bytes("bucket_bytes", bucket_bytes)
         self.offload_states = offload_states
         self.update, self.learning_rate, self.cost = update, learning_rate, cost
-        self.wire_dtype, self.batched, self.bucket_bytes = wire_dtype, batched, bucket_bytes
+        self.compute_dtype, self.batched, self.bucket_bytes = compute_dtype, batched, bucket_bytes
         self._forget()
         rule = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         super().__init__(params, {**rule, **options})
@@ -203,7 +205,7 @@ class WholeMatrixOptimizer(Optimizer):
                 self._sharing.setdefault(cut.process_group, []).append(number)
             self._params.append(param)
             source = _gradient_dtype(cut.name, param)
-            self._members.append(Member(cut, i, blocks, source, self.wire_dtype or param.dtype))
+            self._members.append(Member(cut, i, blocks, source, self.compute_dtype or param.dtype))
             if BUFFER not in self.state[param]:  # also without a gradient: states of all ranks are alike
                 self.state[param][BUFFER] = torch.zeros_like(param, dtype=source)
                 self._put_to_rest([param])

@@ -474,7 +474,7 @@ def _settings_text(group: FSDPParamGroup) -> Iterable[str]:
     memory = choice_of(group).memory
     if memory is not None:
         yield f"{memory} memory"
-    if now.by_rows:
+    if now.vocab_parallel:
         yield "rows are looked up, nothing is gathered"
     if is_conditional(group.state):
         yield "conditional"

@@ -11,7 +11,7 @@ from torch import nn
 import fsdp2
 from advised.registry import backward, batch, follows, loss_of, own, pair, refused, same_gradients, sgd
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 
 
 def add(acc: Any, model: nn.Module, step: int = 0) -> None:

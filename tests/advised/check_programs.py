@@ -31,7 +31,7 @@ from advised.registry import (
     warned,
 )
 from fsdp2 import MixedPrecisionPolicy, fully_shard, sync_module_states
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 
 # ---- structure
 

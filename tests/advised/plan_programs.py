@@ -36,7 +36,7 @@ from advised.registry import (
     warned,
 )
 from fsdp2 import fully_shard
-from fsdp2.codecs import Compression, sum_decoded
+from fsdp2.compression import Compression, sum_decoded
 from models import TanhBlock
 
 
@@ -205,7 +205,7 @@ def steps_that_cannot_run_beside_forward() -> None:
         pass
 
     model, plain = pair()
-    refused(lambda: fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1), beside_forward=True))
+    refused(lambda: fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1), overlap_with_forward=True))
     flat = fsdp2.flatten_optimizer(Own(model.parameters(), lr=0.1))
     stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
     backward(model)
@@ -214,9 +214,9 @@ def steps_that_cannot_run_beside_forward() -> None:
         each.step()
         each.zero_grad()
     same_parameters(model, plain)
-    both: Any = {"beside_forward": True, "offload_states": True}
+    both: Any = {"overlap_with_forward": True, "offload_states": True}
     refused(lambda: fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **both))
-    beside = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), beside_forward=True)
+    beside = fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), overlap_with_forward=True)
     refused(lambda: model.set_optimizer_in_backward(beside))
     model.set_optimizer_in_backward(fsdp2.flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
     backward(model)
@@ -347,7 +347,7 @@ def train_split(model: Any, plain: Any, **patterns: Any) -> None:
     """Trains both with Muon for the matrices, and SGD for the rest."""
     for each in (model, plain):
         split = fsdp2.split_matrices(each, **patterns)
-        optimizers = [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.rest, lr=0.1)]
+        optimizers = [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.others, lr=0.1)]
         for step in range(2):
             backward(each, x=batch(step) if each is plain else own(batch(step)))
             for optimizer in optimizers:
@@ -413,10 +413,10 @@ def matrices_that_tensor_parallelism_cuts() -> None:
     name = text.split("exclude=('")[1].split("'")[0]
     model = made()
     split = fsdp2.split_matrices(model, exclude=(name,))
-    optimizers = [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.rest, lr=0.1)]
+    optimizers = [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.others, lr=0.1)]
     plain = build(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 8)))
     split = fsdp2.split_matrices(plain, exclude=(name,))
-    optimizers += [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.rest, lr=0.1)]
+    optimizers += [fsdp2.muon(split.matrices, lr=0.05), torch.optim.SGD(split.others, lr=0.1)]
     for each in (model, plain):
         loss_of(each(batch())).backward()
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""Follows the advice of `embed_by_rows`."""
+"""Follows the advice of `vocab_parallel_embedding`."""
 
 import copy
 from typing import Any
@@ -28,15 +28,15 @@ def embedding(cls: Any = nn.Embedding, **options: Any) -> Any:
     return cls(6, 4, **options)
 
 
-@follows("Shard that embedding with fully_shard instead of embed_by_rows")
+@follows("Shard that embedding with fully_shard instead of vocab_parallel_embedding")
 def a_tied_table() -> None:
     model = nn.Sequential(embedding(), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
-    plain, by_rows = copy.deepcopy(model), copy.deepcopy(model)
-    fsdp2.embed_by_rows(by_rows[0])
-    text = refused(lambda: fsdp2.fully_shard(by_rows), NotImplementedError)
+    plain, vocab_parallel = copy.deepcopy(model), copy.deepcopy(model)
+    fsdp2.vocab_parallel_embedding(vocab_parallel[0])
+    text = refused(lambda: fsdp2.fully_shard(vocab_parallel), NotImplementedError)
     assert "1.weight: it is the same parameter as 0.weight" in text
-    text = refused(lambda: fsdp2.fully_shard(by_rows[1]), NotImplementedError)
+    text = refused(lambda: fsdp2.fully_shard(vocab_parallel[1]), NotImplementedError)
     assert "it is the same parameter as Embedding's weight" in text, text
     fsdp2.fully_shard(model[0])
     trains_as(fsdp2.fully_shard(model), plain, torch.tensor([[1, 2], [2, 5]]))
@@ -56,11 +56,11 @@ class TiedByHand(nn.Module):
 @follows("Shard others with fully_shard")
 def a_bag() -> None:
     bag, plain = embedding(nn.EmbeddingBag), embedding(nn.EmbeddingBag)
-    refused(lambda: fsdp2.embed_by_rows(bag), TypeError)
+    refused(lambda: fsdp2.vocab_parallel_embedding(bag), TypeError)
     trains_as(fsdp2.fully_shard(bag), plain, torch.tensor([[1, 2], [2, 5]]))
 
 
 @follows("Build the embedding without it")
 def a_table_with_an_option() -> None:
-    refused(lambda: fsdp2.embed_by_rows(embedding(sparse=True)), NotImplementedError)
-    trains_as(fsdp2.embed_by_rows(embedding()), embedding(), torch.tensor([[1, 2], [2, 5]]))
+    refused(lambda: fsdp2.vocab_parallel_embedding(embedding(sparse=True)), NotImplementedError)
+    trains_as(fsdp2.vocab_parallel_embedding(embedding()), embedding(), torch.tensor([[1, 2], [2, 5]]))

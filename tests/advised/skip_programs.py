@@ -1,4 +1,4 @@
-"""Follows the advice of `skip_together`, gradients in `full_params`, and of what one rank has saved."""
+"""Follows the advice of `skip_step_on_error`, gradients in `full_params`, and of what one rank has saved."""
 
 import copy
 import io
@@ -36,12 +36,12 @@ from advised.registry import (
 )
 
 ELSEWHERE['Initialise it with both: init_process_group("cpu:gloo,{}:...")'] = (
-    "tests/ranks/test_skip_together.py::test_on_a_device_without_gloo"
+    "tests/ranks/test_skip_step.py::test_on_a_device_without_gloo"
 )
 
 
 def skippable(model: Any, inside: Callable[[], object] = lambda: None) -> Any:
-    with fsdp2.skip_together(model) as attempt:
+    with fsdp2.skip_step_on_error(model) as attempt:
         backward(model)
         inside()
     return attempt
@@ -49,7 +49,7 @@ def skippable(model: Any, inside: Callable[[], object] = lambda: None) -> Any:
 
 @follows(
     "Leave that one first",
-    "Call fsdp2.skip_together(model) for each step",
+    "Call fsdp2.skip_step_on_error(model) for each step",
     "Step behind the block, if it was not skipped",
     "Call optimizer.zero_grad() before the block: all micro-batches of a step belong inside",
     "Call set_optimizer_in_backward(None), and step behind the block",
@@ -59,7 +59,7 @@ def amid_a_block() -> None:
     optimizer = sgd(model)
     refused(lambda: skippable(model, lambda: skippable(model)))
     refused(lambda: skippable(model, optimizer.step))
-    attempt = fsdp2.skip_together(model)
+    attempt = fsdp2.skip_step_on_error(model)
     with attempt:
         pass
 
@@ -98,7 +98,7 @@ def beside_conditional_modules() -> None:
         return fsdp2.fully_shard(model)
 
     def skips(model: Any, extra: Any) -> None:
-        with fsdp2.skip_together(model) as attempt:
+        with fsdp2.skip_step_on_error(model) as attempt:
             model(x[rank], extra).square().mean().backward()
         assert not attempt.skipped
 

@@ -17,7 +17,7 @@ import fsdp2
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Compression, Int8, PowerSGD, load_state_dict, state_dict
+from fsdp2.compression import Compression, Int8, PowerSGD, load_state_dict, state_dict
 
 
 def axes(*sizes: int) -> Any:
@@ -35,17 +35,17 @@ def named(mesh: Any, **dims: Any) -> Any:
 )
 def axes_that_share_what_rests() -> None:
     mesh = axes(1, 2)
-    refused(lambda: named(mesh, shard_at_rest="inner"), ValueError)
+    refused(lambda: named(mesh, outer_shard="inner"), ValueError)
     train(named(mesh, shard="inner", replicate="outer"), build())
 
     mesh = axes(1, 2, 1)
-    text = refused(lambda: named(mesh, shard="inner", shard_at_rest="outer"), NotImplementedError)
+    text = refused(lambda: named(mesh, shard="inner", outer_shard="outer"), NotImplementedError)
     part = eval(text.split("data parallelism only: ")[1].rstrip("."), {"mesh": mesh})
-    train(named(part, shard="inner", shard_at_rest="outer"), build())
+    train(named(part, shard="inner", outer_shard="outer"), build())
 
     mesh = axes(2, 1)
-    refused(lambda: named(mesh, shard="outer", shard_at_rest="inner"), ValueError)
-    train(named(axes(2, 1), shard="inner", shard_at_rest="outer"), build())
+    refused(lambda: named(mesh, shard="outer", outer_shard="inner"), ValueError)
+    train(named(axes(2, 1), shard="inner", outer_shard="outer"), build())
 
 
 @follows("Call torch.distributed.init_process_group(backend, rank=..., world_size=..., init_method=...) first", ranks=1)
@@ -54,7 +54,7 @@ def without_a_process_group() -> None:
     calls: list[Callable[[], Any]] = [
         lambda: shard(build()),
         lambda: fsdp2.replicate(build()),
-        lambda: fsdp2.embed_by_rows(torch.nn.Embedding(4, 4)),
+        lambda: fsdp2.vocab_parallel_embedding(torch.nn.Embedding(4, 4)),
         lambda: fsdp2.sync_module_states(build()),
     ]
     with mock.patch.dict(os.environ):
@@ -67,14 +67,14 @@ def without_a_process_group() -> None:
     train(shard(build()), build())
 
 
-@follows("Leave shard_at_rest out to keep another part", ranks=4)
+@follows("Leave outer_shard out to keep another part", ranks=4)
 def another_part_after_forward() -> None:
     mesh, options = axes(2, 2), {"reshard_after_forward": 2}
 
     def sharded(**dims: Any) -> Any:
         return shard(build(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims), **options)
 
-    refused(lambda: sharded(shard="inner", shard_at_rest="outer"), ValueError)
+    refused(lambda: sharded(shard="inner", outer_shard="outer"), ValueError)
     model = shard(build(), mesh=init_device_mesh("cpu", (4,)), **options)
     train(model, build())
 
@@ -107,8 +107,8 @@ def averaged(group: Any, gradient: Any, shard: Any) -> None:
 
 @follows(
     "Pass one in the shape of FSDP1's, hook(state, gradient, shard), which fills shard; or use "
-    "fsdp2.codecs.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a mesh of replicas "
-    "(HSDP, replicate)",
+    "fsdp2.compression.Compression(reduce_scatter=...), with torch.bfloat16 or Int8() for example; or a mesh of "
+    "replicas (HSDP, replicate)",
     "Both say how they are reduced: leave one out",
     "Use Compression(reduce_scatter=torch.bfloat16), or reduce_dtype",
 )
@@ -162,7 +162,7 @@ def hooks_and_sums_of_replicas() -> None:
     ranks=4,
 )
 def hooks_where_replicas_share_what_rests() -> None:
-    dims = DataParallelMeshDims(shard="inner", shard_at_rest="outer")
+    dims = DataParallelMeshDims(shard="inner", outer_shard="outer")
     at_rest: Any = shard(build(), mesh=axes(2, 2), dp_mesh_dims=dims)
     refused(lambda: at_rest.register_comm_hook(None, allreduce_hook), NotImplementedError)
     policy = MixedPrecisionPolicy(compression=Compression(all_reduce=Int8()))

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from cut_gradients import cut_gradients  # noqa: E402
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, embed_by_rows, fully_shard  # noqa: E402
-from fsdp2.codecs import Compression, Float8, Int8  # noqa: E402
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, vocab_parallel_embedding  # noqa: E402
+from fsdp2.compression import Compression, Float8, Int8  # noqa: E402
 from helpers import assert_same  # noqa: E402
 from models import TinyGPT, mean_loss  # noqa: E402
 
@@ -41,7 +41,7 @@ def train(
     tolerance: dict[str, float],
     prepare: Callable[[Any], None],
     after: Callable[[Any], None],
-    by_rows: bool = False,
+    vocab_parallel: bool = False,
     **options: Any,
 ) -> None:
     """Takes three steps, and compares each rank's shards of the gradients with those of the whole batch."""
@@ -50,9 +50,9 @@ def train(
     model = copy.deepcopy(plain)
     plain, rows = plain.to(kind), 2 * size
     prepare(model)
-    if by_rows:
+    if vocab_parallel:
         names = ("mesh", "mp_policy", "dp_mesh_dims")
-        embed_by_rows(model.embed, **{name: options[name] for name in names if name in options})
+        vocab_parallel_embedding(model.embed, **{name: options[name] for name in names if name in options})
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -128,18 +128,18 @@ def main() -> None:
         "recomputed": {"tolerance": EXACT, "prepare": recomputed},
         "offloaded": {"tolerance": EXACT, "offload_policy": offload},
         "replicated": {"tolerance": EXACT, "mesh": init_device_mesh(kind, (size, 1), mesh_dim_names=("dp", "shard"))},
-        "embedding by rows": {"tolerance": EXACT, "by_rows": True},
-        "embedding by rows, bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16, "by_rows": True},
+        "vocabulary-parallel embedding": {"tolerance": EXACT, "vocab_parallel": True},
+        "vocabulary-parallel embedding, bf16/fp32": {"tolerance": ROUNDED, "mp_policy": BF16, "vocab_parallel": True},
         "in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "prepare": small_pieces},
         "offloaded in pieces": {"tolerance": ROUNDED, "mp_policy": BF16, "offload_policy": offload},
     }
     if size % 2 == 0 and size > 2:
         hsdp = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("replicate", "shard"))
         ways["HSDP"] = {"tolerance": EXACT, "mesh": hsdp}
-        at_rest = DataParallelMeshDims(shard="shard", shard_at_rest="replicate")
+        at_rest = DataParallelMeshDims(shard="shard", outer_shard="replicate")
         ways["replicas share what rests"] = {"tolerance": EXACT, "mesh": hsdp, "dp_mesh_dims": at_rest}
         ways["HSDP, bf16/fp32"] = {"tolerance": ROUNDED, "mesh": hsdp, "mp_policy": BF16}
-        ways["HSDP, embedding by rows"] = {"tolerance": EXACT, "mesh": hsdp, "by_rows": True}
+        ways["HSDP, vocabulary-parallel embedding"] = {"tolerance": EXACT, "mesh": hsdp, "vocab_parallel": True}
     if sys.argv[2:] == ["registered"]:
         ways = {
             each.__name__: {"tolerance": ROUNDED, "mp_policy": BF16, "after": each} for each in (registered, symmetric)

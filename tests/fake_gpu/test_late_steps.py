@@ -1,4 +1,6 @@
-"""Tests steps beside the next forward on a device that is not the CPU; the clocks judge the order of operations."""
+"""Tests steps that overlap the next forward on a device that is not the CPU; the clocks judge the order of
+operations.
+"""
 
 from functools import partial
 from typing import Any
@@ -20,7 +22,7 @@ def train(options: dict[str, Any], tolerance: dict[str, float], reads: bool = Fa
     """Beside a plain model. `reads`: each step's parameters and states are read before the next forward."""
     plain, model = build(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    ours: Any = flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), beside_forward=True)
+    ours: Any = flatten_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), overlap_with_forward=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
     for step in range(6):
         for i in range(size):

@@ -20,7 +20,7 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, accumulate, fully_shard
-from fsdp2.codecs import Compression, Int8, PowerSGD
+from fsdp2.compression import Compression, Int8, PowerSGD
 from fsdp2.engine import codec, comm
 from helpers import run_checks
 

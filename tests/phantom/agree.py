@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp2
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.planning.prediction import PlanRow
 
 from . import models, timeline

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import one_of_many
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from models import TinyGPT, mean_loss
 from one_of_many import WAYS, Way
 

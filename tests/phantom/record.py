@@ -36,7 +36,7 @@ from . import models, timeline
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("wrapping", "clip", "embed_by_rows", "beside_forward", "prefetch_mib"),
+    *("wrapping", "clip", "vocab_parallel_embedding", "overlap_with_forward", "prefetch_mib"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -66,11 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="groups are blocks and root, or those of benchmarks/PROTOCOL.md",
     )
     add("--blocks", type=int, default=1, help="up to so many blocks are one call: 1, 2, 4, ... (--wrapping blocks)")
-    add("--embed-by-rows", action="store_true", help="look rows of the embedding up at their owners: fsdp2 alone")
+    add(
+        "--vocab-parallel-embedding",
+        action="store_true",
+        help="look rows of the embedding up at their owners: fsdp2 alone",
+    )
     add("--checkpoint", action="store_true", help="compute blocks again in backward")
     add("--optimizer", action="store_true", help="fused AdamW")
     add("--clip", action="store_true", help="clip the gradients")
-    add("--beside-forward", action="store_true", help="it is flat, and steps beside the next forward: fsdp2 alone")
+    add(
+        "--overlap-with-forward", action="store_true", help="it is flat, and steps during the next forward: fsdp2 alone"
+    )
     add("--prefetch-mib", type=int, default=0, help="gather so many MiB ahead: fsdp2 alone")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
@@ -99,7 +105,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         options: dict[str, Any] = {"mesh": mesh}
         if not args.fp32:
             reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
-            codecs = importlib.import_module("fsdp2.codecs")
+            codecs = importlib.import_module("fsdp2.compression")
             wire = {"compression": codecs.Compression(reduce_scatter=torch.bfloat16)} if args.wire_bf16 else {}
             options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
         if args.keep:
@@ -111,10 +117,10 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         if args.offload:
             options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
             device = torch.device("cpu")
-        if args.embed_by_rows and library == "fsdp2":
+        if args.vocab_parallel_embedding and library == "fsdp2":
             of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
             importlib.import_module("phantom.without_numbers").send_rows_evenly()
-            module.embed_by_rows(model.embedding, **of_rows)
+            module.vocab_parallel_embedding(model.embedding, **of_rows)
         if args.wrapping == "protocol":
             sharded: Any = recipe.shard(library, model, **options)
         else:
@@ -236,8 +242,8 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     if args.optimizer:
         importlib.import_module("phantom.without_numbers").try_optimizers_on_cpu()
         optimizer = recipe.make_optimizer(library, model)
-    if args.beside_forward and library == "fsdp2":
-        optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_beside_forward(optimizer)
+    if args.overlap_with_forward and library == "fsdp2":
+        optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_with_overlap(optimizer)
     ids = models.make_ids(shape, args.rows, args.tokens)
     take_step = partial(run_step, model, ids, optimizer, recipe.clip_function(library) if args.clip else None)
     for _ in range(3):
@@ -266,7 +272,7 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
             cpu_ms.append((time.process_time() - begin) * 1e3)
             gc.collect()
             before: list[Call] = []
-            if args.beside_forward:  # forward waits for what this step issues
+            if args.overlap_with_forward:  # forward waits for what this step issues
                 runtime.phantom_reset(1)
                 take_step(runtime.phantom_mark)
                 runtime.phantom_dump(file.name.encode())

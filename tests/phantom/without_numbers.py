@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.features import row_embedding
+from fsdp2.features import vocab_parallel
 from fsdp2.optim import steps
 
 
@@ -21,7 +21,7 @@ def try_optimizers_on_cpu() -> None:
 
 def send_rows_evenly() -> None:
     """Each rank gets as many rows of an embedding from each rank as it would on the average."""
-    find, exchange, sizes = row_embedding._find_route, row_embedding.exchange_counts, list[int]()
+    find, exchange, sizes = vocab_parallel._find_route, vocab_parallel.exchange_counts, list[int]()
 
     def find_route(group: Any, param: Any, ids: Tensor) -> Any:
         sizes[:] = [len(part) for part in torch.empty(ids.numel()).tensor_split(group.mesh.size)]
@@ -31,5 +31,5 @@ def send_rows_evenly() -> None:
         exchange(counts, process_group)  # the host waits as it does on a device
         return [*sizes], [*sizes]
 
-    row_embedding._find_route = find_route
-    row_embedding.exchange_counts = exchange_counts
+    vocab_parallel._find_route = find_route
+    vocab_parallel.exchange_counts = exchange_counts

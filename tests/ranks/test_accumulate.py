@@ -25,7 +25,7 @@ import fsdp2
 from cut_gradients import small_pieces
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, full, run_checks, world_sizes
 from helpers import shard_blocks as shard

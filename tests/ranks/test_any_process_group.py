@@ -37,7 +37,7 @@ from fsdp2 import (
     replicate,
     set_checks,
 )
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, replicate, skip_together
+from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, replicate, skip_step_on_error
 from helpers import assert_same, run_checks, shard_batch, world_sizes
 
 BF16 = torch.bfloat16
@@ -196,7 +196,7 @@ def pickled_moved_and_built_on_meta() -> None:
 def of_a_skipped_step() -> None:
     """Exact values outlive it."""
     model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(buffer_dtype=BF16))
-    with skip_together(model, catch=ValueError) as attempt:
+    with skip_step_on_error(model, catch=ValueError) as attempt:
         model(torch.randn(2, 6))
         raise ValueError
     assert attempt.skipped

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cut_gradients import small_pieces
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, compare, describe, fully_shard
-from fsdp2.codecs import Compression, Int8, Rows, sum_decoded
+from fsdp2.compression import Compression, Int8, Rows, sum_decoded
 from helpers import assert_same, full, run_checks, world_sizes
 
 INT8, KEPT = Int8(), Int8(feedback=True)

@@ -484,7 +484,7 @@ def check_copies() -> None:
 
 def check_pickled() -> None:
     """What comes back has torch's own class: a program that reads the file need not have fsdp2."""
-    ways: tuple[dict[str, bool], ...] = ({}, {"offload_states": True}, {"beside_forward": True})
+    ways: tuple[dict[str, bool], ...] = ({}, {"offload_states": True}, {"overlap_with_forward": True})
     for options in ways:
         pair = Pair(adamw)
         pair.optimizers[0] = optim.AdamW(pair.models[0].parameters())

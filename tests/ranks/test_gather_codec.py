@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
-from fsdp2.codecs import Compression, Float8, Int8, Rows
+from fsdp2.compression import Compression, Float8, Int8, Rows
 from fsdp2.engine import codec as codecs
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, world_sizes
@@ -186,7 +186,7 @@ def secondary_shards_are_decoded_ones() -> None:
     if dist.get_world_size() == 4:
         assert_trains_as_rounded(OddMLP, policy_of(), reshard_after_forward=2)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-        dims = DataParallelMeshDims(shard="s", shard_at_rest="r")
+        dims = DataParallelMeshDims(shard="s", outer_shard="r")
         # Sums of pairs of ranks: another order than the oracle's.
         policy = policy_of()
         model = model_of(OddMLP, policy, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=True)

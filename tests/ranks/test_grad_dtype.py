@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, full_params, fully_shard
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from helpers import run_checks, world_sizes
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from documents import ROOT, Code, clients_of, code_blocks, shared_lines, snippets
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.hf.files import read_checkpoint
 from helpers import alone, assert_same, full, run_checks
 from programs import run_forked
@@ -172,14 +172,14 @@ def a_step_is_skipped(names: Names) -> None:
     assert_equal(names["model"], model)
 
 
-def on_batches(names: Names, counts: tuple[int, int], clip: float | None, by_rows: bool) -> Any:
-    """Trains on the batches that are there. `counts`: of each rank; `by_rows`: divides by the real rows only."""
+def on_batches(names: Names, counts: tuple[int, int], clip: float | None, vocab_parallel: bool) -> Any:
+    """Trains on the batches that are there. `counts`: of each rank; `vocab_parallel`: divides by the real rows only."""
     model: Any = plain_model(names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(max(counts)):
         rows = whole(step, len(counts)).chunk(len(counts))
         present = [part for part, count in zip(rows, counts, strict=True) if step < count]
-        divisor = len(present) if by_rows else len(counts)
+        divisor = len(present) if vocab_parallel else len(counts)
         (sum(names["loss_of"](model, part) for part in present) / divisor).backward()
         if clip is not None:
             model.norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -242,11 +242,11 @@ def means_over_tokens(names: Names) -> None:
 
 
 @guide("Overlap the optimizer with the next forward")
-def steps_beside_forward(names: Names) -> None:
+def overlaps_forward(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
 
 
-@guide("Fetch rows of an embedding in place of the table")
+@guide("Look up rows of a vocabulary-parallel embedding")
 def embedding_by_rows(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
     assert "rows are looked up" in str(fsdp2.describe(names["model"]))
@@ -543,7 +543,7 @@ def states_offloaded(names: Names) -> None:
     """Optimizers whose states rest on the CPU have the bits of those whose states do not."""
     model = names["make_sharded"]()
     split = fsdp2.split_matrices(model, exclude=("embed", "head"))
-    optimizers = fsdp2.muon(split.matrices, lr=0.02), torch.optim.AdamW(split.rest, lr=1e-2)
+    optimizers = fsdp2.muon(split.matrices, lr=0.02), torch.optim.AdamW(split.others, lr=1e-2)
     for step in range(3):
         names["loss_of"](model, names["batch"](step)).backward()
         for optimizer in optimizers:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.features import large_submodules
 from helpers import NIGHTLY, full, run_ranks, world_sizes

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
-from fsdp2.codecs import Compression, GradientBucket, Int8, PowerSGD
+from fsdp2.compression import Compression, GradBucket, Int8, PowerSGD
 from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, assert_same, full, one_mesh, own_rows, run_checks, world_sizes
 
@@ -551,7 +551,7 @@ def users_hooks(replicas: int | None) -> None:
     model, plain = shard(None, replicas), shard(None, replicas)
     group, seen = groups_below(model)[0].comms.replicas.group, list[str]()
 
-    def doubled(state: list[str], bucket: GradientBucket) -> Any:
+    def doubled(state: list[str], bucket: GradBucket) -> Any:
         state += bucket.names
         assert [p.grad for p in bucket.parameters()] == [None] * len(bucket.names)
         bucket.set_buffer(bucket.buffer() * 2)
@@ -652,7 +652,7 @@ def where_they_cannot_work_they_are_refused(replicas: int | None) -> None:
         fully_shard(plain_model(), mp_policy=MixedPrecisionPolicy(compression=Compression(all_reduce=KEPT)))
     if dist.get_world_size() == 4:
         mesh = one_mesh((2, 2), ("replicas", "shards"))
-        dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
+        dims = DataParallelMeshDims(shard="shards", outer_shard="replicas")
         at_rest: Any = fully_shard(plain_model(), mesh=mesh, dp_mesh_dims=dims)
         with pytest.raises(NotImplementedError, match="replicas that share what rests"):
             at_rest.register_comm_hook(None, allreduce_hook)

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, describe, fully_shard, replicate
-from fsdp2.codecs import Compression, Int8
+from fsdp2.compression import Compression, Int8
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, full, run_checks, world_sizes
 from own_collectives import Scatter

@@ -378,7 +378,7 @@ def check_optimizers(case: Case) -> None:
     for model in (case.model, case.plain):
         split = fsdp2.split_matrices(model, **options)
         whole = fsdp2.muon(split.matrices, lr=0.1)
-        rest = torch.optim.AdamW(split.rest, lr=0.1)
+        rest = torch.optim.AdamW(split.others, lr=0.1)
         rest = fsdp2.flatten_optimizer(rest) if model is case.model else rest
         split.check(whole, rest)
         found[model] = whole, rest

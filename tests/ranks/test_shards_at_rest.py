@@ -1,4 +1,4 @@
-"""Tests replicas that share what rests (`DataParallelMeshDims(shard_at_rest=...)`), on 2 x 2 ranks.
+"""Tests replicas that share what rests (`DataParallelMeshDims(outer_shard=...)`), on 2 x 2 ranks.
 
 Oracles: HSDP on the same ranks, which sums in the same order, bit for bit; and a plain model on the whole batch.
 `tests/matrix.py` draws the scenarios of other files over this topology, too.
@@ -27,11 +27,11 @@ from fsdp2 import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     clip_grad_norm_,
-    codecs,
+    compression,
     describe,
     fully_shard,
 )
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import codec as engine_codec
 from fsdp2.engine.mesh import Gathered, Reduced, Use
@@ -40,7 +40,7 @@ from helpers import assert_same, run_checks, run_ranks, shard_batch
 from models import OddMLP, TinyGPT, TinyModel, mean_loss
 
 ROWS = 8
-AT_REST = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
+AT_REST = DataParallelMeshDims(shard="shards", outer_shard="replicas")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -146,10 +146,10 @@ def gradients_travel_by_a_codec_as_in_hsdp() -> None:
     expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
     for policy in (
         MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
-        MixedPrecisionPolicy(compression=Compression(reduce_scatter=codecs.Int8())),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=compression.Int8())),
         MixedPrecisionPolicy(compression=Compression(all_reduce=torch.bfloat16)),
-        MixedPrecisionPolicy(compression=Compression(all_reduce=codecs.Int8(feedback=True))),
-        MixedPrecisionPolicy(compression=Compression(reduce_scatter=codecs.Int8(), all_reduce=codecs.Int8())),
+        MixedPrecisionPolicy(compression=Compression(all_reduce=compression.Int8(feedback=True))),
+        MixedPrecisionPolicy(compression=Compression(reduce_scatter=compression.Int8(), all_reduce=compression.Int8())),
     ):
         with mock.patch.object(engine_codec, "SMALL_NUMEL", 1):  # it has no larger ones
             model = model_of(OddMLP, at_rest, mp_policy=policy)
@@ -430,12 +430,12 @@ def unsharded_by_the_user() -> None:
 
 def copies_and_descriptions() -> None:
     model = model_of(OddMLP, at_rest)
-    assert "replicas: SHARD_AT_REST, shards: SHARD" in str(describe(model))
+    assert "replicas: OUTER_SHARD, shards: SHARD" in str(describe(model))
     fsdp2.check(model)
     other = copy.deepcopy(model)
     x = batch(model, 0)
     assert_same(other(x), model(x), 0, 0, "a copy")
-    assert groups_below(other)[0].mesh.shards_at_rest
+    assert groups_below(other)[0].mesh.has_outer_shard
 
 
 # ---- the value
@@ -445,7 +445,7 @@ def the_value_says_it() -> None:
     group = groups_below(model_of(OddMLP, at_rest))[0]
     topology = group.mesh.topology
     assert topology.mesh is mesh()
-    assert topology.uses == (Use.SHARD_AT_REST, Use.SHARD)
+    assert topology.uses == (Use.OUTER_SHARD, Use.SHARD)
     found = [(use.rests_cut, use.gathered, use.reduced) for use in topology.uses]
     after_write, at_use = Gathered.AFTER_WRITE, Gathered.AT_USE
     assert found == [(True, after_write, Reduced.SCATTER), (True, at_use, Reduced.SCATTER)]
@@ -487,14 +487,14 @@ def what_is_not_supported_is_refused() -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "left of those that shard", {"mesh": line, "dp_mesh_dims": AT_REST}),
         (NotImplementedError, "further axes", {"mesh": three, "dp_mesh_dims": AT_REST}),
-        (ValueError, "axes that shard beside", {"dp_mesh_dims": DataParallelMeshDims(shard_at_rest="replicas")}),
+        (ValueError, "axes that shard beside", {"dp_mesh_dims": DataParallelMeshDims(outer_shard="replicas")}),
         (
             NotImplementedError,
             "together with replicate",
-            {"mesh": three, "dp_mesh_dims": DataParallelMeshDims("shards", "pp", shard_at_rest="replicas")},
+            {"mesh": three, "dp_mesh_dims": DataParallelMeshDims("shards", "pp", outer_shard="replicas")},
         ),
-        (ValueError, "each axis once", {"dp_mesh_dims": DataParallelMeshDims("shards", shard_at_rest="shards")}),
-        (ValueError, "names among", {"dp_mesh_dims": DataParallelMeshDims("shards", shard_at_rest="nodes")}),
+        (ValueError, "each axis once", {"dp_mesh_dims": DataParallelMeshDims("shards", outer_shard="shards")}),
+        (ValueError, "names among", {"dp_mesh_dims": DataParallelMeshDims("shards", outer_shard="nodes")}),
         (ValueError, "bool or None", {"reshard_after_forward": 2}),
         (NotImplementedError, "conditional", {"conditional": True}),
     ]
@@ -505,7 +505,7 @@ def what_is_not_supported_is_refused() -> None:
         assert state_of(model) is None
     with pytest.raises(ValueError, match="neither"):
         DataParallelMeshDims()
-    with pytest.raises(NotImplementedError, match="no shard_at_rest"):
+    with pytest.raises(NotImplementedError, match="no outer_shard"):
         at_rest(Gathers())
     with pytest.raises(NotImplementedError, match="two steps"):
         model_of(OddMLP, at_rest).set_custom_reduce_scatter(CustomScatter())
@@ -581,7 +581,7 @@ def test_axes_of_one_rank_shard_as_fsdp() -> None:
             models = [model_of(OddMLP) for _ in range(2)]
             fully_shard(models[0], mesh=small, dp_mesh_dims=AT_REST)
             fully_shard(models[1])
-            assert not groups_below(models[0])[0].mesh.shards_at_rest
+            assert not groups_below(models[0])[0].mesh.has_outer_shard
             for model in models:
                 optimizer = adamw(model)
                 step(model, optimizer, 0)

@@ -18,9 +18,9 @@ from fake_gpu.training import judged
 from fsdp2 import (
     MixedPrecisionPolicy,
     clip_grad_norm_,
-    embed_by_rows,
     flatten_optimizer,
     fully_shard,
+    vocab_parallel_embedding,
 )
 from helpers import NIGHTLY, end_of_part, full, run_ranks
 
@@ -72,17 +72,17 @@ def by_default(policy: MixedPrecisionPolicy, kind: str) -> tuple[Any, Any]:
 
 
 def together(policy: MixedPrecisionPolicy, kind: str, reshard: Any = None) -> tuple[Any, Any]:
-    """As a user writes it: the embedding by rows, blocks in pairs and AdamW beside."""
+    """As a user writes it: the vocabulary-parallel embedding, blocks in pairs and AdamW beside."""
     options: dict[str, Any] = {"mp_policy": policy, "mesh": mesh_of(kind)}
     model: Any = make().to(kind)
-    embed_by_rows(model.embedding, **options)
+    vocab_parallel_embedding(model.embedding, **options)
     for blocks in (model.blocks[0], [*model.blocks[1:3]], [*model.blocks[3:5]]):
         fully_shard(blocks, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     model.set_prefetch_budget(4000)
     model.set_reduce_scatter_max_input_buffers(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)
-    return model, flatten_optimizer(optimizer, beside_forward=True)
+    return model, flatten_optimizer(optimizer, overlap_with_forward=True)
 
 
 def ids_of(rank: int, step: int, micro: int) -> Tensor:

@@ -24,7 +24,7 @@ from fsdp2 import (
     clip_grad_norm_,
     fully_shard,
 )
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from helpers import Differences, assert_same, full, run_checks
 from models import Odd
 

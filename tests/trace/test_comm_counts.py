@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.codecs import Compression, Int8
+from fsdp2.compression import Compression, Int8
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8

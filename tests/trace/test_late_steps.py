@@ -1,5 +1,5 @@
-"""Tests steps that run beside the next forward (`flatten_optimizer(..., beside_forward=True)`): the order of streams by
-vector clocks, and bits, beside the same steps in the usual order.
+"""Tests steps that overlap the next forward (`flatten_optimizer(..., overlap_with_forward=True)`): the order of streams
+by vector clocks, and bits, beside the same steps in the usual order.
 """
 
 import copy
@@ -16,7 +16,14 @@ from simulated_world import count_host_waits, simulated_world
 from torch import Tensor, nn
 from vector_clocks import Simulation
 
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, flatten_optimizer, full_params, fully_shard
+from fsdp2 import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    flatten_optimizer,
+    full_params,
+    fully_shard,
+    vocab_parallel_embedding,
+)
 from fsdp2.engine import comm
 from fsdp2.features.late_steps import LateStep, LateSteps
 from fsdp2.optim import steps
@@ -48,7 +55,7 @@ class Program:
     def __init__(self, simulation: Simulation, beside: bool, make: Any = torch.optim.AdamW, **options: Any) -> None:
         self.simulation, self.model = simulation, build(**options)
         made = make(self.model.parameters(), lr=0.1, foreach=True)
-        self.optimizer: Any = flatten_optimizer(made, beside_forward=beside)
+        self.optimizer: Any = flatten_optimizer(made, overlap_with_forward=beside)
         self.side = simulation.stream("side")
         # What a program has read.
         self.seen: list[Tensor] = []
@@ -376,18 +383,18 @@ def test_forward_waits_for_one_group_after_the_other() -> None:
 
 
 class WithRows(Program):
-    """Has an embedding that is looked up by rows; this rank asks for rows of its own."""
+    """Has a vocabulary-parallel embedding; this rank asks for rows of its own."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, beside=True)
         torch.manual_seed(0)
         table, blocks = nn.Embedding(RANKS * 3, DIM), [nn.Linear(DIM, DIM) for _ in range(3)]
-        embed_by_rows(table)
+        vocab_parallel_embedding(table)
         for block in blocks:
             fully_shard(block)
         self.model = fully_shard(nn.Sequential(table, *blocks))
         made = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=True)
-        self.optimizer = flatten_optimizer(made, beside_forward=True)
+        self.optimizer = flatten_optimizer(made, overlap_with_forward=True)
 
     def backward(self) -> None:
         self.model(torch.tensor([3, 5, 3])).square().sum().backward()
@@ -459,10 +466,10 @@ class Own(torch.optim.AdamW):
 def test_refusals() -> None:
     with simulated_world(RANKS):
         model = build()
-        with pytest.raises(TypeError, match=r"beside_forward calls its step once for each group"):
-            flatten_optimizer(Own(model.parameters()), beside_forward=True)
+        with pytest.raises(TypeError, match=r"overlap_with_forward calls its step once for each group"):
+            flatten_optimizer(Own(model.parameters()), overlap_with_forward=True)
         optimizer = flatten_optimizer(torch.optim.AdamW(model.parameters()))
-        assert flatten_optimizer(optimizer, beside_forward=True) is optimizer
-        assert copy.deepcopy(optimizer).steps_beside_forward
-        with pytest.raises(ValueError, match="steps beside the next forward"):
+        assert flatten_optimizer(optimizer, overlap_with_forward=True) is optimizer
+        assert copy.deepcopy(optimizer).overlaps_forward
+        with pytest.raises(ValueError, match="steps that overlap the next forward"):
             model.set_optimizer_in_backward(optimizer)

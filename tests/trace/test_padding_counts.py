@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, cheapest_placement, describe, fully_shard, replicate
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from helpers import fake_world
 
 POLICIES = {

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from benchmarks.meters import AllocationMeter, WireMeter
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Compression, Float8, Int8, PowerSGD, Rows, sum_decoded
+from fsdp2.compression import Compression, Float8, Int8, PowerSGD, Rows, sum_decoded
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine.events import Observer
@@ -227,7 +227,7 @@ SETTINGS: dict[str, tuple[MixedPrecisionPolicy, dict[str, Any]]] = {
     "HSDP": (MixedPrecisionPolicy(), {"replicas": 2}),
     "checkpointing": (MixedPrecisionPolicy(), {"checkpointing": True}),
     "bf16/fp32": (BF16, {}),
-    "wire_dtype": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=torch.bfloat16)), {}),
+    "reduce_scatter_dtype": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=torch.bfloat16)), {}),
     "int8": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=Int8())), {}),
     "int8 with feedback": (dataclasses.replace(BF16, compression=Compression(reduce_scatter=Int8(feedback=True))), {}),
     "bf16 between replicas": (

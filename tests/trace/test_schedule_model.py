@@ -17,7 +17,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.codecs import Compression, Int8
+from fsdp2.compression import Compression, Int8
 from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
 

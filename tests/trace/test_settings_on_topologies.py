@@ -36,7 +36,7 @@ from fsdp2 import (
     replicate,
     share_comm_ctx,
 )
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.dtensor.sharded_dtensor import ShardedDTensor
 from fsdp2.engine import codec
 from fsdp2.engine.group import Comms

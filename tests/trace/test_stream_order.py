@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine import buckets, comm, streams
 from fsdp2.engine import group as groups
 from fsdp2.engine.collectives import CustomComm

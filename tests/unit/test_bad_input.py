@@ -27,7 +27,7 @@ from fsdp2 import (
     fully_shard,
     replicate,
 )
-from fsdp2.codecs import Compression
+from fsdp2.compression import Compression
 from fsdp2.engine.codec import Cast
 from helpers import fake_world
 

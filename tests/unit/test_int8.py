@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.codecs import Int8
+from fsdp2.compression import Int8
 from fsdp2.engine.codec import Cast, Encoder
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

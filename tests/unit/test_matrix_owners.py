@@ -60,9 +60,9 @@ def test_matrices_of_stacks() -> None:
         (range(2, 4), range(1, 2)),
         (range(4, 5), range(2, 3)),
     ]
-    by_rows = [*find_matrices(0, member((5, 2, 3), 4, dim=1).cut, None)]
-    assert [each.stack for each in by_rows] == [range(i, i + 1) for i in range(5)]
-    assert {each.holders for each in by_rows} == {range(2)}
+    vocab_parallel = [*find_matrices(0, member((5, 2, 3), 4, dim=1).cut, None)]
+    assert [each.stack for each in vocab_parallel] == [range(i, i + 1) for i in range(5)]
+    assert {each.holders for each in vocab_parallel} == {range(2)}
     assert [*find_matrices(0, member((0, 3), 4).cut, None)] == []
 
 
@@ -114,8 +114,8 @@ def test_all_parameters_are_in_one_part_and_printed() -> None:
     model = Model()
     found = split(model, blocks={"blocks.*.fused": 3})
     matrices = [param for group in found.matrices for param in group["params"]]
-    assert {*map(id, matrices)} | {*map(id, found.rest)} == {*map(id, model.parameters())}
-    assert len(matrices) + len(found.rest) == len([*model.parameters()])
+    assert {*map(id, matrices)} | {*map(id, found.others)} == {*map(id, model.parameters())}
+    assert len(matrices) + len(found.others) == len([*model.parameters()])
     assert [group.get("blocks") for group in found.matrices] == [None, 3]
     assert str(found) == TABLE
 
@@ -160,23 +160,23 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def test_optimizers_are_checked() -> None:
     model = Model()
     found = split(model)
-    muon, rest = fsdp2.muon(found.matrices), sgd(found.rest)
+    muon, rest = fsdp2.muon(found.matrices), sgd(found.others)
     found.check(muon, rest)
     found.check(sgd(found.matrices), rest)
     cases: list[tuple[list[Any], str]] = [
         ([muon], r"got in none: embed\.weight, blocks\.0\.fused\.bias, .* and 37 more$"),
-        ([muon, sgd([*found.rest, model.experts])], "got in two, or in one twice: experts$"),
+        ([muon, sgd([*found.others, model.experts])], "got in two, or in one twice: experts$"),
         ([muon, rest, rest], "got in two, or in one twice: embed"),
         (
             [
                 fsdp2.muon([*found.matrices[0]["params"], model.head.weight]),
-                sgd([p for p in found.rest if p is not model.head.weight]),
+                sgd([p for p in found.others if p is not model.head.weight]),
             ],
             "got in the whole-matrix one: head.weight$",
         ),
     ]
     without = [p for p in found.matrices[0]["params"] if p is not model.experts]
-    cases.append(([fsdp2.muon(without), sgd([*found.rest, model.experts])], "got in an elementwise one: experts$"))
+    cases.append(([fsdp2.muon(without), sgd([*found.others, model.experts])], "got in an elementwise one: experts$"))
     for optimizers, error in cases:
         with pytest.raises(ValueError, match=error):
             found.check(*optimizers)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.checks.arguments import check_policy
-from fsdp2.codecs import Compression, Float8, Int8
+from fsdp2.compression import Compression, Float8, Int8
 from fsdp2.engine.codec import AS_IS, AsIs, Cast
 
 F32, BF16, F16, F64, I64 = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64
@@ -221,7 +221,9 @@ def test_codecs_that_would_do_nothing_are_refused() -> None:
 
 
 def test_compression_is_one_value() -> None:
-    with pytest.raises(TypeError, match=r"MixedPrecisionPolicy\.compression: expected a fsdp2\.codecs\.Compression"):
+    with pytest.raises(
+        TypeError, match=r"MixedPrecisionPolicy\.compression: expected a fsdp2\.compression\.Compression"
+    ):
         MixedPrecisionPolicy(compression=Int8())  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ COMMS = {
     "engine/gloo.py",
     "engine/rank_facts.py",
     "checks/named_comm.py",
-    "features/row_embedding.py",
+    "features/vocab_parallel.py",
     "optim/exchange.py",
 }
 CHOOSES = {"engine/compat.py"}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import FSDPModule, codecs, fully_shard, hf
+from fsdp2 import FSDPModule, compression, fully_shard, hf
 from helpers import fake_world
 
 
@@ -26,7 +26,7 @@ class Nothing:
 
 # What users do not build, and what has no arguments to check: plain data that functions return.
 RETURNED = {
-    *("FSDPModule", "GradientReductionHandle", "Plan", "PlanRow", "StreamVersion", "UnshardHandle"),
+    *("FSDPModule", "GradientReductionHandle", "StreamVersion", "UnshardHandle"),
 }
 # What anything may be given to, or what torch checks when it is used.
 ANY = {
@@ -62,7 +62,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         if not name.startswith("_") and callable(value) and not hasattr(nn.Module, name):
             yield f"FSDPModule.{name}", value
     for name in ("Compression", "Float8", "Int8", "PowerSGD", "state_dict", "load_state_dict"):
-        yield f"codecs.{name}", getattr(codecs, name)
+        yield f"compression.{name}", getattr(compression, name)
     for name in ("load_model", "save_model", "save_adapter", "merge_checkpoint"):
         yield f"hf.{name}", getattr(hf, name)
 
@@ -112,7 +112,7 @@ def values(function: Callable[..., Any], model: Any) -> dict[str, Any]:
         known["model"] = nn.Linear(2, 2)
     if function in (fully_shard, fsdp2.replicate):
         known["module"] = nn.Linear(3, 3)
-    if function is fsdp2.embed_by_rows:
+    if function is fsdp2.vocab_parallel_embedding:
         known["module"] = nn.Embedding(3, 3)
     return {
         name: known.get(name)

@@ -1,4 +1,6 @@
-"""Tests `skip_together`: one rank raises, at any point of a step, all ranks skip it, and the next step is exact."""
+"""Tests `skip_step_on_error`: one rank raises, at any point of a step, all ranks skip it, and the next step is
+exact.
+"""
 
 import copy
 import itertools
@@ -111,7 +113,7 @@ class Fault:
 
 def step(model: Any, optimizer: Any, x: Tensor, skippable: bool = True, **options: Any) -> Any:
     """Returns the block of the step, which was taken unless it was skipped."""
-    with fsdp2.skip_together(model, **options) if skippable else nullcontext() as attempt:
+    with fsdp2.skip_step_on_error(model, **options) if skippable else nullcontext() as attempt:
         Block.at("before forward")
         loss = model(x).square().mean()
         Block.at("loss")
@@ -239,7 +241,7 @@ def out_of_memory_is_the_default() -> None:
     with Fault(0, 5, torch.OutOfMemoryError("no memory")).armed():
         assert step(model, optimizer, own(0)).reasons == {0: "OutOfMemoryError: no memory"}
     with pytest.raises(TypeError, match="catch: expected a class of exceptions"):
-        fsdp2.skip_together(model, catch="OutOfMemoryError")  # type: ignore[arg-type]
+        fsdp2.skip_step_on_error(model, catch="OutOfMemoryError")  # type: ignore[arg-type]
 
 
 def out_of_step_is_no_reason() -> None:
@@ -247,7 +249,7 @@ def out_of_step_is_no_reason() -> None:
     model, plain, optimizer, of_plain = build()
 
     def once_more_on_the_first() -> None:
-        with fsdp2.skip_together(model):
+        with fsdp2.skip_step_on_error(model):
             model(own(0)).sum().backward()
             if dist.get_rank() == 0:
                 model(own(0))
@@ -265,7 +267,7 @@ def micro_batches() -> None:
         model, plain, optimizer, of_plain = build()
         for number in (14, None):
             fault = Fault(1, -1 if number is None else number, BadSample("in the second"))
-            with fault.armed(), fsdp2.skip_together(model, catch=BadSample) as attempt:
+            with fault.armed(), fsdp2.skip_step_on_error(model, catch=BadSample) as attempt:
                 if accumulates:
                     with fsdp2.accumulate(model) as acc:
                         for seed in (0, 1):
@@ -294,21 +296,21 @@ def what_is_refused() -> None:
     optimizer.zero_grad()
 
     def steps_inside() -> None:
-        with fsdp2.skip_together(model):
+        with fsdp2.skip_step_on_error(model):
             model(own(0)).sum().backward()
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"AdamW\.step: it is inside of a block of skip_together"):
+    with pytest.raises(RuntimeError, match=r"AdamW\.step: it is inside of a block of skip_step_on_error"):
         steps_inside()
     attempt = step(model, optimizer, own(0))
     with pytest.raises(RuntimeError, match="a block is entered once"), attempt:
         pass
-    with pytest.raises(RuntimeError, match="in another block of skip_together"), fsdp2.skip_together(model):
+    with pytest.raises(RuntimeError, match="in another block of skip_step_on_error"), fsdp2.skip_step_on_error(model):
         step(model, optimizer, own(0))
-    with pytest.raises(RuntimeError, match="known when the block"), fsdp2.skip_together(model) as attempt:
+    with pytest.raises(RuntimeError, match="known when the block"), fsdp2.skip_step_on_error(model) as attempt:
         assert not attempt.skipped
     with pytest.raises(RuntimeError, match="expected the root"):
-        fsdp2.skip_together(model.blocks[0])
+        fsdp2.skip_step_on_error(model.blocks[0])
     model.set_optimizer_in_backward(optimizer)
     with pytest.raises(RuntimeError, match="steps in backward"):
         step(model, optimizer, own(0))
@@ -317,7 +319,7 @@ def what_is_refused() -> None:
     fully_shard(outer)
     with (
         pytest.raises(NotImplementedError, match=r'"0" is conditional.*leave conditional=True out'),
-        fsdp2.skip_together(outer),
+        fsdp2.skip_step_on_error(outer),
     ):
         pass
 
@@ -382,6 +384,6 @@ def test_on_a_device_without_gloo(tmp_path: Path) -> None:
         model: Any = nn.Linear(WIDTH, WIDTH)
         fully_shard(model, mesh=init_device_mesh(fake_gpu.KIND, (2,)))
         with pytest.raises(RuntimeError, match=r'Initialise it with both: init_process_group\("cpu:gloo,'):
-            fsdp2.skip_together(model).__enter__()
+            fsdp2.skip_step_on_error(model).__enter__()
 
     run_ranks(2, body, device=fake_gpu.KIND)

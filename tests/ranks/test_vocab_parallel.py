@@ -1,4 +1,6 @@
-"""An embedding whose rows are looked up at their owners (`embed_by_rows`), beside plain training on the whole batch."""
+"""An embedding whose rows are looked up at their owners (`vocab_parallel_embedding`), beside plain training on the
+whole batch.
+"""
 
 import copy
 import pickle
@@ -18,8 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
 import fsdp2
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, clip_grad_norm_, embed_by_rows, full_params, fully_shard
-from fsdp2.codecs import Compression
+from fsdp2 import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_params,
+    fully_shard,
+    vocab_parallel_embedding,
+)
+from fsdp2.compression import Compression
 from fsdp2.shards.find import shards_of
 from helpers import end_of_part, full, run_ranks, world_sizes
 
@@ -50,7 +59,7 @@ def make(dtype: torch.dtype = torch.float64, **options: Any) -> Language:
 
 def shard(model: Language, mesh: Any = None, **options: Any) -> Language:
     for embed in model.embeds:
-        embed_by_rows(embed, mesh=mesh, **options)
+        vocab_parallel_embedding(embed, mesh=mesh, **options)
     fully_shard(model.block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
@@ -121,7 +130,7 @@ def test_rounds_as_said() -> None:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, grad_dtype=grad_dtype)
             table, gathered = make(torch.float32).embeds[0], make(torch.float32).embeds[0]
             whole = table.weight.detach().clone()
-            embed_by_rows(table, mp_policy=policy)
+            vocab_parallel_embedding(table, mp_policy=policy)
             fully_shard(gathered, mp_policy=policy)
             expected = torch.zeros_like(whole, dtype=reduce_dtype or torch.float32)
             for each in range(size):
@@ -138,7 +147,7 @@ def test_rounds_as_said() -> None:
             assert table.weight.grad.dtype == torch.float32
             same(found, (expected / size).float(), 1e-6 if reduce_dtype is not torch.bfloat16 else 2e-2)
             end_of_part()
-        half = fsdp2.embed_by_rows(
+        half = fsdp2.vocab_parallel_embedding(
             make(torch.float32).embeds[0], mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64)
         )
         assert half(batch(rank, 0)).dtype == torch.float64
@@ -164,7 +173,7 @@ def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard() -> None:
 
     def body(rank: int, size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-        dims = DataParallelMeshDims(shard="shards", shard_at_rest="replicas")
+        dims = DataParallelMeshDims(shard="shards", outer_shard="replicas")
         plain, model = make(padding_idx=1), shard(make(padding_idx=1), mesh, dp_mesh_dims=dims)
         assert model.embeds[0].weight.to_local().shape[0] in (3, 2)
         assert model.embeds[0].weight.device_mesh == model.head.weight.device_mesh
@@ -174,7 +183,7 @@ def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard() -> None:
             model(torch.tensor([ROWS] if rank == 3 else [0, 1]))
         whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
         with pytest.raises(NotImplementedError, match=r"further axes, \('data', 'model'\), is not supported"):
-            embed_by_rows(nn.Embedding(4, 2), mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+            vocab_parallel_embedding(nn.Embedding(4, 2), mesh=whole, dp_mesh_dims=DataParallelMeshDims(shard="data"))
 
     run_ranks(4, body)
 
@@ -191,16 +200,16 @@ def test_errors_are_raised_on_every_rank() -> None:
 
         for options in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
             with pytest.raises(NotImplementedError, match=next(iter(options))):
-                embed_by_rows(nn.Embedding(4, 2, **options))
+                vocab_parallel_embedding(nn.Embedding(4, 2, **options))
         with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got EmbeddingBag"):
-            embed_by_rows(nn.EmbeddingBag(4, 2))  # type: ignore[arg-type]
+            vocab_parallel_embedding(nn.EmbeddingBag(4, 2))  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="expected no compression"):
-            embed_by_rows(
+            vocab_parallel_embedding(
                 nn.Embedding(4, 2),
                 mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)),
             )
-        with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got FSDPRowEmbedding"):
-            embed_by_rows(model.embeds[0])
+        with pytest.raises(TypeError, match=r"expected an nn\.Embedding, got FSDPVocabParallelEmbedding"):
+            vocab_parallel_embedding(model.embeds[0])
 
     run_ranks(2, body)
 
@@ -252,12 +261,12 @@ def test_refuses_what_it_does_not_follow() -> None:
     def body(rank: int, size: int) -> None:
         tied = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
         tied[1].weight = tied[0].weight
-        embed_by_rows(tied[0])
+        vocab_parallel_embedding(tied[0])
         with pytest.raises(NotImplementedError, match=r"1\.weight: it is the same parameter"):
             fully_shard(tied)
 
         outer = make()
-        embed_by_rows(outer.embeds[0])
+        vocab_parallel_embedding(outer.embeds[0])
         fully_shard(outer.block, conditional=True)
         with pytest.raises(NotImplementedError, match="conditional"):
             fully_shard(outer)
@@ -266,10 +275,10 @@ def test_refuses_what_it_does_not_follow() -> None:
         optimizer = adamw(model)
         for refused in (
             lambda: fsdp2.accumulate(model).__enter__(),
-            lambda: fsdp2.skip_together(model).__enter__(),
+            lambda: fsdp2.skip_step_on_error(model).__enter__(),
             lambda: model.set_optimizer_in_backward(optimizer),
         ):
-            with pytest.raises(NotImplementedError, match=r"embeds\.0\.weight is looked up by rows"):
+            with pytest.raises(NotImplementedError, match=r"embeds\.0\.weight is vocabulary-parallel"):
                 refused()
         with full_params(model, writeback=True), pytest.raises(RuntimeError, match="full_params"):
             model.embeds[0](batch(rank, 0))
@@ -292,7 +301,7 @@ def test_sends_ids_and_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
             sent.append(source.nbytes)
             return exchange(output, source, *args, **options)
 
-        embed_by_rows(table, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        vocab_parallel_embedding(table, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         monkeypatch.setattr(dist, "all_to_all_single", counted)
         (group,) = (each.engine_group for each in shards_of(table).groups)
         chunk, row = -(-ROWS // size), WIDTH * 2
@@ -354,17 +363,17 @@ def test_is_a_parameter_like_any_other() -> None:
         with torch.no_grad():
             same(model(ids), other(ids))
 
-        late, gathered = (_initialised_late(by_rows) for by_rows in (True, False))
+        late, gathered = (_initialised_late(vocab_parallel) for vocab_parallel in (True, False))
         with torch.no_grad():
             same(late(ids), gathered(ids))
 
     run_ranks(3, body)
 
 
-def _initialised_late(by_rows: bool) -> Language:
+def _initialised_late(vocab_parallel: bool) -> Language:
     with torch.device("meta"):
         model = Language(padding_idx=1)
-        if by_rows:
+        if vocab_parallel:
             shard(model)
         else:
             fully_shard(model)
@@ -430,7 +439,7 @@ def test_steps_with_flat_optimizers(beside: bool) -> None:
     def body(rank: int, size: int) -> None:
         plain, model = make(), shard(make())
         expected = train(plain, adamw(plain), [*range(size)], size)
-        found = train(model, fsdp2.flatten_optimizer(adamw(model), beside_forward=beside), [rank], size)
+        found = train(model, fsdp2.flatten_optimizer(adamw(model), overlap_with_forward=beside), [rank], size)
         same(found, expected)
 
     run_ranks(2, body)

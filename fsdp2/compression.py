@@ -10,11 +10,11 @@ from .engine.codec import sum_decoded as sum_decoded
 from .engine.float8 import Float8 as Float8
 from .engine.int8 import Int8 as Int8
 from .engine.power_sgd import PowerSGD as PowerSGD
-from .engine.replicas import GradientBucket as GradientBucket
+from .engine.replicas import GradBucket as GradBucket
 from .features.codec_state import load_state_dict as load_state_dict
 from .features.codec_state import state_dict as state_dict
 
 __all__ = [
-    *("Codec", "Compression", "Float8", "GradientBucket", "Int8", "PowerSGD", "Rows"),
+    *("Codec", "Compression", "Float8", "GradBucket", "Int8", "PowerSGD", "Rows"),
     *("load_state_dict", "state_dict", "sum_decoded"),
 ]

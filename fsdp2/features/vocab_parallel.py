@@ -1,4 +1,5 @@
-"""Looks rows of an embedding up at the ranks that own them, in place of gathering the whole table (`embed_by_rows`).
+"""Looks rows of an embedding up at the ranks that own them, in place of gathering the whole table
+(`vocab_parallel_embedding`).
 
 Each rank sends each of its ids to the rank whose shard has that row, and receives the row, in the compute dtype. In
 backward each rank sends the gradients of its rows the same way. The owner sums them in the reduce dtype, and autograd
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 _LOOKING_UP, _SENDING_BACK = "looking rows up in", "sending gradients of rows to"
 
 
-class RowEmbedding(nn.Embedding):
-    """The class that `fsdp2.embed_by_rows` gives to an nn.Embedding. Without `fully_shard`'s state it is one."""
+class VocabParallelEmbedding(nn.Embedding):
+    """The class that `fsdp2.vocab_parallel_embedding` gives to an nn.Embedding. Without `fully_shard`'s state it is
+    one.
+    """
 
     runs_without_gather = True
 
@@ -197,45 +200,45 @@ class _Rows(torch.autograd.Function):
 # ---- what is refused
 
 
-def by_rows(group: FSDPParamGroup) -> bool:
-    """Returns True if the parameter of a group is looked up by rows."""
-    return group.settings.by_rows
+def vocab_parallel(group: FSDPParamGroup) -> bool:
+    """Returns True if the parameter of a group is vocabulary-parallel."""
+    return group.settings.vocab_parallel
 
 
 def refuse_rows(root: Root, what: str, why: str) -> None:
-    """Raises NotImplementedError if a table of `root` is looked up by rows, with which `what` does not work."""
+    """Raises NotImplementedError if a table of `root` is vocabulary-parallel, with which `what` does not work."""
     for group in root.groups:
-        if by_rows(group):
+        if vocab_parallel(group):
             raise NotImplementedError(
-                f"{what}: {group.params[0].name} is looked up by rows, and {why} Shard that embedding with "
-                "fully_shard instead of embed_by_rows."
+                f"{what}: {group.params[0].name} is vocabulary-parallel, and {why} Shard that embedding with "
+                "fully_shard instead of vocab_parallel_embedding."
             )
 
 
 def refuse_tied(name: str, table: str, group: FSDPParamGroup) -> None:
-    """Raises NotImplementedError if `name`, of another call, is the parameter of `group` that is looked up by rows.
+    """Raises NotImplementedError if `name`, of another call, is the parameter of `group` that is vocabulary-parallel.
     `table`: its FQN at the embedding.
     """
-    if by_rows(group):
+    if vocab_parallel(group):
         raise NotImplementedError(
-            f"{name}: it is the same parameter as {table}, which is looked up by rows, and nobody "
-            "gathers all of it. Shard that embedding with fully_shard instead of embed_by_rows."
+            f"{name}: it is the same parameter as {table}, which is vocabulary-parallel, and nobody "
+            "gathers all of it. Shard that embedding with fully_shard instead of vocab_parallel_embedding."
         )
 
 
 def refuse_beside_conditional(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raises NotImplementedError if one of `groups`, in a model with conditional modules, is looked up by rows."""
+    """Raises NotImplementedError if one of `groups`, in a model with conditional modules, is vocabulary-parallel."""
     for group in groups:
-        if by_rows(group):
+        if vocab_parallel(group):
             raise NotImplementedError(
-                f"{group.params[0].name}: it is looked up by rows, which all ranks do together, and under the same "
+                f"{group.params[0].name}: it is vocabulary-parallel, which all ranks do together, and under the same "
                 "root as conditional modules ranks may come to it in different orders. Shard that embedding with "
-                "fully_shard instead of embed_by_rows."
+                "fully_shard instead of vocab_parallel_embedding."
             )
 
 
 def _refuse(group: FSDPParamGroup) -> None:
-    """Raises an error, on all ranks, if a setting is in force that lookups by rows do not follow."""
+    """Raises an error, on all ranks, if a setting is in force that vocabulary-parallel lookups do not follow."""
     settings, choice, why = group.settings, choice_of(group), ""
     if group.phase is COPIED:
         raise RuntimeError(
@@ -250,6 +253,6 @@ def _refuse(group: FSDPParamGroup) -> None:
         why = "a conditional module"
     if why:
         raise NotImplementedError(
-            f"{group.params[0].name}: it is looked up by rows, which {why} can't change. Shard that embedding with "
-            "fully_shard instead of embed_by_rows."
+            f"{group.params[0].name}: it is vocabulary-parallel, which {why} can't change. Shard that embedding with "
+            "fully_shard instead of vocab_parallel_embedding."
         )
