@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import fake_gpu
-from fsdp2 import fully_shard  # imported before the fork, so that no rank pays for it
+from fsdp2 import fully_shard, set_checks  # imported before the fork, so that no rank pays for it
 from fsdp2.engine import events
 from fsdp2.features import even_batches
 from fsdp2.module import sharded_class
@@ -302,6 +302,16 @@ def _reap(ranks: Sequence[_Rank]) -> None:
         if not gone:
             os.kill(r.pid, signal.SIGKILL)
             os.waitpid(r.pid, 0)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Switches checks off: what follows is refused by default."""
+    set_checks("off")
+    try:
+        yield
+    finally:
+        set_checks("default")
 
 
 @contextlib.contextmanager

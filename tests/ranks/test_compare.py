@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp2 import MixedPrecisionPolicy, compare, fully_shard, replicate
 from fsdp2.engine.state import groups_of
 from fsdp2.tools.difference import Comparison
-from helpers import run_checks
+from helpers import run_checks, unchecked
 from models import OddMLP, SharedModule, SkippedModule, TinyGPT, TinyLSTM, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning")
@@ -205,6 +205,7 @@ def stale_weights() -> None:
     expect_none(compare(reference, model, batch))
 
 
+@unchecked()
 def divide_factors() -> None:
     for factor, hint in ((1, "sum"), (4, "mean"), (6, "scale")):
         reference, model, batch = odd()

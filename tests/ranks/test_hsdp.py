@@ -20,7 +20,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.engine import buckets, collectives
 from fsdp2.engine.comm import CoalescedComm, Purpose
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, own_rows, run_checks, shard_batch
+from helpers import assert_same, own_rows, run_checks, shard_batch, unchecked
 from matrix import Towers, assert_lies_on, set_mode, transformer
 from models import FrozenMix, OddMLP, SkippedModule, TinyGPT, TinyModel, mean_loss
 from scenarios import WIDTH, Net, Wrap, blocks, kept, loss_of, sgd, whole
@@ -130,6 +130,7 @@ def divide_factor_replaces_the_number_of_ranks(mesh: DeviceMesh) -> None:
         assert_gradients(mesh, model, {name: grad / factor for name, grad in expected.items()})
 
 
+@unchecked()
 def divide_factor_of_one_group(mesh: DeviceMesh) -> None:
     """By default of the module's own group; the other groups go on to take the mean."""
     expected = summed(new_net())
@@ -281,6 +282,7 @@ def hook_sees_no_padding(mesh: DeviceMesh) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@unchecked()
 def hook_of_one_group(mesh: DeviceMesh) -> None:
     """By default of the module's own group; the divide factor applies before it."""
     model = sharded_net(mesh)

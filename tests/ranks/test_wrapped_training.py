@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import fsdp2
+from fsdp2.shards.find import shards_of
 from helpers import alone, assert_same, run_ranks, shard_batch
 from models import TinyGPT, mean_loss
 
@@ -54,7 +55,7 @@ def test_a_wrapped_model_trains_as_the_plain_one(ranks: int, policy: Any, replic
         for group in groups:
             fsdp2.fully_shard(group.module, mesh=mesh, **group.options)
         fsdp2.fully_shard(model, mesh=mesh)
-        assert sorted(each.name or "root" for each in fsdp2.shards_of(model).groups) == sorted(names)
+        assert sorted(each.name or "root" for each in shards_of(model).groups) == sorted(names)
         train(model, batch)
         for name, weight in model.named_parameters():
             assert_same(weight, expected[name], 1e-4, 1e-5, name)
