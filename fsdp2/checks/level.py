@@ -38,12 +38,12 @@ def require_level(value: Any, what: str) -> str:
 
 def is_on() -> bool:
     """Returns True unless the level is "off"."""
-    return level() != "off"
+    return _chosen()[0] != "off"
 
 
 def is_debug() -> bool:
     """Returns True if the level is "debug"."""
-    return level() == "debug"
+    return _chosen()[0] == "debug"
 
 
 def choose_level(chosen: str) -> None:

@@ -257,8 +257,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _differs_from_cast(tensor: Tensor, copy: Tensor) -> Tensor:
-    """Returns if `copy` is not what a cast makes of `tensor`."""
-    expected = tensor.to(copy.dtype)
+    """Returns if `copy` is not what a cast makes of `tensor`. It casts chunk by chunk, to take little memory."""
+    numel = max(1024, copy.numel() // 64)
+    pairs = zip(tensor.reshape(-1).split(numel), copy.reshape(-1).split(numel), strict=True)
+    return torch.stack([_differs_from(own.to(part.dtype), part) for own, part in pairs]).any()
+
+
+def _differs_from(expected: Tensor, copy: Tensor) -> Tensor:
     return ((copy != expected) & ~(copy.isnan() & expected.isnan())).any()
 
 

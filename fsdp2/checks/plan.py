@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -155,29 +155,35 @@ def _ways(
     }
 
 
-# What else may manage a module -> the error where it has parameters of the call, and what to write instead.
-_WRAPPERS: dict[Callable[[nn.Module], bool], str] = {
-    lambda module: isinstance(module, torch.jit.ScriptModule): (
-        " is in a TorchScript module, whose parameters can't be replaced. Use the Python module in its place, and "
-        "torch.compile to make it fast; or leave a frozen one out: ignored_params=set(scripted.parameters())."
-    ),
-    # FSDP1 of torch or of fairscale.
-    lambda module: any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__): (
-        ": FullyShardedDataParallel wraps the module that has it, and shards it in its own way. Leave "
-        "FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, put its "
-        "parameters into ignored_params."
-    ),
-    is_replicated_by_ddp: (
-        ": torch's replicate was applied to a module that has it, and puts DDP around it in the first forward. Leave "
-        "replicate out: fully_shard averages the gradients."
-    ),
-}
+_SCRIPTED = (
+    " is in a TorchScript module, whose parameters can't be replaced. Use the Python module in its place, and "
+    "torch.compile to make it fast; or leave a frozen one out: ignored_params=set(scripted.parameters())."
+)
+_OF_FSDP1 = (
+    ": FullyShardedDataParallel wraps the module that has it, and shards it in its own way. Leave "
+    "FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, put its "
+    "parameters into ignored_params."
+)
+_REPLICATED = (
+    ": torch's replicate was applied to a module that has it, and puts DDP around it in the first forward. Leave "
+    "replicate out: fully_shard averages the gradients."
+)
+
+
+@lru_cache
+def _managed_by_class(cls: type[nn.Module]) -> str:
+    """Returns the error where instances of `cls`, and what is inside of them, have parameters of the call, or ""."""
+    if issubclass(cls, torch.jit.ScriptModule):
+        return _SCRIPTED
+    of_fsdp1 = any(base.__name__ == "FullyShardedDataParallel" for base in cls.__mro__)  # of torch, or of fairscale
+    return _OF_FSDP1 if of_fsdp1 else ""
 
 
 def _check_wrappers(plan: Plan) -> None:
     """Refuses parameters inside of modules that something else shards, replicates or keeps."""
-    for wraps, text in _WRAPPERS.items():
-        inside = {each for outer in plan.managed if wraps(outer) for each in outer.modules()}
+    for outer in plan.managed:
+        text = _managed_by_class(type(outer)) or (_REPLICATED if is_replicated_by_ddp(outer) else "")  # type: ignore[arg-type]
+        inside = {*outer.modules()} if text else ()
         for name, planned in {**plan.parameters, **plan.tied}.items() if inside else ():
             if any(slot.module in inside for slot in planned.slots):
                 raise NotImplementedError(f"{name}{text}")
