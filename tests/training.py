@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import matrix
-from conditional_models import Conditional, Dropped, Mixture, Multimodal, Nested, Passed
+from conditional_models import Conditional, Counting, Dropped, Mixture, Multimodal, Nested, Passed
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -107,7 +107,7 @@ MODELS: dict[str, Callable[[], TinyModel]] = {
     "TiedGPT": functools.partial(TinyGPT, tied=True),
 }
 CONDITIONAL: dict[str, Callable[[], Any]] = {
-    **{each.__name__: each for each in (Multimodal, Dropped, Mixture, Nested, Passed)},
+    **{each.__name__: each for each in (Multimodal, Dropped, Mixture, Nested, Passed, Counting)},
     "Dropped, recomputed": functools.partial(Dropped, recompute=False),
     "Dropped, recomputed reentrantly": functools.partial(Dropped, recompute=True),
 }

@@ -32,7 +32,7 @@ class CheckedComm(DelegatingComm):
         assert group is not None, "there are other ranks"
         self._device = cpu if has_backend(group, cpu) else device
         self._aside, self._headers = make_comm(group, self._device, self.purpose), Headers(self.purpose)
-        self._watched, self._ranks = watched(group), dist.get_process_group_ranks(group)
+        self._group, self._watched = group, watched(group)
         self._watched.purposes.add(self.purpose)
 
     def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
@@ -72,6 +72,5 @@ class CheckedComm(DelegatingComm):
         of_all = all_gather_now(bytes(header.data.tolist()), self._aside, self._device)
         if len({digest_of(each) for each in of_all}) > 1:
             tell_out_of_step(self._watched.purposes)
-            raise RuntimeError(
-                out_of_step({rank: text_of(each) for rank, each in zip(self._ranks, of_all, strict=True)})
-            )
+            ranks = dist.get_process_group_ranks(self._group)
+            raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))

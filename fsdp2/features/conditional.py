@@ -8,7 +8,8 @@ one consensus to the next: whatever modules run on which ranks, in forward, back
 communicate in one order. A pass that raises ends with a consensus, too: other ranks may still be in a module that this
 one has left out.
 
-The consensus has process groups of its own, so that a user's collective never meets it.
+The consensus has process groups of its own, so that a user's collective never meets it. Inside a pass, a user's
+collective asks for consensus first (user_collectives.py).
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from ..engine.group import FSDPParamGroup, Hold
 from ..engine.nested import map_tensors, tensors_in
 from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data
+from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
 from ..engine.subgroups import subgroup
 from ..engine.torch_names import alias, has_backend
+from .user_collectives import pass_began, pass_ended
 from .vocab_parallel import refuse_beside_conditional
 
 # Marks a node of the graph that is the output of a module.
@@ -49,12 +51,14 @@ _KINDS = 2
 _NUMBERS = struct.Struct("<3q")
 _ASKED = "what ranks do next"
 _VERBS = ("gathering", "reducing the gradients of")
-# Events of no group: the ends of a forward of the outermost module, and of a backward; one of them has raised.
-_FORWARD_END, _BACKWARD_END, _FAILED = -1, -2, -3
+# Events of no group: the ends of a forward of the outermost module, and of a backward; one of them has raised; a user's
+# collective.
+_FORWARD_END, _BACKWARD_END, _FAILED, _COLLECTIVE = -1, -2, -3, -4
 _OTHERS = {
     _FORWARD_END: "at the end of a forward",
     _BACKWARD_END: "at the end of a backward",
     _FAILED: "giving up a forward or backward that has raised",
+    _COLLECTIVE: "at a collective of your own",
 }
 # The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
 _COMMON = 1 << 40
@@ -83,7 +87,8 @@ class Consensus:
     """
 
     def __init__(self, root: Root) -> None:
-        self._root, mesh = root, root.group.mesh
+        self.root, mesh = root, root.group.mesh
+        self.ranks = ranks_of(mesh)
         self._process_groups = mesh.axis_groups
         self.conditional = find_conditional(root.states)
         self._indices = {group: i for i, group in enumerate(root.groups)}
@@ -109,18 +114,19 @@ class Consensus:
         return group in self.conditional
 
     def before_pass(self) -> None:
-        if is_conditional(self._root.state):
+        if is_conditional(self.root.state):
             raise RuntimeError(
-                f"{self._root.group}: conditional=True needs a module around it that all ranks run, at which they "
+                f"{self.root.group}: conditional=True needs a module around it that all ranks run, at which they "
                 "agree. Apply fully_shard to that, too."
             )
-        for group in self._root.shared:
+        for group in self.root.shared:
             if group.comms.post_forward is not None and group in self.conditional:
                 raise NotImplementedError(
                     f"{group} has an int for reshard_after_forward, or outer_shard, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
                 )
         self._is_in_forward, self._has_left, self._is_open = True, self._is_open, False
+        pass_began(self)
 
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group.params and group.comms.gathers.size > 1:
@@ -133,9 +139,10 @@ class Consensus:
         return indices
 
     def after_forward(self, state: FSDPState, inputs: Any, output: Any) -> Any:
-        if len(self._root.running) == 1 and state.groups[0] not in self.conditional:
+        if len(self.root.running) == 1 and state.groups[0] not in self.conditional:
             self._reach(_FORWARD_END, False)  # others may still run what this rank does not
-            self._is_in_forward, self._is_open = False, self._root.forward.has_grad
+            self._is_in_forward, self._is_open = False, self.root.forward.has_grad
+            self._pass_ended()
         return self._distinguish(inputs, output)
 
     def _distinguish(self, inputs: Any, output: Any) -> Any:
@@ -157,10 +164,20 @@ class Consensus:
 
     def before_backward(self) -> None:
         self._is_in_backward = True  # all ranks begin backward passes alike
+        pass_began(self)
 
     def after_backward(self) -> None:
         self._reach(_BACKWARD_END, False)
         self._is_in_backward = self._is_open = False
+        self._pass_ended()
+
+    def before_collective(self) -> None:
+        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
+        self._reach(_COLLECTIVE, False)
+
+    def _pass_ended(self) -> None:
+        if not self._is_in_forward and not self._is_in_backward:
+            pass_ended(self)
 
     def pass_failed(self, in_backward: bool) -> None:
         """Joins what other ranks ask for until their passes have failed, too. If one of them goes on, this rank's error
@@ -169,11 +186,12 @@ class Consensus:
         if in_backward:
             expects, self._is_in_backward = self._is_in_backward, False
         else:  # ranks may call a conditional module by itself
-            expects = self._is_in_forward and self._root.running[0].groups[0] not in self.conditional
+            expects = self._is_in_forward and self.root.running[0].groups[0] not in self.conditional
             self._is_in_forward = False
+        self._pass_ended()
         self._is_open = self._is_open or expects
         error = sys.exc_info()[1]
-        if expects and not self._root.is_out_of_step and (error is None or isinstance(error, Exception)):
+        if expects and not self.root.is_out_of_step and (error is None or isinstance(error, Exception)):
             with suppress(RuntimeError):  # the program's own error says more
                 self._tell_failed()
 
@@ -196,23 +214,23 @@ class Consensus:
             try:
                 chosen, first, last = self._exchange(request, event)
             except RuntimeError:
-                if not has_left or not self._root.is_out_of_step:
+                if not has_left or not self.root.is_out_of_step:
                     raise
                 has_left = False  # others know that this rank was blocked elsewhere
-                self._root.begin_anew()
+                self.root.begin_anew()
                 continue
             if chosen == _COMMON and first != last:
-                self._root.note_out_of_step()
+                self.root.note_out_of_step()
                 if has_left:
                     has_left = False
-                    self._root.begin_anew()
+                    self.root.begin_anew()
                     continue
                 advice = "See the error of that rank." if first == _FAILED else self._advice
                 raise RuntimeError(f"{self._differ(event, first, last)} {advice}")
             if chosen == request:
                 return
             if has_left and not follows:
-                self._root.follow_backward()
+                self.root.follow_backward()
                 follows = True
             self._join(chosen)
 
@@ -230,8 +248,9 @@ class Consensus:
         try:
             chosen, first, last = self._find_largest([-request, -event, event])
         except RuntimeError as error:
-            if not self._root.is_out_of_step:  # a peer is gone: there is nobody to tell
+            if not self.root.is_out_of_step:  # a peer is gone: there is nobody to tell
                 self._is_in_forward = self._is_in_backward = self._is_open = False
+                self._pass_ended()
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
             raise
         return -chosen, -first, last
@@ -256,7 +275,7 @@ class Consensus:
         waited for while process groups are made.
         """
         nothing, purpose, found = torch.empty(0, device=self._device), Purpose(_ASKED), []
-        purpose.root = ref(self._root)
+        purpose.root = ref(self.root)
         for group in self._process_groups:
             compare_first(make_comm(group, self._device, purpose), "beginning to ask", nothing)
         for group in self._process_groups:
@@ -267,7 +286,7 @@ class Consensus:
     def _join(self, event: int) -> None:
         """Joins an all-gather or a reduction that only other ranks use."""
         index, kind = divmod(event, _KINDS)
-        group, self._is_joining = self._root.groups[index], True
+        group, self._is_joining = self.root.groups[index], True
         try:
             if kind == REDUCE:
                 group.gradients.reduce_with_zeros()
@@ -282,7 +301,7 @@ class Consensus:
 
     def _describe(self, event: int) -> str:
         index, kind = divmod(event, _KINDS)
-        return _OTHERS.get(event) or f"{_VERBS[kind]} {self._root.groups[index]}"
+        return _OTHERS.get(event) or f"{_VERBS[kind]} {self.root.groups[index]}"
 
     def _warn(self) -> None:
         self._warns, kind = False, self._device.type

@@ -2,12 +2,14 @@
 the items of containers among them, are compared before and after. fsdp2/README.md lists what is changed.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -158,6 +160,29 @@ def test_readme_lists_it() -> None:
     names = ALWAYS | OF_MODULES | WHERE_IMPORTED
     hidden = {name for name in names if name.startswith("torch.distributed.tensor._")}  # second names of one list
     assert [name for name in sorted(names - hidden) if f"`{name}`" not in text] == []
+
+
+def test_collectives_are_torchs_again_when_no_pass_of_a_conditional_model_runs() -> None:
+    names = ("all_reduce", "broadcast", "barrier")
+    before = [vars(dist)[name] for name in names]
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.append([vars(dist)[name] for name in names] == before)
+            if fails:
+                raise ValueError("a bad sample")
+            return super().forward(x)
+
+    inside: list[bool] = []
+    with fake_world(2):
+        model = nn.Sequential(nn.Linear(4, 4), Looks(4, 4))
+        fully_shard(model[0], conditional=True)
+        fully_shard(model)
+        for fails in (False, True):
+            with pytest.raises(ValueError, match="a bad sample") if fails else contextlib.nullcontext():
+                model(torch.ones(2, 4)).sum().backward()
+            assert [vars(dist)[name] for name in names] == before
+    assert inside == [False, False]
 
 
 def test_torchs_name_of_groups_is_in_its_place_behind_the_group() -> None:
