@@ -35,7 +35,8 @@ from ..engine.owners import Owned, sharded_owner
 from ..engine.rank_facts import all_reduce_over
 from ..engine.torch_names import saved_by
 from ..engine.user_code import hides_modes
-from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
+from .compat import is_from_local
+from .graph import dtensor_nodes, is_dtensor_leaf
 from .sharded_dtensor import ShardedDTensor, as_sharded, replace_attribute
 from .summed_parts import note_part
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .compat import FROM_LOCAL, kind_of
+from .compat import is_from_local
 
 
 def next_nodes(node: Any) -> Iterator[Any]:
@@ -40,11 +40,6 @@ def dtensor_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     behind which it does not go.
     """
     return all_nodes(roots, ends=is_from_local)
-
-
-def is_from_local(node: Any) -> bool:
-    """Returns True for the node of a DTensor that was made of a plain tensor."""
-    return kind_of(node) == FROM_LOCAL
 
 
 def is_dtensor_leaf(node: Any) -> bool:

@@ -221,11 +221,6 @@ class Memory:
             self.storage.resize_(0)
         return True
 
-    @property
-    def secondary_nbytes(self) -> int:
-        """Bytes of the secondary shards that are kept now."""
-        return self.secondary.nbytes if self.secondary is not None else 0
-
     def hold_memory(self) -> bool:
         """Returns True if `free`, or dropping the secondary shards, would give memory back."""
         is_unsharded = self.is_allocated and not self.layout.aliased and not self.keeps_storage

@@ -193,11 +193,6 @@ class FlatOptimizer:
         """True if a step may still run when it returns."""
         return vars(self)[_STEPS].late is not None
 
-    @property
-    def states_rest_on_cpu(self) -> bool:
-        """True if states of parameters on a device rest on the CPU."""
-        return vars(self)[_STEPS].bucket_bytes is not None
-
 
 @once
 def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
