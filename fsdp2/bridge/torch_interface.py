@@ -33,7 +33,7 @@ def _mesh_info(mesh: DataMesh) -> Any:
     """Returns torch's description of the ranks that share and replicate parameters.
 
     Raises:
-        NotImplementedError: several axes shard, or replicate, or some shard at rest only: torch's has one each.
+        NotImplementedError: several axes shard, or replicate, or there is an `outer_shard`: torch's has one each.
     """
     axes = [mesh.shard_axes, mesh.replicate_axes]
     if mesh.joins is not None or any(len(each) > 1 for each in axes):

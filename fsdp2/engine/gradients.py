@@ -116,7 +116,7 @@ class GroupGradients:
 
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas;
-        one for each replica, [M, shard_numel], if these share what rests.
+        one for each replica, [M, shard_numel], if these share one set of shards.
     `taken`: indices of parameters whose unsynchronized or partial gradients, of earlier passes, the backward pass that
         runs has included. If it fails, these are lost.
 

@@ -1,8 +1,8 @@
-"""Owns the memory of one group: its shards at rest, its unsharded parameters while they are needed, secondary shards.
+"""Owns the memory of one group: its shards, its unsharded parameters while they are needed, secondary shards.
 
 Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
 among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
-until a write, where replicas share what rests (`Use.OUTER_SHARD`).
+until a write, where replicas share one set of shards (`Use.OUTER_SHARD`).
 """
 
 from __future__ import annotations

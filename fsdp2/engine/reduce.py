@@ -34,8 +34,8 @@ class Reduction:
             `divide_late` it is kept where there are no replicas, too.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
-        scatters_twice: replicas share what rests: each of them gets its slice of their sum, by a second reduce-scatter.
-            False: each gets all of it, by an all-reduce.
+        scatters_twice: replicas share one set of shards: each of them gets its slice of their sum, by a second
+            reduce-scatter. False: each gets all of it, by an all-reduce.
         divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
         by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
 

@@ -9,8 +9,8 @@ for that. `PendingReduce` runs it. How many bytes a rank sends for P encoded gra
     two replicas    each gathers what the other has encoded, and adds both:                n
     more            rank r is sent slice r of all ranks, sums them, encodes the sum
                     once more, and all gather these sums:                       2 (R - 1) n, of slices
-    that share      rank r is sent what the others have encoded of the shard
-    what rests      that it keeps (`outer_shard`), as in a reduction:           (R - 1) n, of shards
+    that share one  rank r is sent what the others have encoded of the shard
+    set of shards   that it keeps (`outer_shard`), as in a reduction:           (R - 1) n, of shards
 
 To gather all of it from all would take (R - 1) n(P) bytes, twice as many from four replicas on. In each case all
 replicas decode the same bytes, and add in the order of ranks: so they have the same bits.
@@ -61,8 +61,8 @@ class Part(NamedTuple):
 class Sums(NamedTuple):
     """Holds the sums of one bucket that replicas are to add up.
 
-    `flat`: [P]; the sum of all replicas is written here. If they share what rests, [R * P]: shards for all of them, of
-    which this rank's sum is written to `own`, [P]. Padding is zeros. `is_last`: returns True if no other bucket follows
+    `flat`: [P]; the sum of all replicas is written here. If they share one set of shards, [R * P]: shards for all of
+    them; this rank's sum is written to `own`, [P]. Padding is zeros. `is_last`: returns True if no other bucket follows
     in this backward pass.
     """
 

@@ -188,9 +188,7 @@ class _Rows(torch.autograd.Function):
         if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
             total[ctx.padding - param.bounds[0]] = 0
         divisor = settings.divide_factor or mesh.num_ranks
-        if (
-            not mesh.replicate_axes or group.comms.replicas is None
-        ):  # replicas that share what rests have their own rows
+        if not mesh.replicate_axes or group.comms.replicas is None:  # with outer_shard, replicas have their own rows
             total.div_(divisor)
         else:
             group.comms.replicas.all_reduce(total, divisor, param.name).wait()

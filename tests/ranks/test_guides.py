@@ -247,7 +247,7 @@ def overlaps_forward(names: Names) -> None:
 
 
 @guide("Look up rows of a vocabulary-parallel embedding")
-def embedding_by_rows(names: Names) -> None:
+def vocab_parallel_lookups(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
     assert "rows are looked up" in str(fsdp2.describe(names["model"]))
 
