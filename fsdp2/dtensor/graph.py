@@ -10,11 +10,6 @@ from torch.distributed.tensor import DTensor
 from .compat import is_from_local
 
 
-def next_nodes(node: Any) -> Iterator[Any]:
-    """Yields the nodes to which backward goes on from `node`."""
-    return (each for each, _ in node.next_functions if each is not None)
-
-
 def all_nodes(roots: Iterable[Any], ends: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Yields the nodes of the graphs that end in `roots`, in an order that is the same on ranks with equal graphs.
 

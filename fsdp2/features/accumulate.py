@@ -74,8 +74,8 @@ def accumulate(
 
     If the block ends by an exception, its gradients are dropped, all settings are as they were, and `.grad` is None.
     Every rank must enter it, with the same arguments, and run the same number of micro-batches. Where ranks communicate
-    in each of these, ranks with different numbers are out of step, which is an error on gloo, and at debug level 1 on
-    any backend. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
+    in each of these, ranks with different numbers are out of step, which is an error on gloo, and on any backend with
+    `set_checks("debug")`. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
 
     Args:
         model: the outermost sharded module. It may replicate, also with HSDP, offload to the CPU, have frozen

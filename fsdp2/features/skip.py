@@ -271,8 +271,7 @@ def _compare_before_collectives(root: Root) -> None:
         if not has_backend(process_group, _CPU) or backend_name(process_group, _CPU) != "gloo":
             raise RuntimeError(
                 "skip_step_on_error: ranks tell each other by gloo on the CPU, which the process group lacks. "
-                "Initialise it "
-                f'with both: init_process_group("cpu:gloo,{kind}:...").'
+                f'Initialise it with both: init_process_group("cpu:gloo,{kind}:...").'
             )
     for group in root.groups:
         collectives.choose(group, checked=True)
