@@ -210,7 +210,7 @@ class TorchState(ComposableState):
 
 
 class ForwardsNeedAllRanks:
-    """Is the attribute `_is_fsdp_managed_module` of each module in a sharded one. torch sets it to True.
+    """The attribute `_is_fsdp_managed_module` of each module in a sharded one. torch sets it to True.
 
     It is true if a forward may gather parameters, so that all ranks must run it. `generate` of Transformers then goes
     on until the texts of all ranks have ended, and speech models run all layers in spite of layer drop. It is false

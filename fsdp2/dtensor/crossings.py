@@ -197,7 +197,7 @@ def _distribute_gradients_behind(node: Any) -> None:
 
 
 class _DistributedLike:
-    """Is a hook on the leaf of a graph: redistributes gradients like the sharded parameter `leaf`.
+    """A hook on the leaf of a graph: redistributes gradients like the sharded parameter `leaf`.
 
     An operation may return Partial gradients, for example, or an expanded scalar, of which torch 2.11 makes a
     replicated copy. A gradient is None where no element has one.
@@ -220,7 +220,7 @@ class _DistributedLike:
 
 
 class _Average:
-    """Is a hook on a plain tensor: averages its gradient over the ranks along mesh axes on which the ranks that share
+    """A hook on a plain tensor: averages its gradient over the ranks along mesh axes on which the ranks that share
     `owner` have the same tensor. All of these must call it.
 
     Raises:

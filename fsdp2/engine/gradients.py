@@ -48,7 +48,7 @@ SomeTensor = TypeVar("SomeTensor", bound=Tensor)
 
 
 class _Node(Protocol):
-    """Is a node of `_WithoutGraph`, which keeps what its forward sets."""
+    """A node of `_WithoutGraph`, which keeps the attributes that its forward sets."""
 
     parameter: str
     alive: _Alive
@@ -68,7 +68,7 @@ class _WithoutGraph(torch.autograd.Function):
 
 
 class _Alive:
-    """Is counted in `without_graph` while the node that has it is alive."""
+    """Marks a node as alive: it is in `without_graph` until the node is freed."""
 
     def __init__(self) -> None:
         without_graph[id(self)] = weakref.ref(self, partial(_forget, id(self)))
@@ -109,7 +109,7 @@ def _made_gradient(node: object) -> bool:
 
 @final
 class GroupGradients:
-    """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
+    """Reduces the gradients of one group as they arrive in backward, and keeps unsynchronized ones.
 
     The group owns it. GroupParameters calls `prepare` when parameters, or which of them are trainable, have changed;
     the group calls `use` when its Comms or its settings have. Nothing else changes how gradients are reduced.

@@ -228,7 +228,7 @@ class Memory:
 
 
 class _Stage:
-    """Holds a copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
+    """A copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
 
     It is allocated at first, for a plan to be made of it.
     """
@@ -263,7 +263,7 @@ class _Stage:
 
 
 class SecondaryShards:
-    """Holds this rank's shards in compute dtypes, cut among the ranks that restore the parameters instead of all."""
+    """This rank's shards in compute dtypes, cut among the ranks that restore the parameters instead of all."""
 
     def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
         self._comm, self._nbytes = comm, layout.shard_nbytes

@@ -25,7 +25,7 @@ from .compat import DTensorSpec
 
 
 class Gathered(Enum):
-    """Says when the ranks along an axis gather what the others hold."""
+    """When the ranks along an axis gather what the others hold."""
 
     NEVER = "never: each rank holds all of it"
     AT_USE = "at each use"
@@ -33,14 +33,14 @@ class Gathered(Enum):
 
 
 class Reduced(Enum):
-    """Says how the ranks along an axis sum their gradients."""
+    """How the ranks along an axis sum their gradients."""
 
     SCATTER = "reduce-scatter"
     ALL = "all-reduce"
 
 
 class Use(Enum):
-    """Says what the ranks along one axis of a device mesh share.
+    """What the ranks along one axis of a device mesh share.
 
     `rests_cut`: parameters, gradients and optimizer states are cut along the axis; else each rank has all of them.
     `gathered`, `reduced`: when parameters are gathered along it, and how gradients are summed.
@@ -63,7 +63,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class Topology:
-    """Says what each axis of `mesh` is used for. None: it belongs to the model (tensor parallelism)."""
+    """The use of each axis of `mesh`. None: it belongs to the model (tensor parallelism)."""
 
     mesh: DeviceMesh
     uses: tuple[Use | None, ...]
@@ -84,7 +84,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication.
+    """A device mesh, with the axes that shard the parameters, and those that replicate them: FSDP, HSDP, replication.
 
     `mesh`: the one that sharded parameters are on. `joins`: what the axes of the user's mesh are used for, if it
     has outer axes (`Use.OUTER_SHARD`): `mesh` joins these and those that shard to one axis. None: `mesh` is the user's.
@@ -141,7 +141,7 @@ class DataMesh:
 
     @cached_property
     def topology(self) -> Topology:
-        """Says what each axis of the user's mesh is used for."""
+        """The use of each axis of the user's mesh."""
         uses = dict.fromkeys(self.shard_axes, Use.SHARD) | dict.fromkeys(self.replicate_axes, Use.REPLICATE)
         return self.joins or Topology(self.mesh, tuple(map(uses.get, range(self.mesh.ndim))))
 
@@ -340,7 +340,7 @@ def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Says how one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along
+    """The distribution of one parameter: `mesh` and `placements` of the sharded parameter, and the `dim` along
     which the ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
     """
 

@@ -50,7 +50,7 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """Is what `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
 
     Args:
         placement: the Shard(dim) to use; None: Shard(0).

@@ -41,7 +41,7 @@ Steps: TypeAlias = "Generator[Work | None, None, None]"
 
 
 class Part(NamedTuple):
-    """Says where the shard of parameter i lies in a flat tensor of sums: `numel` elements, padded, from `offset` on.
+    """The place of the shard of parameter i in a flat tensor of sums: `numel` elements, padded, from `offset` on.
 
     `shape`: of the shard of this rank, without padding. `parameter`: the sharded parameter.
     """
@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Holds the sums of one bucket that replicas are to add up.
+    """The sums of one bucket that replicas are to add up.
 
     `flat`: [P]; the sum of all replicas is written here. If they share one set of shards, [R * P]: shards for all of
     them; this rank's sum is written to `own`, [P]. Padding is zeros. `is_last`: returns True if no other bucket follows
@@ -73,7 +73,7 @@ class Sums(NamedTuple):
 
 
 class ReplicaSum(Protocol):
-    """Says how replicas sum the gradients of one group, and holds what that keeps between steps."""
+    """Sums the gradients of one group between replicas, and keeps what that needs between steps."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class ReplicaSum(Protocol):
 
 
 class ReplicaCodec(Protocol):
-    """Says how replicas sum gradients by collectives of its own: `PowerSGD`."""
+    """A codec that sums between replicas by collectives of its own: `PowerSGD`."""
 
     def make_sum(self) -> ReplicaSum:
         """Returns what sums one group so."""
@@ -183,7 +183,7 @@ class EncodedSum:
 
 @final
 class GradBucket:
-    """Is what a hook in the shape of DDP's gets: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
+    """The argument of a hook in the shape of DDP's: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
 
     `names`, `shapes`: of the parameters, in the order of `gradients`.
     """

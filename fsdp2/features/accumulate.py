@@ -124,7 +124,7 @@ def accumulate(
 
 
 class Accumulation:
-    """Is one optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
+    """One optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
 
     def __init__(self, root: Root, sync: str, num_batches: int | None) -> None:
         self._root, self._is_each, self._num_batches = root, sync == "each", num_batches
@@ -372,7 +372,7 @@ def _count_stored(root: Root) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds the sums over all micro-batches of all ranks."""
+    """The sums over all micro-batches of all ranks."""
 
     loss: float
     weight: float

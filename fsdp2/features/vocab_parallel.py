@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class Route(NamedTuple):
-    """Says how the ids of one forward travel.
+    """The way of the ids of one forward to the owners of their rows.
 
     `order`: the places of this rank's ids in ascending order of ids, and so of owners. `rows`: the rows of this rank's
     shard that it sends, one rank's after the other's. `sent`, `received`: how many ids go to each rank, and come from.

@@ -181,7 +181,7 @@ def _refuse_what_cannot_be(optimizer: Optimizer) -> None:
 
 
 class FlatOptimizer:
-    """Is what the classes of flat optimizers inherit from, before the optimizer's own class.
+    """The base of flat optimizers' classes, before the optimizer's own class.
 
     `counts_own_steps`: a step counts itself in the versions of the parameters.
     """
