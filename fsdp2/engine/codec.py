@@ -195,7 +195,7 @@ AS_IS = AsIs()
 _MEMBERS = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 
 
-def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
+def check_codec(codec: object, where: str, may_sum: bool) -> None:
     """Refuses what is no codec. `where`: the argument, for errors. `may_sum`: it may be a way to sum between replicas.
 
     Raises:

@@ -35,8 +35,8 @@ _LOOKING_UP, _SENDING_BACK = "looking rows up in", "sending gradients of rows to
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """The class that `fsdp2.vocab_parallel_embedding` gives to an nn.Embedding. Without `fully_shard`'s state it is
-    one.
+    """The class of an nn.Embedding after `fsdp2.vocab_parallel_embedding`. A copy that is not sharded yet computes as
+    an nn.Embedding.
     """
 
     runs_without_gather = True
