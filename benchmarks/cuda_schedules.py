@@ -107,7 +107,7 @@ class OnWire:
 
 def _build(stage: Stage, parts: Parts) -> tuple[Call, Any]:
     """Returns a whole step of a new model, and its optimizer."""
-    prepare: Callable[[Any], object] = partial(_by_rows, stage) if parts.rows else lambda model: None
+    prepare: Callable[[Any], object] = partial(_shard_embedding, stage) if parts.rows else lambda model: None
     model = stage.build_model("fsdp2-best", prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     if parts.late:
@@ -123,7 +123,7 @@ def _build(stage: Stage, parts: Parts) -> tuple[Call, Any]:
     return step, optimizer
 
 
-def _by_rows(stage: Stage, model: Any) -> None:
+def _shard_embedding(stage: Stage, model: Any) -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fsdp2.vocab_parallel_embedding(model.embedding, mesh=stage.mesh, mp_policy=policy)
 

@@ -103,8 +103,8 @@ def fully_shard(
             its parameters, and its buffers are not moved either. Any iterable, or one module. Parameters outside of
             `module` may be among them: one set serves all calls.
         dp_mesh_dims: which axes of `mesh` shard and replicate, by their names; also those along which HSDP's replicas
-            share what rests (`outer_shard`). If `mesh` has further axes, every parameter must be a DTensor on it,
-            with Replicate() on these axes; or this rank's part, a plain tensor, with annotations of spmd_types.
+            share one set of shards (`outer_shard`). If `mesh` has further axes, every parameter must be a DTensor on
+            it, with Replicate() on these axes; or this rank's part, a plain tensor, with annotations of spmd_types.
         conditional: True allows each rank to leave `module` out of any forward: the image tower for a batch of text, an
             expert, a dropped layer. It trains as if ranks without it had run it to a gradient of zero; parameters that
             no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it
@@ -180,7 +180,7 @@ def vocab_parallel_embedding(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> FSDPModule:
-    """Shards an embedding's table by rows, in place, and has each lookup fetch the rows that it needs from the owners.
+    """Shards an embedding's table along dim 0, in place, and has each lookup fetch the rows that it needs.
 
     The weight becomes an `nn.Parameter(DTensor)` with Shard(0), as `fully_shard` makes it. But no forward or backward
     gathers it, or reduces a gradient of its size. Each rank sends its ids to the ranks that own these rows, which send

@@ -429,8 +429,8 @@ class FSDPModule:
             TypeError: `hook` is neither a function nor None.
             ValueError: a hook of torch is given a process group of other ranks; or ranks that shard have a
                 compression of reduce_scatter, or a custom reduce-scatter.
-            NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for FSDP1 on
-                the CPU.
+            NotImplementedError: the hook has the other shape; the mesh has an `outer_shard`; a hook of torch for FSDP1
+                on the CPU.
 
         Example:
             `model.register_comm_hook(None, bf16_compress_hook)` of a model under `replicate`
@@ -480,7 +480,7 @@ class FSDPModule:
             TypeError: it can't be called, or has no `allocate`.
             ValueError: the policy compresses reduce_scatter; or several ranks all hold whole parameters, and scatter
                 nothing.
-            NotImplementedError: axes of the mesh shard at rest only, so that gradients are scattered in two steps.
+            NotImplementedError: the mesh has an `outer_shard`, so that gradients are scattered in two steps.
         """
         for group in groups_of(self) if comm is not None else ():
             if group.mesh.has_outer_shard:

@@ -48,7 +48,7 @@ TOPOLOGIES = {
     "2x1": Topology(2, lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)),
     # Rank 1 is another replica of what rank 0 holds: an axis taken for the other shows.
     "2x2 across": Topology(4, lambda: DeviceMesh("cpu", [[0, 2], [1, 3]])),
-    # Both axes cut what rests; ranks compute, and wait for other replicas, as with HSDP.
+    # Both axes cut the shards; ranks compute, and wait for other replicas, as with HSDP.
     "2x2 at rest": Topology(
         4,
         lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES),

@@ -89,7 +89,7 @@ def life_of_a_parameter() -> Picture:
         "backward. A reduce-scatter makes a shard of its gradient, with which the optimizer steps on the shard.",
     )
     picture.text(20, 30, "whole, in the dtype of compute (bf16)", "dim")
-    picture.text(20, 320, "this rank's shard, in the dtype at rest (fp32)", "dim")
+    picture.text(20, 320, "this rank's shard, in the stored dtype (fp32)", "dim")
     for x, words in ((130, "forward"), (370, "backward")):
         picture.rect(x, 60, 120, 50, "param")
         picture.text(x + 60, 90, words, "b", "middle")

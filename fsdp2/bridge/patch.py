@@ -37,7 +37,7 @@ class _OfReplicated(type):
 
 
 class ReplicateModule(FSDPModule, metaclass=_OfReplicated):
-    """Is the class of modules that `replicate` was applied to, under torch's name for it, for `isinstance`."""
+    """The class of modules that `replicate` was applied to, under torch's name for it, for `isinstance`."""
 
 
 _PUBLIC = (
@@ -95,7 +95,7 @@ def patch_torch() -> Patch:
 
 
 class _Replaced:
-    """Holds what of torch is replaced while patches are `in_force`, and replaces and restores it."""
+    """Replaces names of torch while patches are `in_force`, and restores them."""
 
     def __init__(self) -> None:
         self.in_force: list[Patch] = []

@@ -33,7 +33,7 @@ def _mesh_info(mesh: DataMesh) -> Any:
     """Returns torch's description of the ranks that share and replicate parameters.
 
     Raises:
-        NotImplementedError: several axes shard, or replicate, or some shard at rest only: torch's has one each.
+        NotImplementedError: several axes shard, or replicate, or there is an `outer_shard`: torch's has one each.
     """
     axes = [mesh.shard_axes, mesh.replicate_axes]
     if mesh.joins is not None or any(len(each) > 1 for each in axes):
@@ -210,7 +210,7 @@ class TorchState(ComposableState):
 
 
 class ForwardsNeedAllRanks:
-    """Is the attribute `_is_fsdp_managed_module` of each module in a sharded one. torch sets it to True.
+    """The attribute `_is_fsdp_managed_module` of each module in a sharded one. torch sets it to True.
 
     It is true if a forward may gather parameters, so that all ranks must run it. `generate` of Transformers then goes
     on until the texts of all ranks have ended, and speech models run all layers in spite of layer drop. It is false

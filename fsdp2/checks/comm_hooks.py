@@ -22,13 +22,13 @@ def check_comm_hook(group: FSDPParamGroup, state: Any, hook: Any) -> None:
 
     Raises:
         ValueError: a hook of torch is given a process group of other ranks; or the group is to reduce otherwise, too.
-        NotImplementedError: the hook has the other shape; replicas share what rests; a hook of torch for devices.
+        NotImplementedError: the hook has the other shape; the mesh has an outer_shard; a hook of torch for devices.
     """
     mesh, replicas = group.mesh, group.comms.replicas
     if mesh.has_outer_shard:
         raise NotImplementedError(
-            f"{group.name}: register_comm_hook on {mesh.topology}: replicas that share what rests scatter their sums, "
-            "and a hook in the shape of DDP's returns all of a sum. Use Compression(all_reduce=...)."
+            f"{group.name}: register_comm_hook on {mesh.topology}: replicas that share one set of shards scatter "
+            "their sums, and a hook in the shape of DDP's returns all of a sum. Use Compression(all_reduce=...)."
         )
     if replicas is None and mesh.size > 1 and not mesh.replicate_axes:
         _check_scatter(group, hook)

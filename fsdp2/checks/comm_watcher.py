@@ -19,7 +19,7 @@ from .watched_groups import are_checked, note_level
 
 @final
 class Watched:
-    """Is the CommWatcher of the checks."""
+    """The CommWatcher of the checks: chooses Comms whose ranks compare what they do."""
 
     def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
         if not is_on():

@@ -54,12 +54,12 @@ _AGAIN, LAST = "beginning again, as ranks were out of step", 1 << 62
 
 
 class Exchange:
-    """Is the Work of one collective: the messages between this rank and the others.
+    """One collective in flight, as a Work: the messages between this rank and the others.
 
     A rank's first message begins with its header; a small tensor may ride behind that.
 
     `rows`: where first messages arrive, by the rank that sends them.
-    `take_leave`: called, if ranks are out of step, with this exchange and those that began later: see PairwiseComm.
+    `take_leave`: called, if ranks are out of step, with this exchange and those that began later (NamedPairwiseComm).
     `find_ended`: returns the ranks to which connections are closed.
     """
 
@@ -119,13 +119,13 @@ class Exchange:
         return came, problem
 
     def fail(self, error: RuntimeError) -> None:
-        """Says in the message of an error where ranks are: the collective could not even be begun."""
+        """Adds to an error where ranks are, if the collective could not even begin."""
         error.args = (str(error) + self._conversation.table(self, set(), str(error)),)
         self._conversation.give_up([self], str(error))
 
 
 class Conversation:
-    """Holds the collectives of one process group whose headers are still to be compared, in the order of their begin.
+    """Orders the collectives of one process group, and compares their headers in the order in which they begin.
 
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.

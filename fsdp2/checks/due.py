@@ -90,19 +90,19 @@ class ForwardCheck(Check):
     """Checks some forwards of each group. What it computes on a device, the host reads when the pass ends."""
 
     def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Is called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
+        """Called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
-        """Is called when a forward of `state` has returned that got such inputs, if its first group was due."""
+        """Called when a forward of `state` has returned that got such inputs, if its first group was due."""
 
     def before_forward(self, group: FSDPParamGroup) -> None:
-        """Is called when a forward of `group` begins, if the group is due."""
+        """Called when a forward of `group` begins, if the group is due."""
 
     def after_forward(self, group: FSDPParamGroup) -> None:
-        """Is called when that forward has returned."""
+        """Called when that forward has returned."""
 
     def after_failure(self, group: FSDPParamGroup) -> None:
-        """Is called when a forward of `group` has raised, also if the group was not due."""
+        """Called when a forward of `group` has raised, also if the group was not due."""
 
 
 def alike(

@@ -27,8 +27,9 @@ TABLE = "\nWhere each rank was:"
 
 
 class Header(NamedTuple):
-    """Says what a collective is about. `data`: the bytes that cross: `digest`, which is compared, and `text`. `code`:
-    the digest, too.
+    """Names one collective, for other ranks to compare.
+
+    `data`: the bytes that are sent: `digest`, which is compared, and `text`. `code`: the digest, as bytes.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Holds the level of all checks in this process: "off", "default" or "debug"."""
+"""Chooses how much all checks in this process check: "off", "default" or "debug"."""
 
 from __future__ import annotations
 

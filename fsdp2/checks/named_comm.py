@@ -30,7 +30,7 @@ _PROBE_TAG = 0x0F5E_0000
 
 
 class NamedPairwiseComm(PairwiseComm):
-    """Is a PairwiseComm whose first message to each rank begins with a header, which is compared first."""
+    """A PairwiseComm whose first message to each rank begins with a header. Ranks compare headers before all else."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
         super().__init__(group, purpose)
@@ -190,9 +190,9 @@ class NamedPairwiseComm(PairwiseComm):
 
 
 class Goodbyes(Observer):
-    """Says goodbye to all with whom a root has collectives: when ranks are out of step, because ranks of other axes
-    wait; and when a pass raises on this rank, because others may wait for the rest of it. They raise at once, whatever
-    this rank does next, and have ended the same step.
+    """Says goodbye to all ranks with which a root has collectives: when ranks are out of step, because ranks of other
+    axes wait; and when a pass raises on this rank, because others may wait for the rest of it. They raise at once,
+    whatever this rank does next, and have ended the same step.
 
     An evaluation that raises says nothing: others may have all that they need of it. A rank that raises between forward
     and backward, where nothing sees it, is noticed when it begins the next forward. If there was no backward in

@@ -389,10 +389,10 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     names = names_below(plan.roots)
     meshes = [plan.mesh, *(each.mesh for each in plan.parameters.values())]
     meshes += [group.mesh for state in plan.inside for group in state.groups]
-    at_rest = next((mesh for mesh in meshes if mesh.has_outer_shard), None)
-    if at_rest is not None:
+    outer = next((mesh for mesh in meshes if mesh.has_outer_shard), None)
+    if outer is not None:
         raise NotImplementedError(
-            f"conditional modules with outer_shard ({at_rest.topology}) are not supported: ranks that leave a module "
+            f"conditional modules with outer_shard ({outer.topology}) are not supported: ranks that leave a module "
             "out have no part to keep. Name its axes in `replicate` instead."
         )
     keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]

@@ -49,7 +49,7 @@ class _Followed:
 
 
 class _Told(NamedTuple):
-    """Holds what a rank tells of one optimizer: its steps, see _Followed, and its settings."""
+    """What a rank tells others about one optimizer: its steps, see _Followed, and its settings."""
 
     steps: list[int]
     num_raised: int

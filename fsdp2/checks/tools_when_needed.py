@@ -17,7 +17,7 @@ _LOG = "FSDP2_LOG"
 class Summary(Observer):
     """Has the first rank log how its model was sharded, once, when the first pass begins: then the root is known.
 
-    It compares one level where nobody logs, and is gone after that pass began.
+    Where the logger is off, it only compares a level. It removes itself when that pass begins.
     """
 
     def pass_began(self, root: Root) -> None:

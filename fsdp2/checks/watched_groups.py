@@ -1,4 +1,4 @@
-"""Holds what checks know of each process group. Several Comms may share one, and its ranks talk in one order."""
+"""Keeps one order of messages for each process group, which several Comms may share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conversation import Conversation
 
 
 class WatchedGroup:
-    """Holds what checks know of one process group.
+    """What Comms that share a process group must have in common, to be watched.
 
     `compares_all`: ranks compare all that they do there (the debug level). `purposes`: those of its collectives, whose
     roots are told when ranks are out of step.

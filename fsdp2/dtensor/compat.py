@@ -124,34 +124,29 @@ def may_be_empty(tensor: DTensor) -> bool:
 
 # ---- graphs
 
-# Kinds of nodes of autograd graphs.
-TO_LOCAL, FROM_LOCAL, COLLECTIVE, NO_GRADIENT, OTHER = "to_local", "from_local", "collective", "no gradient", "other"
-# Names of nodes. `full_tensor` uses the first, too; at the last, of operations without a gradient, backward stops.
-_KINDS = {
-    "_ToTorchTensorBackward": TO_LOCAL,
-    "_FromTorchTensorBackward": FROM_LOCAL,
-    "torch::autograd::WarnNotImplemented": NO_GRADIENT,
-}
+# Names of nodes: of `DTensor.from_local`, and of operations without a gradient, where backward stops.
+_FROM_LOCAL, _NO_GRADIENT = "_FromTorchTensorBackward", "torch::autograd::WarnNotImplemented"
 # Parts of names of other nodes of torch's functional collectives than those that communicate.
 _NO_COLLECTIVES = ("wait_tensor", "wrap_tensor")
 _CPP_COLLECTIVES = ("AllGather", "AllReduce", "AllToAll", "ReduceScatter")
 
 
-def kind_of(node: Any) -> str:
-    """Returns what kind of operation `node` of an autograd graph stands for.
+def is_from_local(node: Any) -> bool:
+    """Returns True if `node` of an autograd graph is that of a DTensor that was made of a plain tensor."""
+    return bool(node.name() == _FROM_LOCAL)
 
-    COLLECTIVE is one of torch's that has a gradient: a functional collective, which torch 2.11 has in C++, or one of
-    torch.distributed.nn.
+
+def may_be_collective(node: Any) -> bool:
+    """Returns True if `node` of an autograd graph is that of a collective of torch: a functional collective, which
+    torch 2.11 has in C++, or one of torch.distributed.nn; or of any operation that has no gradient.
     """
-    return _kind_of(type(node), node.name())  # type: ignore[arg-type]
+    return _may_be_collective(type(node), node.name())  # type: ignore[arg-type]
 
 
 @lru_cache(4096)
-def _kind_of(cls: type, name: str) -> str:
-    return _KINDS.get(name) or (COLLECTIVE if _is_collective(cls, name) else OTHER)
-
-
-def _is_collective(cls: Any, name: str) -> bool:
+def _may_be_collective(cls: Any, name: str) -> bool:
+    if name == _NO_GRADIENT:
+        return True
     if "c10d_functional" in name:
         return not any(each in name for each in _NO_COLLECTIVES)
     if "CppNode" in name:

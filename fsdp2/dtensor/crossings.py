@@ -35,7 +35,8 @@ from ..engine.owners import Owned, sharded_owner
 from ..engine.rank_facts import all_reduce_over
 from ..engine.torch_names import saved_by
 from ..engine.user_code import hides_modes
-from .graph import dtensor_nodes, is_dtensor_leaf, is_from_local
+from .compat import is_from_local
+from .graph import dtensor_nodes, is_dtensor_leaf
 from .sharded_dtensor import ShardedDTensor, as_sharded, replace_attribute
 from .summed_parts import note_part
 
@@ -196,7 +197,7 @@ def _distribute_gradients_behind(node: Any) -> None:
 
 
 class _DistributedLike:
-    """Is a hook on the leaf of a graph: redistributes gradients like the sharded parameter `leaf`.
+    """A hook on the leaf of a graph: redistributes gradients like the sharded parameter `leaf`.
 
     An operation may return Partial gradients, for example, or an expanded scalar, of which torch 2.11 makes a
     replicated copy. A gradient is None where no element has one.
@@ -219,7 +220,7 @@ class _DistributedLike:
 
 
 class _Average:
-    """Is a hook on a plain tensor: averages its gradient over the ranks along mesh axes on which the ranks that share
+    """A hook on a plain tensor: averages its gradient over the ranks along mesh axes on which the ranks that share
     `owner` have the same tensor. All of these must call it.
 
     Raises:

@@ -7,12 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .compat import FROM_LOCAL, kind_of
-
-
-def next_nodes(node: Any) -> Iterator[Any]:
-    """Yields the nodes to which backward goes on from `node`."""
-    return (each for each, _ in node.next_functions if each is not None)
+from .compat import is_from_local
 
 
 def all_nodes(roots: Iterable[Any], ends: Callable[[Any], bool] | None = None) -> Iterator[Any]:
@@ -40,11 +35,6 @@ def dtensor_nodes(roots: Iterable[Any]) -> Iterator[Any]:
     behind which it does not go.
     """
     return all_nodes(roots, ends=is_from_local)
-
-
-def is_from_local(node: Any) -> bool:
-    """Returns True for the node of a DTensor that was made of a plain tensor."""
-    return kind_of(node) == FROM_LOCAL
 
 
 def is_dtensor_leaf(node: Any) -> bool:

@@ -46,12 +46,11 @@ stepped_beside: list[Callable[[Optimizer, Groups, Mapping[int, Tensor]], None]] 
 
 
 class _Inspected(NamedTuple):
-    """Holds the facts about an optimizer when its parameters were last inspected.
+    """What was found when the parameters of an optimizer were last inspected.
 
     `counts`: the number of its parameters, and of fully_shard calls in this process, and the identity of its states.
-    `groups`: the groups of the
-    sharded parameters that it has. `has_stale`: True if it steps on parameters that fully_shard has replaced since, or
-    on unsharded ones.
+    `groups`: the groups of the sharded parameters that it has. `has_stale`: True if it steps on parameters that
+    fully_shard has replaced since, or on unsharded ones.
     """
 
     counts: tuple[int, int, int]
@@ -69,7 +68,7 @@ _inspected: dict[int, _Inspected] = {}
 
 
 class _Calls:
-    """Holds the number of fully_shard calls in this process."""
+    """Counts the fully_shard calls in this process."""
 
     counter = count(1)  # not `number += 1`, because other threads may be ranks
     number = 0

@@ -1,4 +1,4 @@
-"""Says what to write where a sharded tensor is refused: by an operation with a plain tensor, as in
+"""Explains what to write where a sharded tensor is refused: by an operation with a plain tensor, as in
 `torch.gather(p, 0, rows)`, by one that DTensor has no rule for, by a collective of `torch.distributed`, and by a reader
 of memory addresses (safetensors, NumPy).
 

@@ -131,7 +131,7 @@ _VALUE = "_reduced_value"
 
 
 class UnreducedDTensor(ShardedDTensor):
-    """Is the result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
+    """The result of an operation on ShardedDTensors that DTensor's rule has left Partial: a norm, a sum.
 
     An operation that computes with it gets the reduced value; all ranks must call that operation. The tensor itself
     stays as it is: the reduced value is kept next to it, and serves later operations. Only an operation that writes to

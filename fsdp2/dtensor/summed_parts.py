@@ -14,8 +14,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from .compat import COLLECTIVE, NO_GRADIENT, kind_of
-from .graph import all_nodes, next_nodes
+from .compat import may_be_collective
+from .graph import all_nodes
 
 # The key under which the metadata of a graph's node has the part of a weight that the node makes.
 _PART = "fsdp2_part"
@@ -48,8 +48,8 @@ def refuse_summed_parts(outputs: Sequence[Any]) -> None:
         RuntimeError: a collective takes a part.
     """
     roots = [each.grad_fn for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None]
-    collectives = [node for node in all_nodes(roots) if kind_of(node) in (COLLECTIVE, NO_GRADIENT)]
-    for behind in all_nodes(each for node in collectives for each in next_nodes(node)):
+    collectives = [node for node in all_nodes(roots) if may_be_collective(node)]
+    for behind in all_nodes(each for node in collectives for each, _ in node.next_functions):
         part = behind.metadata.get(_PART)
         if part is not None:
             raise RuntimeError(

@@ -53,7 +53,7 @@ PIECES_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Cuts:
-    """Says how gradients are cut on a kind of device, so that what has arrived is sent and freed early.
+    """Limits for buckets and pieces of gradients on one kind of device, so that gradients are sent and freed early.
 
     Args:
         max_buckets: a group's gradients are about so many buckets. None: as many as they need.
@@ -98,7 +98,7 @@ def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_compu
 
 
 class BucketPlan(NamedTuple):
-    """Says how the gradients of the parameters of one group travel, and how they are divided into buckets.
+    """The codecs of the gradients of one group, and the buckets into which they are divided.
 
     `reduce_dtypes`: in which each is summed; `codecs`: how each travels as it is computed; `codecs_of_sums`: if sums of
     several may be among them; `buckets`: the parameter indices of each bucket; `sent_nbytes`: bytes of all gradients as
@@ -229,7 +229,7 @@ class Bucket:
 
 
 class Segments:
-    """Holds the packed gradients of one bucket while they are sent: one segment for each rank, side by side.
+    """The send buffer of one bucket: packed gradients, one segment for each rank, side by side.
 
     `of_ranks`: (W, P) elements of the wire dtype; `flat`: the same as one row. The views that gradients are copied to
     are made once; the memory, `storage`, may be freed between two uses: then `allocate(storage)` follows.
@@ -309,7 +309,7 @@ def _parts(gradient: Tensor, spec: ParamSpec) -> list[Tensor]:
 
 @final
 class ReducePlan:
-    """Holds what all reductions of one bucket have in common, and packs its gradients.
+    """Packs the gradients of one bucket. All reductions of the bucket share it.
 
     `summing`: how replicas sum these gradients, of which `parts` are the shards. None: by one collective.
     `pieces`: (first, last) elements of each rank's shard of a gradient that is all of its group. It is reduced piece by

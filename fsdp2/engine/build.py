@@ -33,7 +33,7 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """Holds the arguments of one call of `fully_shard` or `replicate`.
+    """The arguments of one call of `fully_shard` or `replicate`.
 
     `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
     return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 
 
 class ParameterPlan(NamedTuple):
-    """Says how one parameter is to be sharded: its FQN, where it is registered, its mesh, and its placement.
+    """How to shard one parameter: its FQN, where it is registered, its mesh, and its placement.
 
     `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
     `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
@@ -68,7 +68,7 @@ class ParameterPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """Says what one call is about to do. Extensions may refuse or change it: no module has been changed yet.
+    """What one call is about to do. Extensions may refuse or change it: no module has been changed yet.
 
     `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
     FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
@@ -215,7 +215,7 @@ def _plan(module: Any, given: Arguments) -> Plan:
 
 
 def _plan_offload(plan: Plan) -> None:
-    """Says where the parameters of the call rest. Tied ones stay where an earlier call has put them."""
+    """Chooses where the parameters of the call are stored. Tied ones stay where an earlier call has put them."""
     given = plan.given.offload_policy
     if not isinstance(given, OffloadBudget):
         plan.offload = given

@@ -1,4 +1,4 @@
-"""Says how gradients, and weights, travel between the ranks of a shard group: as they are, cast, or encoded by a codec
+"""Encodes gradients and weights while they travel between the ranks of a shard group: as they are, cast, or by a codec
 of your own.
 
 Shape legend:  W ranks,  P elements of one rank's segment of a bucket,  n elements of that segment as it travels.
@@ -55,7 +55,7 @@ def is_compressed(codec: Codec, shape: Sequence[int] | None, dtype: torch.dtype)
 
 
 class Codec(Protocol):
-    """Says how gradients travel, or weights. `Compression` takes codecs; a class of yours may be one.
+    """Encodes gradients, or weights, while they travel. `Compression` takes codecs; a class of yours may be one.
 
     A codec is a value: it is immutable, two equal ones have one hash and one `repr`, and what it returns depends on its
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
@@ -67,8 +67,8 @@ class Codec(Protocol):
     large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
     until another object takes the parameter's place or a backward pass fails. `fsdp2.compression.state_dict` saves it.
 
-    Of weights, `summed` is the dtype in which the parameter rests. `sum` is not called, and `seed` is the same each
-    time, so that backward has the weights of the forward. There is no feedback: what rests is exact.
+    Of weights, `summed` is the dtype in which the parameter is stored. `sum` is not called, and `seed` is the same each
+    time, so that backward has the weights of the forward. There is no feedback: sharded parameters are exact.
     """
 
     @property
@@ -195,7 +195,7 @@ AS_IS = AsIs()
 _MEMBERS = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 
 
-def check_codec(codec: object, where: str, may_sum: bool = False) -> None:
+def check_codec(codec: object, where: str, may_sum: bool) -> None:
     """Refuses what is no codec. `where`: the argument, for errors. `may_sum`: it may be a way to sum between replicas.
 
     Raises:
@@ -315,7 +315,7 @@ def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:
 
 
 class Member(NamedTuple):
-    """Says where elements `first` to `last` of parameter i's shards lie in packed segments: from `offset` on."""
+    """The place of elements `first` to `last` of parameter i's shards in packed segments: from `offset` on."""
 
     i: int
     offset: int

@@ -111,7 +111,7 @@ class CustomComm(DelegatingComm):
 
 @dataclass(frozen=True)
 class CommChoice:
-    """Holds what a user has chosen for the collectives of a group, in place of the usual ones.
+    """A user's choices for the collectives of a group, in place of the usual ones.
 
     Args:
         all_gather, reduce_scatter: the user's own, as `CustomComm` calls them.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ComparedNumbers(NamedTuple):
-    """Holds numbers of a rank, which ranks compare, and a function that judges them.
+    """Numbers of a rank to compare with those of other ranks, and a function that judges the result.
 
     `judge` is called with the least and the greatest value of each number, alike on all ranks; it may raise.
     """

@@ -1,4 +1,4 @@
-"""Says how the rest of the package, and users, join the engine.
+"""Lets the rest of the package, and users, extend the engine.
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, the events, and a root calls only
 those that are overridden. It may raise, tell and measure, and changes nothing. A *feature* changes numbers, memory or
@@ -163,7 +163,7 @@ def _events_of(cls: type) -> frozenset[str]:
 
 
 class Events:
-    """Holds one attribute for each event: the list of observers' methods to call. A list is made when it is first asked
+    """Lists, in one attribute for each event, the observers' methods to call. A list is made when it is first asked
     for: most roots are replaced by that of an outer module before anything happens.
     """
 
@@ -214,13 +214,13 @@ class RankConsensus(Protocol):
         """Returns True if ranks may leave the modules of `group` out."""
 
     def before_pass(self) -> None:
-        """Is called when a forward pass begins. It may refuse the root."""
+        """Called when a forward pass begins. It may refuse the root."""
 
     def before_gather(self, group: FSDPParamGroup) -> None:
-        """Is called before each all-gather. It may communicate for other groups first."""
+        """Called before each all-gather. It may communicate for other groups first."""
 
     def before_reduce(self, group: FSDPParamGroup, indices: set[int]) -> set[int]:
-        """Is called before all gradients of a group are reduced, together (ReduceWhen). It may reduce them itself.
+        """Called before all gradients of a group are reduced, together (ReduceWhen). It may reduce them itself.
 
         `indices`: those of the parameters that have gradients on this rank. Returns those that all ranks reduce.
         """
@@ -229,15 +229,15 @@ class RankConsensus(Protocol):
         """Returns what the forward is to return in place of `output`. `inputs`: (args, kwargs)."""
 
     def before_backward(self) -> None:
-        """Is called when a backward, or `reduce_unsynchronized`, begins, before it takes placeholders from `.grad`."""
+        """Called when a backward, or `reduce_unsynchronized`, begins, before it takes placeholders from `.grad`."""
 
     def after_backward(self) -> None:
-        """Is called when a backward, or `reduce_unsynchronized`, has begun its reductions, before the all-reduces
+        """Called when a backward, or `reduce_unsynchronized`, has begun its reductions, before the all-reduces
         between replicas that may follow.
         """
 
     def pass_failed(self, in_backward: bool) -> None:
-        """Is called when the outermost forward, or a backward, has raised, before anything of it is dropped. Other
+        """Called when the outermost forward, or a backward, has raised, before anything of it is dropped. Other
         ranks may still communicate for it.
         """
 
@@ -246,16 +246,16 @@ class BackwardSteps(Protocol):
     """Steps on parameters as soon as their gradients are delivered (features/optimizer_in_backward.py)."""
 
     def before_backward(self) -> None:
-        """Is called when a backward pass begins."""
+        """Called when a backward pass begins."""
 
     def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
         """Delivers offloaded gradients on another thread. None: the caller delivers them."""
 
     def step(self, group: FSDPParamGroup, params: Sequence[FSDPParam], of_pass: object) -> None:
-        """Is called when `.grad` of `params` includes what the pass `of_pass` has computed."""
+        """Called when `.grad` of `params` includes what the pass `of_pass` has computed."""
 
     def after_delivery(self) -> None:
-        """Is called when all reductions have finished."""
+        """Called when all reductions have finished."""
 
 
 _UNWATCHED = Unwatched()
@@ -263,7 +263,7 @@ _UNWATCHED = Unwatched()
 
 @dataclass(frozen=True)
 class Extensions:
-    """Holds what other folders, and users, add to the engine for the whole process.
+    """What other folders, and users, add to the engine for the whole process.
 
     Args:
         features: called with each new root, before observers are made; each joins the root, if it needs it.

@@ -48,7 +48,7 @@ SomeTensor = TypeVar("SomeTensor", bound=Tensor)
 
 
 class _Node(Protocol):
-    """Is a node of `_WithoutGraph`, which keeps what its forward sets."""
+    """A node of `_WithoutGraph`, which keeps the attributes that its forward sets."""
 
     parameter: str
     alive: _Alive
@@ -68,7 +68,7 @@ class _WithoutGraph(torch.autograd.Function):
 
 
 class _Alive:
-    """Is counted in `without_graph` while the node that has it is alive."""
+    """Marks a node as alive: it is in `without_graph` until the node is freed."""
 
     def __init__(self) -> None:
         without_graph[id(self)] = weakref.ref(self, partial(_forget, id(self)))
@@ -109,14 +109,14 @@ def _made_gradient(node: object) -> bool:
 
 @final
 class GroupGradients:
-    """Holds the gradients of one group: those that have arrived in this backward pass, and unsynchronized ones.
+    """Reduces the gradients of one group as they arrive in backward, and keeps unsynchronized ones.
 
     The group owns it. GroupParameters calls `prepare` when parameters, or which of them are trainable, have changed;
     the group calls `use` when its Comms or its settings have. Nothing else changes how gradients are reduced.
 
     `unsynchronized`: parameter index -> unsharded gradient, in the reduce dtype, which a later pass will reduce.
     `partial`: parameter index -> flat padded shard, in the reduce dtype, which is still to be summed between replicas;
-        one for each replica, [M, shard_numel], if these share what rests.
+        one for each replica, [M, shard_numel], if these share one set of shards.
     `taken`: indices of parameters whose unsynchronized or partial gradients, of earlier passes, the backward pass that
         runs has included. If it fails, these are lost.
 
@@ -241,7 +241,9 @@ class GroupGradients:
             compat.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
         cuts = cuts_for(specs, device)
-        which = self.reduction.shards.sums_on_arrival, tuple(trainable), cuts, tuple(self.summed_apart(specs))
+        # Which parameters replicas sum otherwise than by one collective. Empty: none.
+        summed_apart = () if self._summing is None else tuple(map(self._summing.holds_for, specs))
+        which = self.reduction.shards.sums_on_arrival, tuple(trainable), cuts, summed_apart
         plan = plan_buckets(specs, policy, *which, self.group.settings.bucket_bytes)
         self._reduce_dtypes, self._codecs, self._codecs_of_sums = plan[:3]
         codecs = {*plan.codecs, *plan.codecs_of_sums}
@@ -278,10 +280,6 @@ class GroupGradients:
         param, spec = self._params[i], self._specs[i]
         shape = spec.local_shape(self.reduction.shards.rank)
         return Part(i, param.name, offset, spec.shard_numel, shape, param.sharded)
-
-    def summed_apart(self, specs: Sequence[ParamSpec]) -> list[bool]:
-        """Returns which parameters replicas sum otherwise than by one collective. Empty: none."""
-        return [] if self._summing is None else [self._summing.holds_for(spec) for spec in specs]
 
     def _find_summing(self, policy: MixedPrecisionPolicy, name: str) -> None:
         """Finds how replicas sum, and keeps what they have if that has not changed."""
@@ -348,11 +346,8 @@ class GroupGradients:
         return {i for i, param in enumerate(self._params) if param.unsharded.grad is not None}
 
     def _fill(self, bucket: Bucket) -> None:
-        self.fill_with_zeros(bucket.indices)
-
-    def fill_with_zeros(self, indices: Iterable[int]) -> None:
         """Puts zeros in place of gradients that this rank does not have."""
-        for i in indices:
+        for i in bucket.indices:
             unsharded = self._params[i].unsharded
             if unsharded.grad is None:
                 dtype = self._specs[i].arriving_dtype or self._reduce_dtypes[i]
@@ -368,15 +363,12 @@ class GroupGradients:
             self._process(self._take(bucket.indices))
 
     def _process_agreed(self, left: set[int]) -> None:
-        """Processes the gradients of parameters `left`, or of those on which ranks agree under a consensus."""
-        settings = self.group.settings
+        """Processes the gradients of parameters `left`, or of those on which ranks agree under a consensus, bucket by
+        bucket: that order is the same on all ranks.
+        """
         consensus = self.group.root.consensus
-        if consensus is not None and settings.reduce_gradients and left:
+        if consensus is not None and self.group.settings.reduce_gradients and left:
             left = consensus.before_reduce(self.group, left)
-        self._process_in_order(left)
-
-    def _process_in_order(self, left: set[int]) -> None:
-        """Processes the gradients of parameters `left` bucket by bucket, which is one order on all ranks."""
         for bucket in self.buckets:
             self._process(self._take([i for i in bucket.indices if i in left]))
             left.difference_update(bucket.indices)

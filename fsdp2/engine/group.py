@@ -41,7 +41,7 @@ __all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED
 
 
 class Comms(NamedTuple):
-    """Holds the Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
+    """The Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
     parameters from secondary shards.
     """
 

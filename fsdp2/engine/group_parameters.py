@@ -157,7 +157,7 @@ def version_if_counted(tensor: Tensor) -> int:
 
 
 class GroupParameters:
-    """Holds the parameters of one group, and builds buffers, plans and unsharded parameters from them.
+    """Builds buffers, plans and unsharded parameters from the parameters of one group.
 
     `buffers`: their memory; None while they are elsewhere than on `storage_device`, on the meta device for example.
     `extension`: what gathers those that say themselves how; they are the last ones in `params`. `unsharded`: the

@@ -1,8 +1,8 @@
-"""Owns the memory of one group: its shards at rest, its unsharded parameters while they are needed, secondary shards.
+"""Owns the memory of one group: its shards, its unsharded parameters while they are needed, secondary shards.
 
 Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
 among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
-until a write, where replicas share what rests (`Use.OUTER_SHARD`).
+until a write, where replicas share one set of shards (`Use.OUTER_SHARD`).
 """
 
 from __future__ import annotations
@@ -221,11 +221,6 @@ class Memory:
             self.storage.resize_(0)
         return True
 
-    @property
-    def secondary_nbytes(self) -> int:
-        """Bytes of the secondary shards that are kept now."""
-        return self.secondary.nbytes if self.secondary is not None else 0
-
     def hold_memory(self) -> bool:
         """Returns True if `free`, or dropping the secondary shards, would give memory back."""
         is_unsharded = self.is_allocated and not self.layout.aliased and not self.keeps_storage
@@ -233,7 +228,7 @@ class Memory:
 
 
 class _Stage:
-    """Holds a copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
+    """A copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
 
     It is allocated at first, for a plan to be made of it.
     """
@@ -268,7 +263,7 @@ class _Stage:
 
 
 class SecondaryShards:
-    """Holds this rank's shards in compute dtypes, cut among the ranks that restore the parameters instead of all."""
+    """This rank's shards in compute dtypes, cut among the ranks that restore the parameters instead of all."""
 
     def __init__(self, layout: GatherLayout, comm: Comm, unsharded: Tensor) -> None:
         self._comm, self._nbytes = comm, layout.shard_nbytes

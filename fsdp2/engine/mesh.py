@@ -1,6 +1,6 @@
 """Describes, as one value, the ranks that share and replicate one group's parameters. One rank is an ordinary size.
 
-`Topology` says for each axis of a device mesh what rests on its ranks, what they gather, and how they reduce gradients.
+`Topology` says for each axis of a device mesh what its ranks store, what they gather, and how they reduce gradients.
 `DataMesh` derives the process groups from it.
 """
 
@@ -25,7 +25,7 @@ from .compat import DTensorSpec
 
 
 class Gathered(Enum):
-    """Says when the ranks along an axis gather what the others hold."""
+    """When the ranks along an axis gather what the others hold."""
 
     NEVER = "never: each rank holds all of it"
     AT_USE = "at each use"
@@ -33,20 +33,20 @@ class Gathered(Enum):
 
 
 class Reduced(Enum):
-    """Says how the ranks along an axis sum their gradients."""
+    """How the ranks along an axis sum their gradients."""
 
     SCATTER = "reduce-scatter"
     ALL = "all-reduce"
 
 
 class Use(Enum):
-    """Says what the ranks along one axis of a device mesh share.
+    """What the ranks along one axis of a device mesh share.
 
     `rests_cut`: parameters, gradients and optimizer states are cut along the axis; else each rank has all of them.
     `gathered`, `reduced`: when parameters are gathered along it, and how gradients are summed.
 
-    SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. OUTER_SHARD: replicas that share what rests. In between,
-    each replica computes and reduces along SHARD as in HSDP, from secondary shards.
+    SHARD: FSDP. REPLICATE: the replicas of HSDP, or DDP. OUTER_SHARD: replicas that share one set of
+    shards. Between writes each replica computes and reduces along SHARD as in HSDP, from secondary shards.
     """
 
     rests_cut: bool
@@ -63,7 +63,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class Topology:
-    """Says what each axis of `mesh` is used for. None: it belongs to the model (tensor parallelism)."""
+    """The use of each axis of `mesh`. None: it belongs to the model (tensor parallelism)."""
 
     mesh: DeviceMesh
     uses: tuple[Use | None, ...]
@@ -84,10 +84,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class DataMesh:
-    """Says which axes of a device mesh shard the parameters, and which replicate them: FSDP, HSDP and replication.
+    """A device mesh, with the axes that shard the parameters, and those that replicate them: FSDP, HSDP, replication.
 
-    `mesh`: the one that sharded parameters are on. `joins`: what the axes of the user's mesh are used for, if some
-    shard at rest only: `mesh` joins these and those that shard to one axis. None: `mesh` is the user's.
+    `mesh`: the one that sharded parameters are on. `joins`: what the axes of the user's mesh are used for, if it
+    has outer axes (`Use.OUTER_SHARD`): `mesh` joins these and those that shard to one axis. None: `mesh` is the user's.
     """
 
     mesh: DeviceMesh
@@ -141,23 +141,23 @@ class DataMesh:
 
     @cached_property
     def topology(self) -> Topology:
-        """Says what each axis of the user's mesh is used for."""
+        """The use of each axis of the user's mesh."""
         uses = dict.fromkeys(self.shard_axes, Use.SHARD) | dict.fromkeys(self.replicate_axes, Use.REPLICATE)
         return self.joins or Topology(self.mesh, tuple(map(uses.get, range(self.mesh.ndim))))
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the parts of one copy of the parameters, and gather them from what rests."""
+        """The ranks that hold the parts of one copy of the parameters, and gather them from their shards."""
         return _group_over(self.mesh, self.shard_axes)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that rest the same, and all-reduce gradients."""
+        """The ranks that hold the same shards, and all-reduce gradients."""
         return _group_over(self.mesh, self.replicate_axes)
 
     @cached_property
     def has_outer_shard(self) -> bool:
-        """True if some ranks of the shard group share only what rests. Then gradients are reduced in two steps."""
+        """True if replicas share one set of shards (`Use.OUTER_SHARD`). Then gradients are reduced in two steps."""
         return bool(self.topology.axes(Gathered.AFTER_WRITE))
 
     @property
@@ -221,7 +221,7 @@ def on_axes(
     mesh: DeviceMesh,
     shard_axes: tuple[int, ...],
     replicate_axes: tuple[int, ...] = (),
-    at_rest_axes: tuple[int, ...] = (),
+    outer_axes: tuple[int, ...] = (),
 ) -> DataMesh:
     """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.OUTER_SHARD`.
 
@@ -231,23 +231,21 @@ def on_axes(
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
-    given = shard_axes + replicate_axes + at_rest_axes
+    given = shard_axes + replicate_axes + outer_axes
     if len({*given}) < len(given):
         names = mesh.mesh_dim_names or range(mesh.ndim)
-        shard, replicate, at_rest = (
-            [names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, at_rest_axes)
-        )
-        rest = f" and {at_rest} to shard at rest" if at_rest else ""
+        shard, replicate, outer = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, outer_axes))
+        rest = f" and {outer} as outer_shard" if outer else ""
         raise ValueError(
             f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate{rest}. Leave it out of "
             "one."
         )
     # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
-    key = (id(mesh), shard_axes, replicate_axes, at_rest_axes)
+    key = (id(mesh), shard_axes, replicate_axes, outer_axes)
     found = _in_use.get(key)
     if found is None:
-        if at_rest_axes:
-            found = _joined(mesh, shard_axes, replicate_axes, at_rest_axes)
+        if outer_axes:
+            found = _joined(mesh, shard_axes, replicate_axes, outer_axes)
         else:
             found = DataMesh(mesh, shard_axes, replicate_axes)
         check_order(found.mesh, found.shard_axes, found.shard_group)
@@ -256,41 +254,41 @@ def on_axes(
 
 
 def _joined(
-    mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...], at_rest_axes: tuple[int, ...]
+    mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...], outer_axes: tuple[int, ...]
 ) -> DataMesh:
-    """Returns the mesh whose only axis joins those that shard at rest only and those that shard. If one of both kinds
-    has one rank, all others shard, as in FSDP.
+    """Returns the mesh whose only axis joins the outer axes (`Use.OUTER_SHARD`) and those that shard. If one of both
+    kinds has one rank, all others shard, as in FSDP.
 
     Raises:
-        ValueError: no axis shards; or one that shards is left of one that shards at rest only.
+        ValueError: no axis shards; or one that shards is left of an outer one.
         NotImplementedError: there are other axes, of replicas or of the model.
     """
     names = mesh.mesh_dim_names
-    assert names is not None, "axes that shard at rest are chosen by name"
-    shard, replicate, at_rest = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, at_rest_axes))
+    assert names is not None, "outer axes are chosen by name"
+    shard, replicate, outer = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, outer_axes))
     if not shard:
         raise ValueError(
-            f"dp_mesh_dims: expected axes that shard beside outer_shard={at_rest}, got none. If no ranks compute as "
+            f"dp_mesh_dims: expected names for shard as well as outer_shard={outer}, got none. If no ranks compute as "
             "replicas, all ranks shard: pass these names as `shard`."
         )
     if replicate:
         raise NotImplementedError(
-            f"dp_mesh_dims: outer_shard={at_rest} together with replicate={replicate} is not supported. Name all of "
+            f"dp_mesh_dims: outer_shard={outer} together with replicate={replicate} is not supported. Name all of "
             "these axes in outer_shard, or all in replicate."
         )
-    if mesh.ndim > len(shard_axes + at_rest_axes):
+    if mesh.ndim > len(shard_axes + outer_axes):
         raise NotImplementedError(
-            f"dp_mesh_dims: outer_shard={at_rest} on a mesh with further axes, {names}, is not supported. Pass the "
-            f"axes of data parallelism only: mesh[{', '.join(map(repr, at_rest + shard))}]."
+            f"dp_mesh_dims: outer_shard={outer} on a mesh with further axes, {names}, is not supported. Pass the "
+            f"axes of data parallelism only: mesh[{', '.join(map(repr, outer + shard))}]."
         )
-    if max(at_rest_axes) > min(shard_axes):
+    if max(outer_axes) > min(shard_axes):
         raise ValueError(
-            f"dp_mesh_dims: expected the axes of outer_shard, {at_rest}, left of those that shard, {shard}, got the "
+            f"dp_mesh_dims: expected the axes of outer_shard, {outer}, left of those that shard, {shard}, got the "
             f"mesh {names}: ranks that compute together are neighbours. Build the mesh in that order."
         )
-    uses = tuple(Use.OUTER_SHARD if axis in at_rest_axes else Use.SHARD for axis in range(mesh.ndim))
+    uses = tuple(Use.OUTER_SHARD if axis in outer_axes else Use.SHARD for axis in range(mesh.ndim))
     topology, joined = Topology(mesh, uses), compat.mesh_over(mesh, tuple(range(mesh.ndim)))
-    sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, at_rest_axes)]
+    sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, outer_axes)]
     if 1 in sizes:
         return DataMesh(joined, (0,))
     return DataMesh(joined, (0,), (), topology)
@@ -342,7 +340,7 @@ def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Says how one parameter is distributed: `mesh` and `placements` of the sharded parameter, and the `dim` along
+    """The distribution of one parameter: `mesh` and `placements` of the sharded parameter, and the `dim` along
     which the ranks of the shard group cut it. The unsharded parameter is a plain tensor; extensions have other kinds.
     """
 

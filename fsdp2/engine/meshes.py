@@ -23,12 +23,12 @@ class DataParallelMeshDims:
 
     Args:
         shard: axes along which parameters are cut, gathered for each use, and gradients are reduce-scattered.
-        replicate: axes along which each rank rests and computes with the same; gradients are all-reduced.
-        outer_shard: replicas (HSDP) that share what rests: sharded parameters, gradients and optimizer states are cut
-            along these axes, too. After each write the first forward gathers over all ranks. Until the next write, each
-            rank keeps a shard, in compute dtypes, of what the ranks of `shard` have, and further forwards and backwards
-            gather along `shard` only. Gradients are reduce-scattered along `shard`, then along these axes. They are
-            left of those of `shard` in the mesh.
+        replicate: axes along which all ranks store and compute with the same; gradients are all-reduced.
+        outer_shard: axes along which HSDP's replicas share one set of shards: sharded parameters, gradients and
+            optimizer states are cut along these axes, too. After each write the first forward gathers over all ranks.
+            Until the next write, each rank keeps a shard, in compute dtypes, of what the ranks of `shard` have, and
+            further forwards and backwards gather along `shard` only. Gradients are reduce-scattered along `shard`, then
+            along these axes. They are left of those of `shard` in the mesh.
 
     Raises:
         ValueError: no name is given.
@@ -50,7 +50,7 @@ class DataParallelMeshDims:
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """Is what `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
+    """What `shard_placement_fn` may return for a parameter that is sharded over another mesh than the others.
 
     Args:
         placement: the Shard(dim) to use; None: Shard(0).
@@ -90,7 +90,7 @@ def named_data_mesh(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
     Raises:
         ValueError: the mesh has no such name, or no names; or one is given twice.
-        NotImplementedError: axes shard at rest only, and others replicate, or belong to the model.
+        NotImplementedError: `outer_shard` is given, and other axes replicate, or belong to the model.
     """
     axes = []
     for names in (dims.shard, dims.replicate, getattr(dims, "outer_shard", None)):  # torch's own has the first two

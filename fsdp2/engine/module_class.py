@@ -98,7 +98,7 @@ def _name_of(cls: Any) -> Callable[[nn.Module], str]:
 
 
 class Forward:
-    """Is the attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
+    """The attribute `forward` of a sharded class: `module.forward(x)` gathers like `module(x)` does.
 
     While a call of the module runs, the attribute is what its own class, or the user on the instance, has written, so
     that a call costs one look-up more than a plain one's. It is a data descriptor, because what stands in the

@@ -1,5 +1,5 @@
-"""Holds what a user chooses (policies of a `fully_shard` call, settings of a group and of a root), and defines the
-phases of a group.
+"""Defines a user's choices (policies of a `fully_shard` call, settings of a group and of a root), and the phases of a
+group.
 
 Settings are frozen: one changes by putting another object in its place.
 """
@@ -182,7 +182,7 @@ class OffloadBudget:
     """Keeps up to `nbytes` of sharded parameters on the mesh's device, and the others on the CPU.
 
     Give one object to all `fully_shard` calls of a model: they share the budget, in their order. The parameters of a
-    call stay on the device if all of their shards fit into what is left; else they rest on the CPU, with their
+    call stay on the device if all of their shards fit into what is left; else they are on the CPU, with their
     gradients and optimizer states, as with `CPUOffloadPolicy`. Every rank decides alike, from shapes alone. An object
     serves one model: make another for another model.
 
@@ -213,7 +213,7 @@ class OffloadBudget:
 
 
 class Phase(Enum):
-    """Says where the parameters of a group are.
+    """Where the parameters of a group are.
 
     SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
     there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. COPIED: modules
@@ -234,7 +234,7 @@ class Phase(Enum):
 
 
 class Hold(IntEnum):
-    """Says for how long the unsharded parameters of a group stay, beyond the forward or backward that uses them.
+    """How long the unsharded parameters of a group stay after the forward or backward that uses them.
 
     NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
     changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
@@ -263,7 +263,7 @@ for _phase, _later in TRANSITIONS.items():
 
 
 class ReduceWhen(Enum):
-    """Says when a group's gradients are reduced in backward.
+    """When a group's gradients are reduced in backward.
 
     BUCKET: a bucket, as soon as its gradients are complete. GROUP: all buckets, when all gradients are complete. ASKED:
     like GROUP, and an extension reduces them on ranks that have none, if another rank has some.
@@ -276,7 +276,7 @@ class ReduceWhen(Enum):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Holds what a user has chosen for one group, by `fully_shard` and by methods of FSDPModule, which name each field.
+    """The settings of one group, by `fully_shard` and by methods of FSDPModule, which name each field.
 
     Args:
         policy: dtypes of compute and reduction.
@@ -342,7 +342,7 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class RootSettings:
-    """Holds what a user has chosen for all groups under one root, by the methods of FSDPModule.
+    """The settings of all groups under one root, by the methods of FSDPModule.
 
     Args:
         prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or

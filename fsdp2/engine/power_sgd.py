@@ -78,7 +78,7 @@ class PowerSGD:
 
 @dataclass
 class _State:
-    """Holds what is known of one parameter.
+    """What PowerSGD keeps of one parameter between steps.
 
     `count`: how often it was summed. `q`: [m, r], the last one; `renewed`: how often there was a new one; `first`: the
     one to begin with. `residual`: [n, m], what was not sent.
@@ -96,7 +96,7 @@ class _State:
 
 
 class _Matrix(NamedTuple):
-    """Holds a gradient while it is summed: [n, m], with what was not sent before, and an orthogonal Q, [m, r]."""
+    """A gradient while it is summed: [n, m], with what was not sent before, and an orthogonal Q, [m, r]."""
 
     part: Part
     state: _State

@@ -24,7 +24,7 @@ Shards = dict[int, tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """Says how one group's gradients are summed.
+    """How one group's gradients are summed.
 
     Args:
         shards: the ranks that reduce first; each gets its slice of the sum.
@@ -34,8 +34,8 @@ class Reduction:
             `divide_late` it is kept where there are no replicas, too.
         hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
         transfers: copy the gradients to the CPU. None: they stay where they were computed.
-        scatters_twice: replicas share what rests: each of them gets its slice of their sum, by a second reduce-scatter.
-            False: each gets all of it, by an all-reduce.
+        scatters_twice: replicas share one set of shards: each of them gets its slice of their sum, by a second
+            reduce-scatter. False: each gets all of it, by an all-reduce.
         divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
         by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
 
@@ -75,7 +75,7 @@ class Reduction:
 
 
 class Pending:
-    """Is a reduction in flight.
+    """One reduction in flight.
 
     `nbytes`: size of its inputs. `is_partial`: a later reduction sums the result between replicas; it stays in the
     reduce dtype until then. `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas,
@@ -104,7 +104,7 @@ class Pending:
 
 
 class Unreduced(Pending):
-    """Holds the gradients of a group of one rank, which need no reduction."""
+    """The gradients of a group of one rank, which need no reduction."""
 
     def __init__(self, shards: Shards, nbytes: int) -> None:
         self._shards, self.nbytes = shards, nbytes
@@ -114,7 +114,7 @@ class Unreduced(Pending):
 
 
 class PendingReduce(Pending):
-    """Is a reduction between ranks. It holds its buffers, and the gradients it reads, until `finish`.
+    """One reduction between ranks in flight. It holds its buffers, and the gradients it reads, until `finish`.
 
     `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
     `what`: names the gradients, for the second stage. `return_segments`: called when the inputs have been read.

@@ -9,8 +9,8 @@ for that. `PendingReduce` runs it. How many bytes a rank sends for P encoded gra
     two replicas    each gathers what the other has encoded, and adds both:                n
     more            rank r is sent slice r of all ranks, sums them, encodes the sum
                     once more, and all gather these sums:                       2 (R - 1) n, of slices
-    that share      rank r is sent what the others have encoded of the shard
-    what rests      that it keeps (`outer_shard`), as in a reduction:           (R - 1) n, of shards
+    that share one  rank r is sent what the others have encoded of the shard
+    set of shards   that it keeps (`outer_shard`), as in a reduction:           (R - 1) n, of shards
 
 To gather all of it from all would take (R - 1) n(P) bytes, twice as many from four replicas on. In each case all
 replicas decode the same bytes, and add in the order of ranks: so they have the same bits.
@@ -41,7 +41,7 @@ Steps: TypeAlias = "Generator[Work | None, None, None]"
 
 
 class Part(NamedTuple):
-    """Says where the shard of parameter i lies in a flat tensor of sums: `numel` elements, padded, from `offset` on.
+    """The place of the shard of parameter i in a flat tensor of sums: `numel` elements, padded, from `offset` on.
 
     `shape`: of the shard of this rank, without padding. `parameter`: the sharded parameter.
     """
@@ -59,10 +59,10 @@ class Part(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Holds the sums of one bucket that replicas are to add up.
+    """The sums of one bucket that replicas are to add up.
 
-    `flat`: [P]; the sum of all replicas is written here. If they share what rests, [R * P]: shards for all of them, of
-    which this rank's sum is written to `own`, [P]. Padding is zeros. `is_last`: returns True if no other bucket follows
+    `flat`: [P]; the sum of all replicas is written here. If they share one set of shards, [R * P]: shards for all of
+    them; this rank's sum is written to `own`, [P]. Padding is zeros. `is_last`: returns True if no other bucket follows
     in this backward pass.
     """
 
@@ -73,7 +73,7 @@ class Sums(NamedTuple):
 
 
 class ReplicaSum(Protocol):
-    """Says how replicas sum the gradients of one group, and holds what that keeps between steps."""
+    """Sums the gradients of one group between replicas, and keeps what that needs between steps."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class ReplicaSum(Protocol):
 
 
 class ReplicaCodec(Protocol):
-    """Says how replicas sum gradients by collectives of its own: `PowerSGD`."""
+    """A codec that sums between replicas by collectives of its own: `PowerSGD`."""
 
     def make_sum(self) -> ReplicaSum:
         """Returns what sums one group so."""
@@ -183,7 +183,7 @@ class EncodedSum:
 
 @final
 class GradBucket:
-    """Is what a hook in the shape of DDP's gets: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
+    """The argument of a hook in the shape of DDP's: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
 
     `names`, `shapes`: of the parameters, in the order of `gradients`.
     """

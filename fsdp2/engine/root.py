@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ForwardPass:
-    """Holds facts of one call of the outermost sharded module outside backward, and ends with it.
+    """One call of the outermost sharded module outside backward.
 
     `has_grad`: it began with grad enabled, so that a backward may follow. `thread`: identity of the one it began on.
     `finished`: modules of lists that share a group, of which some have run; `unfinished`: those states, and whether
@@ -49,7 +49,7 @@ class ForwardPass:
 
 @dataclass
 class BackwardPass:
-    """Holds facts of one backward pass, and ends with it.
+    """One backward pass.
 
     `task`: autograd's number of the pass. `builds_graph`: create_graph=True.
     """

@@ -251,7 +251,7 @@ def _bytes_of(group: FSDPParamGroup) -> int:
 
 
 class _Entry(NamedTuple):
-    """Holds a reduction in flight, and the backward pass that began it."""
+    """A reduction in flight, and the backward pass that began it."""
 
     gradients: GroupGradients
     pending: Pending
@@ -263,7 +263,7 @@ _nbytes = attrgetter("pending.nbytes")
 
 
 class ReductionQueue:
-    """Holds the reductions in flight of one root, or of roots that share the queue, oldest first.
+    """The reductions in flight of one root, or of roots that share the queue, oldest first.
 
     `running`: not delivered yet. Of a sum in two steps, the reduce-scatter may have been waited for. `returning`: being
     copied to the CPU, or stepped on there. Whoever begins a reduction calls `make_room` first. That finishes the oldest

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Simulation(Protocol):
-    """Says what tensors on the meta device stand for."""
+    """The device that tensors on the meta device stand for."""
 
     device: torch.device
     transfers: Transfers

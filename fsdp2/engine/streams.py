@@ -68,7 +68,7 @@ def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
 
 
 class Work(Protocol):
-    """Is a collective in flight."""
+    """One collective in flight."""
 
     def wait(self) -> object:
         """Makes the current stream (on CPU: the caller) wait until the outputs are filled."""
@@ -99,7 +99,7 @@ class AllWork:
 
 
 class StreamWork:
-    """Is all that the current stream of `device` was given before, none of which the host waits for."""
+    """All work that the current stream of `device` was given before. Only streams wait for it, not the host."""
 
     def __init__(self, device: torch.device) -> None:
         is_simulated = device.type == "meta"
@@ -186,7 +186,7 @@ def _sum(parts: Rows, output: Tensor, divisor: float, add: Callable[[Rows, Tenso
 
 
 class Transfer(Generic[Result]):
-    """Is a copy that has begun. It keeps alive what it reads and writes."""
+    """A copy that has begun. It keeps alive what it reads and writes."""
 
     def __init__(self, event: Any, tensors: tuple[Tensor, ...], result: Result) -> None:
         self._event, self._tensors, self._result = event, tensors, result

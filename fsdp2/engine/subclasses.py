@@ -299,7 +299,7 @@ def _take_methods_of_class(param: FSDPParam) -> None:
 
 
 def refuse_secondary_shards(name: str) -> NoReturn:
-    """Raises NotImplementedError for an int for reshard_after_forward, and for axes that shard at rest only."""
+    """Raises NotImplementedError for an int for reshard_after_forward, and for `outer_shard`."""
     raise NotImplementedError(
         f"{name} has fsdp_pre_all_gather, and can't keep a part of what it gathers. Use a bool or None for "
         "reshard_after_forward, and no outer_shard."

@@ -1,4 +1,4 @@
-"""Holds the private names of torch that fsdp2 uses outside of its core, each with its reason.
+"""Collects the private names of torch that fsdp2 uses outside of its core, each with its reason.
 
 Those that the engine uses most stand in engine/compat.py, those of DTensor in dtensor/compat.py.
 """
@@ -70,7 +70,7 @@ alias: Callable[[Tensor], Tensor] = torch.ops.aten.alias.default
 
 
 class Memory(NamedTuple):
-    """Says where a tensor is: its storage, and the address of its first element.
+    """The place of a tensor: its storage, and the address of its first element.
 
     `part`: None if the tensor fills the storage; else its itemsize, size and strides.
     """
@@ -252,7 +252,7 @@ def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class _Chosen(threading.local):
-    """Holds the name of the process group that a thread is making. Ranks may be threads."""
+    """The name of the process group that a thread is making. Ranks may be threads."""
 
     name: str | None = None
 

@@ -74,8 +74,8 @@ def accumulate(
 
     If the block ends by an exception, its gradients are dropped, all settings are as they were, and `.grad` is None.
     Every rank must enter it, with the same arguments, and run the same number of micro-batches. Where ranks communicate
-    in each of these, ranks with different numbers are out of step, which is an error on gloo, and at debug level 1 on
-    any backend. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
+    in each of these, ranks with different numbers are out of step, which is an error on gloo, and on any backend with
+    `set_checks("debug")`. (With `replicate`, and where parameters stay unsharded, they may have different numbers.)
 
     Args:
         model: the outermost sharded module. It may replicate, also with HSDP, offload to the CPU, have frozen
@@ -124,7 +124,7 @@ def accumulate(
 
 
 class Accumulation:
-    """Is one optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
+    """One optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
 
     def __init__(self, root: Root, sync: str, num_batches: int | None) -> None:
         self._root, self._is_each, self._num_batches = root, sync == "each", num_batches
@@ -372,7 +372,7 @@ def _count_stored(root: Root) -> int:
 
 @dataclass(frozen=True)
 class _Found:
-    """Holds the sums over all micro-batches of all ranks."""
+    """The sums over all micro-batches of all ranks."""
 
     loss: float
     weight: float

@@ -49,7 +49,7 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
     """
     groups = _groups_of(model, "fsdp2.compression.load_state_dict")
     if not isinstance(state, dict):
-        raise TypeError(f"state: expected what codecs.state_dict has returned, got {type(state).__name__}")
+        raise TypeError(f"state: expected what fsdp2.compression.state_dict has returned, got {type(state).__name__}")
     names = [group.params[0].name for group in groups]
     if names != [*state]:
         raise ValueError(

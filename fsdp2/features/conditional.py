@@ -60,6 +60,10 @@ _OTHERS = {
     _FAILED: "giving up a forward or backward that has raised",
     _COLLECTIVE: "at a collective of your own",
 }
+_ADVICE = (
+    "Has a rank raised, and gone on? See its log. Give whatever runs on some ranks only to fully_shard by itself, with "
+    "conditional=True."
+)
 # The request of a rank whose event is not conditional. It is larger than any event of a group: the least is chosen.
 _COMMON = 1 << 40
 
@@ -193,10 +197,7 @@ class Consensus:
         error = sys.exc_info()[1]
         if expects and not self.root.is_out_of_step and (error is None or isinstance(error, Exception)):
             with suppress(RuntimeError):  # the program's own error says more
-                self._tell_failed()
-
-    def _tell_failed(self) -> None:
-        self._reach(_FAILED, False)
+                self._reach(_FAILED, False)
 
     # ---- consensus
 
@@ -225,7 +226,7 @@ class Consensus:
                     has_left = False
                     self.root.begin_anew()
                     continue
-                advice = "See the error of that rank." if first == _FAILED else self._advice
+                advice = "See the error of that rank." if first == _FAILED else _ADVICE
                 raise RuntimeError(f"{self._differ(event, first, last)} {advice}")
             if chosen == request:
                 return
@@ -233,11 +234,6 @@ class Consensus:
                 self.root.follow_backward()
                 follows = True
             self._join(chosen)
-
-    _advice = (
-        "Has a rank raised, and gone on? See its log. Give whatever runs on some ranks only to fully_shard by itself, "
-        "with conditional=True."
-    )
 
     def _differ(self, event: int, first: int, last: int) -> str:
         own, one, other = map(self._describe, (event, first, last))

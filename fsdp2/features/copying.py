@@ -118,7 +118,7 @@ def _copied_param(described: dict[str, Any]) -> FSDPParam:
 
 
 class _BeingCopied:
-    """Holds the descriptions of the states of one call that are being copied, weakly: a list of modules shares one."""
+    """The descriptions of the states of one call that are being copied, weakly: a list of modules shares one."""
 
     def __init__(self) -> None:
         self.descriptions: WeakKeyDictionary[FSDPState, weakref.ref[Description]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Runs an optimizer's step group by group on a stream beside, and has all readers of shards wait for it.
+"""Runs an optimizer's step group by group on another stream, and has all readers of shards wait for it.
 
 The stream that computes does not wait for such a step as a whole: the next forward gathers the first group as soon as
 that one was stepped on, and computes while the others are. What may read or write meanwhile waits in one of three ways:

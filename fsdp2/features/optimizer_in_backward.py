@@ -49,7 +49,7 @@ class StepsInBackward:
             raise ValueError(f"optimizer: expected one whose step needs no closure, got {name}: step after backward.")
         if getattr(optimizer, "overlaps_forward", False):
             raise ValueError(
-                f"optimizer: {name} steps that overlap the next forward (flatten_optimizer(..., "
+                f"optimizer: {name} takes steps that overlap the next forward (flatten_optimizer(..., "
                 "overlap_with_forward=True)), which one that steps in backward can't. Call flatten_optimizer without "
                 "it."
             )

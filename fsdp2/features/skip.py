@@ -88,7 +88,7 @@ def skip_step_on_error(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) 
 
 
 class SkippableStep:
-    """Is one step that all ranks finish or skip, which `skip_step_on_error` returns. Enter it once, by `with`."""
+    """One step that all ranks finish or skip, which `skip_step_on_error` returns. Enter it once, by `with`."""
 
     def __init__(self, root: Root, kinds: tuple[type[BaseException], ...]) -> None:
         self._root, self._kinds = root, kinds
@@ -271,15 +271,14 @@ def _compare_before_collectives(root: Root) -> None:
         if not has_backend(process_group, _CPU) or backend_name(process_group, _CPU) != "gloo":
             raise RuntimeError(
                 "skip_step_on_error: ranks tell each other by gloo on the CPU, which the process group lacks. "
-                "Initialise it "
-                f'with both: init_process_group("cpu:gloo,{kind}:...").'
+                f'Initialise it with both: init_process_group("cpu:gloo,{kind}:...").'
             )
     for group in root.groups:
         collectives.choose(group, checked=True)
 
 
 class SkipWatch(BlockWatch):
-    """Knows which block of a root has been entered (`active`), and if ranks were out of step since (`is_told`)."""
+    """Follows the block of a root that has been entered (`active`), and if ranks were out of step since (`is_told`)."""
 
     refusal = (
         "it is inside of a block of skip_step_on_error, and can't be taken back. "

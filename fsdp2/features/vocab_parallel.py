@@ -35,8 +35,8 @@ _LOOKING_UP, _SENDING_BACK = "looking rows up in", "sending gradients of rows to
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """The class that `fsdp2.vocab_parallel_embedding` gives to an nn.Embedding. Without `fully_shard`'s state it is
-    one.
+    """The class of an nn.Embedding after `fsdp2.vocab_parallel_embedding`. A copy that is not sharded yet computes as
+    an nn.Embedding.
     """
 
     runs_without_gather = True
@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class Route(NamedTuple):
-    """Says how the ids of one forward travel.
+    """The way of the ids of one forward to the owners of their rows.
 
     `order`: the places of this rank's ids in ascending order of ids, and so of owners. `rows`: the rows of this rank's
     shard that it sends, one rank's after the other's. `sent`, `received`: how many ids go to each rank, and come from.
@@ -188,9 +188,7 @@ class _Rows(torch.autograd.Function):
         if ctx.padding is not None and param.bounds[0] <= ctx.padding < param.bounds[1]:
             total[ctx.padding - param.bounds[0]] = 0
         divisor = settings.divide_factor or mesh.num_ranks
-        if (
-            not mesh.replicate_axes or group.comms.replicas is None
-        ):  # replicas that share what rests have their own rows
+        if not mesh.replicate_axes or group.comms.replicas is None:  # with outer_shard, replicas have their own rows
             total.div_(divisor)
         else:
             group.comms.replicas.all_reduce(total, divisor, param.name).wait()

@@ -181,7 +181,7 @@ def _refuse_what_cannot_be(optimizer: Optimizer) -> None:
 
 
 class FlatOptimizer:
-    """Is what the classes of flat optimizers inherit from, before the optimizer's own class.
+    """The base of flat optimizers' classes, before the optimizer's own class.
 
     `counts_own_steps`: a step counts itself in the versions of the parameters.
     """
@@ -192,11 +192,6 @@ class FlatOptimizer:
     def overlaps_forward(self) -> bool:
         """True if a step may still run when it returns."""
         return vars(self)[_STEPS].late is not None
-
-    @property
-    def states_rest_on_cpu(self) -> bool:
-        """True if states of parameters on a device rest on the CPU."""
-        return vars(self)[_STEPS].bucket_bytes is not None
 
 
 @once

@@ -1,4 +1,4 @@
-"""Steps of a flat optimizer that run group by group, in the order of forward, during the next forward."""
+"""Runs the steps of a flat optimizer group by group, in the order of forward, during the next forward."""
 
 from __future__ import annotations
 

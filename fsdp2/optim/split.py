@@ -23,7 +23,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class _Row(NamedTuple):
-    """Says where one trainable parameter goes. `note`: why, or the blocks of a matrix."""
+    """The optimizer of one trainable parameter. `note`: why, or the blocks of a matrix."""
 
     name: str
     parameter: nn.Parameter
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixSplit:
-    """Says which trainable parameters an optimizer of whole matrices takes, and which another one. `str` of it is a
+    """The trainable parameters for an optimizer of whole matrices, and those for another one. `str` of it is a
     table, in which the numbers in names are `*`.
 
     Args:

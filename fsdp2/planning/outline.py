@@ -122,7 +122,9 @@ class Outline:
 
         for indices, chosen in self.calls:
             policy: MixedPrecisionPolicy = chosen.get("mp_policy", self.policy)
-            offloads = hasattr(chosen.get("offload_policy", usual_offload(setting)), "pin_memory")
+            offloads = setting.offload
+            if "offload_policy" in chosen:
+                offloads = hasattr(chosen["offload_policy"], "pin_memory")
             modules: list[Any] = [shells[i] for i in indices]
             apply(
                 modules if len(modules) > 1 else modules[0],
@@ -144,11 +146,6 @@ class Outline:
         slot = param.slots[0]
         place: tuple[Any, str] = slot.module.index, slot.name
         return next(i for module, name, i in self.slots if (module, name) == place)
-
-
-def usual_offload(setting: Setting) -> OffloadPolicy:
-    """Returns where parameters are if the wrap policy does not say it."""
-    return CPUOffloadPolicy() if setting.offload else OffloadPolicy()
 
 
 def fitting(policy: MixedPrecisionPolicy, setting: Setting) -> MixedPrecisionPolicy:

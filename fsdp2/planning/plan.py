@@ -114,7 +114,7 @@ def plan(
         ValueError: a wrong value; the policy names classes that the model does not have; the model is sharded already;
             the ranks are on several machines, of which `link` is known and `network` is not.
         NotImplementedError: a parameter is a DTensor; a codec reads values, which tensors of a plan do not have; the
-            policy chooses by parameter what is offloaded.
+            policy gives some modules an OffloadBudget.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""Runs a step group by group, beside what is computed next, and has all readers of shards wait for it."""
+"""Runs a step group by group, during later computation, and has all readers of shards wait for it."""
 
 from ..features.late_steps import (
     are_ours_alone,

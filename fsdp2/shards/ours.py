@@ -363,7 +363,6 @@ class OurShards:
 
     def __init__(self, module: nn.Module) -> None:
         self._below = modules_below(module)
-        self._module = module
         self.groups: Sequence[ShardGroup] = [OurGroup(g, self._below) for g in groups_below(module)]
         self._owners: dict[int, Owned] | None = None
 

@@ -62,7 +62,7 @@ class Ranks:
 
 
 class Cut(NamedTuple):
-    """Says how the ranks of one process group share a value: in consecutive chunks along one dim, as `torch.chunk`
+    """How the ranks of one process group share a value: in consecutive chunks along one dim, as `torch.chunk`
     makes them. The last ranks' chunks may be shorter, or empty.
 
     Args:
@@ -101,7 +101,7 @@ class Cut(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Says where a parameter's local tensor lies in memory that it shares with others.
+    """The place of a parameter's local tensor in memory that it shares with others.
 
     Args:
         memory: that memory, as bytes.
@@ -118,7 +118,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """Holds what `describe` shows of a group.
+    """What `describe` shows of a group.
 
     Args:
         cls: the name of the class of its first module, before it was sharded.
@@ -226,7 +226,7 @@ class ShardParam(Protocol):
 
     @property
     def place(self) -> Place | None:
-        """Says where `local` lies among the shards of its group. None: it lies alone, as all of torch's FSDP2 do."""
+        """The place of `local` among the shards of its group. None: it lies alone, as all of torch's FSDP2 do."""
 
     @property
     def gathers_itself(self) -> bool:
@@ -254,7 +254,7 @@ class ShardParam(Protocol):
 
 
 class NotedValues(NamedTuple):
-    """Holds numbers that a library has noted of a whole parameter when it cut it, to compare ranks by.
+    """Numbers that a library has noted of a whole parameter when it cut it, to compare ranks by.
 
     Args:
         param: the parameter.
@@ -300,7 +300,7 @@ class ShardGroup(Protocol):
 
     @property
     def in_use(self) -> str | None:
-        """Says what uses the parameters now: "forward", "backward", "copies"; or None. torch's FSDP2 tells of backward
+        """The use of the parameters now: "forward", "backward", "copies"; or None. torch's FSDP2 tells of backward
         and of copies only.
         """
 
@@ -320,7 +320,7 @@ class ShardGroup(Protocol):
 
     @property
     def settings_text(self) -> str:
-        """Says what must have been chosen for the group alike on all ranks, as text; empty on torch's FSDP2."""
+        """Settings of the group that must be alike on all ranks, as text; empty on torch's FSDP2."""
 
     def find_computed(self) -> tuple[torch.dtype, ...]:
         """Returns the dtypes of parameters in forwards. Every rank must call it: torch's FSDP2 gathers them to see."""

@@ -74,7 +74,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
 
 
 class _Use:
-    """Holds the groups of one state that a block uses."""
+    """The groups of one state that a block uses."""
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state

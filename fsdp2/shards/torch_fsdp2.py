@@ -27,7 +27,7 @@ __all__ = ["TorchGroup", "TorchParam", "TorchShards", "is_sharded_by_torch"]
 
 
 class _Refusal:
-    """Is the hook by which a sharded module refuses to run while its slots hold copies. `name`: FQN of its group."""
+    """The hook by which a sharded module refuses to run while its slots hold copies. `name`: FQN of its group."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,1 +1,1 @@
-"""Provides what a user calls besides training: unsharded parameters, audits, comparisons, clipping, padding reports."""
+"""Provides what a user calls besides training: unsharded parameters, audits, comparisons, clipping, placements."""

@@ -109,7 +109,7 @@ def widest(groups: Sequence[ShardGroup]) -> Ranks:
 
 
 class Held(NamedTuple):
-    """Holds a tensor of the model, as it is registered on this rank.
+    """A tensor of the model, as it is registered on this rank.
 
     `kind`: "parameter", "unmanaged" (a parameter too) or "buffer".
     `param`: what there is to know of a managed parameter, else None.
@@ -122,7 +122,7 @@ class Held(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """Holds what a rank sends to the others.
+    """What a rank sends to the others.
 
     `batch`: a number that is the same on all ranks that train on one batch, each on its rows.
     `found`: kind of finding -> names.

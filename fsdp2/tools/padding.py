@@ -71,27 +71,20 @@ def cheapest_placement(
     """
     check_mesh(mesh, dp_mesh_dims)
     ranks = shared_data_mesh(mesh, dp_mesh_dims)
-    return partial(choose_placement, ranks)
+    return partial(_choose_placement, ranks)
 
 
-def cheapest_dim_of(parameter: Tensor, world_size: int) -> int:
-    """Returns the cheapest dim of a parameter that is no DTensor; 0 for scalars, and for tensor subclasses."""
-    if parameter.dim() == 0 or type(parameter.data) is not Tensor:
-        return 0
-    return cheapest_dim(tuple(parameter.shape), parameter.dtype, world_size)
-
-
-def choose_placement(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
-    """Returns what `cheapest_placement` says of a parameter that these ranks shard. None: dim 0."""
-    if not isinstance(parameter, DTensor):
-        dim = cheapest_dim_of(parameter, ranks.size)
-        return Shard(dim) if dim else None
-    if parameter.dim() == 0 or type(local_of(parameter)) is not Tensor:
+def _choose_placement(ranks: DataMesh, parameter: nn.Parameter) -> Shard | None:
+    """Returns how these ranks shard a parameter. None, also for scalars and tensor subclasses: along dim 0."""
+    data = local_of(parameter) if isinstance(parameter, DTensor) else parameter.data
+    if parameter.dim() == 0 or type(data) is not Tensor:
         return None
-    shape = _largest_local_shape(parameter)
+    shape: tuple[int, ...] = tuple(parameter.shape)
     dims: Sequence[int] = range(len(shape))
-    if len(ranks.shard_axes) > 1:  # several axes must cut it evenly
-        dims = [dim for dim in dims if shape[dim] % ranks.size == 0] or [0]
+    if isinstance(parameter, DTensor):
+        shape = _largest_local_shape(parameter)
+        if len(ranks.shard_axes) > 1:  # several axes must cut it evenly
+            dims = [dim for dim in dims if shape[dim] % ranks.size == 0] or [0]
     dim = cheapest_dim(shape, parameter.dtype, ranks.size, dims)
     return Shard(dim) if dim else None
 

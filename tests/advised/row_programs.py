@@ -42,17 +42,6 @@ def a_tied_table() -> None:
     trains_as(fsdp2.fully_shard(model), plain, torch.tensor([[1, 2], [2, 5]]))
 
 
-class TiedByHand(nn.Module):
-    """Computes its logits with the table, and has no second parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = embedding()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embed(ids) @ self.embed.weight.T
-
-
 @follows("Shard others with fully_shard")
 def a_bag() -> None:
     bag, plain = embedding(nn.EmbeddingBag), embedding(nn.EmbeddingBag)

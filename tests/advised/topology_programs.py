@@ -1,4 +1,4 @@
-"""Follows the advice about axes of meshes that share what rests, and about codecs of gathers and of replicas."""
+"""Follows the advice about outer_shard, and about codecs of gathers and of replicas."""
 
 import copy
 import os

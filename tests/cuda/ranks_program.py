@@ -137,7 +137,7 @@ def main() -> None:
         hsdp = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("replicate", "shard"))
         ways["HSDP"] = {"tolerance": EXACT, "mesh": hsdp}
         at_rest = DataParallelMeshDims(shard="shard", outer_shard="replicate")
-        ways["replicas share what rests"] = {"tolerance": EXACT, "mesh": hsdp, "dp_mesh_dims": at_rest}
+        ways["replicas share one set of shards"] = {"tolerance": EXACT, "mesh": hsdp, "dp_mesh_dims": at_rest}
         ways["HSDP, bf16/fp32"] = {"tolerance": ROUNDED, "mesh": hsdp, "mp_policy": BF16}
         ways["HSDP, vocabulary-parallel embedding"] = {"tolerance": EXACT, "mesh": hsdp, "vocab_parallel": True}
     if sys.argv[2:] == ["registered"]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,11 +27,6 @@ FROM_TORCH = ("module 'torch._C' has no attribute '_cuda_setDevice'", "Connectio
 
 
 # ---- errors whose advice is followed in a file of its own
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.x = torch.ones(2, 5)
 
 
 def backward_compiled() -> None:

@@ -172,14 +172,14 @@ def a_step_is_skipped(names: Names) -> None:
     assert_equal(names["model"], model)
 
 
-def on_batches(names: Names, counts: tuple[int, int], clip: float | None, vocab_parallel: bool) -> Any:
-    """Trains on the batches that are there. `counts`: of each rank; `vocab_parallel`: divides by the real rows only."""
+def on_batches(names: Names, counts: tuple[int, int], clip: float | None, by_rows: bool) -> Any:
+    """Trains on the batches that are there. `counts`: of each rank; `by_rows`: divides by the number of real rows."""
     model: Any = plain_model(names)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(max(counts)):
         rows = whole(step, len(counts)).chunk(len(counts))
         present = [part for part, count in zip(rows, counts, strict=True) if step < count]
-        divisor = len(present) if vocab_parallel else len(counts)
+        divisor = len(present) if by_rows else len(counts)
         (sum(names["loss_of"](model, part) for part in present) / divisor).backward()
         if clip is not None:
             model.norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -247,7 +247,7 @@ def overlaps_forward(names: Names) -> None:
 
 
 @guide("Look up rows of a vocabulary-parallel embedding")
-def embedding_by_rows(names: Names) -> None:
+def vocab_parallel_lookups(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
     assert "rows are looked up" in str(fsdp2.describe(names["model"]))
 

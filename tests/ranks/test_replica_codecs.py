@@ -654,7 +654,7 @@ def where_they_cannot_work_they_are_refused(replicas: int | None) -> None:
         mesh = one_mesh((2, 2), ("replicas", "shards"))
         dims = DataParallelMeshDims(shard="shards", outer_shard="replicas")
         at_rest: Any = fully_shard(plain_model(), mesh=mesh, dp_mesh_dims=dims)
-        with pytest.raises(NotImplementedError, match="replicas that share what rests"):
+        with pytest.raises(NotImplementedError, match="replicas that share one set of shards"):
             at_rest.register_comm_hook(None, allreduce_hook)
         policy = MixedPrecisionPolicy(compression=Compression(all_reduce=PowerSGD()))
         with pytest.raises(NotImplementedError, match="needs sums of whole shards on each replica"):

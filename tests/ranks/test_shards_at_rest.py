@@ -1,4 +1,4 @@
-"""Tests replicas that share what rests (`DataParallelMeshDims(outer_shard=...)`), on 2 x 2 ranks.
+"""Tests replicas that share one set of shards (`DataParallelMeshDims(outer_shard=...)`), on 2 x 2 ranks.
 
 Oracles: HSDP on the same ranks, which sums in the same order, bit for bit; and a plain model on the whole batch.
 `tests/matrix.py` draws the scenarios of other files over this topology, too.
@@ -238,7 +238,7 @@ def norms_are_of_the_whole_model() -> None:
             assert_same(p.grad.full_tensor(), q.grad, 1e-5, 1e-7, name)
 
 
-# ---- what rests, what is gathered
+# ---- what is stored, what is gathered
 
 
 def optimizer_states_are_quarters() -> None:
@@ -319,7 +319,7 @@ def ranks_gather_over_all_once_after_each_write() -> None:
 
 
 def secondary_shards_are_what_the_inner_ranks_share() -> None:
-    """A half in the compute dtype, which stays between passes; what rests is a quarter in fp32."""
+    """A half in the compute dtype, which stays between passes; a quarter is stored, in fp32."""
     model = model_of(Lone)
     at_rest(model, mp_policy=BF16)
     mean_loss(model(batch(model, 0))).backward()
@@ -487,7 +487,7 @@ def what_is_not_supported_is_refused() -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "left of those that shard", {"mesh": line, "dp_mesh_dims": AT_REST}),
         (NotImplementedError, "further axes", {"mesh": three, "dp_mesh_dims": AT_REST}),
-        (ValueError, "axes that shard beside", {"dp_mesh_dims": DataParallelMeshDims(outer_shard="replicas")}),
+        (ValueError, "as well as outer_shard", {"dp_mesh_dims": DataParallelMeshDims(outer_shard="replicas")}),
         (
             NotImplementedError,
             "together with replicate",
@@ -549,7 +549,7 @@ def test_replicas_share_what_rests() -> None:
 
 
 def test_checkpoints_load_on_other_ranks(tmp_path: Path) -> None:
-    """Saved by four ranks that share what rests, with uneven rows; loaded by them, by HSDP, and by a plain model."""
+    """Saved by four ranks that share one set of shards, with uneven rows; loaded by them, HSDP, and a plain model."""
 
     def body(rank: int, _: int) -> None:
         model = model_of(OddMLP, at_rest)

@@ -169,7 +169,7 @@ def test_replicas_train_as_plain() -> None:
 
 
 def test_trains_as_plain_on_meshes_of_two_axes_that_all_shard() -> None:
-    """With replicas that share what rests: all ranks share the table."""
+    """With replicas that share one set of shards: all ranks share the table."""
 
     def body(rank: int, size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))

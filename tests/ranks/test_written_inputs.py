@@ -142,17 +142,6 @@ def cache() -> Tensor:
     return random(7, ROWS, 3, WIDTH) / 3
 
 
-def views_of_one() -> list[Callable[[], Tensor]]:
-    made: list[Tensor] = []
-
-    def view(i: int) -> Tensor:
-        if i == 0:
-            made.append(random(5, ROWS, 2, WIDTH))
-        return made[-1][:, i]
-
-    return [lambda: view(0), lambda: view(1)]
-
-
 def passed_twice() -> None:
     sharded, plain = both(into_one_of_two_names)
     mine, theirs = random(3), random(3)

@@ -400,7 +400,7 @@ class WithRows(Program):
         self.model(torch.tensor([3, 5, 3])).square().sum().backward()
 
 
-def test_an_embedding_by_rows_is_stepped_on_where_forward_looks_it_up() -> None:
+def test_a_vocab_parallel_embedding_is_stepped_on_where_forward_looks_it_up() -> None:
     """It is not gathered, but runs first: behind the steps on all others, its lookup would wait for all of them."""
     issued: list[Any] = []
     add = LateSteps.add

@@ -60,9 +60,9 @@ def test_matrices_of_stacks() -> None:
         (range(2, 4), range(1, 2)),
         (range(4, 5), range(2, 3)),
     ]
-    vocab_parallel = [*find_matrices(0, member((5, 2, 3), 4, dim=1).cut, None)]
-    assert [each.stack for each in vocab_parallel] == [range(i, i + 1) for i in range(5)]
-    assert {each.holders for each in vocab_parallel} == {range(2)}
+    cut_along_rows = [*find_matrices(0, member((5, 2, 3), 4, dim=1).cut, None)]
+    assert [each.stack for each in cut_along_rows] == [range(i, i + 1) for i in range(5)]
+    assert {each.holders for each in cut_along_rows} == {range(2)}
     assert [*find_matrices(0, member((0, 3), 4).cut, None)] == []
 
 

@@ -88,7 +88,7 @@ REMEMBERED = {
     "checks._managed_by_class": BY_CLASS,
     "checks._chosen": "the level that the user has chosen for the process; it begins as the environment says",
     "dtensor._has_other_subclasses": BY_CLASS,
-    "dtensor._kind_of": BY_CLASS,
+    "dtensor._may_be_collective": BY_CLASS,
     "dtensor.is_mutable": "a fact about an operation of torch",
     "engine._allowed": "functions of torch",
     "engine._events_of": BY_CLASS,

@@ -29,7 +29,7 @@ COMMS = {
 CHOOSES = {"engine/compat.py"}
 # Where private names of torch stand: in files for that, and in what stands in for torch's FSDP, or refuses it.
 MAY_BE_PRIVATE = re.compile(
-    r"\w+/(compat|torch_names|user_code)\.py|dtensor/wrapped_after\.py"
+    r"\w+/(compat|torch_names|user_code)\.py"
     r"|bridge/(patch|torch_interface|fsdp1_states|startup/sitecustomize)\.py"
 )
 # Packages that users may not have: a folder may import them inside functions.
