@@ -110,8 +110,9 @@ def fully_shard(
             no rank has used keep `.grad` None, and nothing is gathered or reduced for them. Sharded modules inside it
             are conditional with it. A module around it must be sharded, and run on all ranks. Its ranks then reach
             consensus before each gather and each group's reduction, in an exchange of three numbers that the host
-            waits for: on the CPU, if their process group has a backend for it. Call no collectives of your own inside
-            that forward: a rank that has left the module out would wait there for the others.
+            waits for: on the CPU, if their process group has a backend for it. Collectives of your own
+            inside a forward or backward must take all ranks of the mesh, and be called as `torch.distributed.NAME`:
+            they wait for the modules that other ranks run.
 
     Raises:
         TypeError: an argument of the wrong type; a module with a name of its own that FSDPModule's methods have.
