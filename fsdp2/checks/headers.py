@@ -143,8 +143,8 @@ _DTYPE = re.compile(r"\bb?float\d+\b")
 
 
 _GUESS = (
-    "All must run the same sharded modules in the same order; has one gone on after an exception, left a module out, "
-    "or built another model?"
+    "All must run the same sharded modules in the same order; is a call under `if rank == 0:`, or has one gone on "
+    "after an exception, left a module out, or built another model?"
 )
 
 

@@ -60,6 +60,8 @@ AGAIN_S = 5.0
 LOG_S = 60.0
 """Seconds after which a rank that waits logs where others are."""
 
+# A rank that is blocked reads where so many ranks are.
+_MOST_PLACES = 16
 # Keys in the store. The first counts notes, from the first one on.
 _ANY, _WAITS = "fsdp2/waits", "fsdp2/waits of rank {}"
 _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
@@ -114,6 +116,8 @@ class Watch:
         # How many collectives of fsdp2 this rank has begun, and since when there are no more.
         self._num_begun, self._idle_since = 0, time.monotonic()
         self._is_logged = False
+        # Where it is blocked in a collective of its own, and since when; whether that was logged.
+        self._blocked, self._is_blocked_logged = ("", 0.0), False
         # When it has asked for notes last without being blocked.
         self._asked_at = -math.inf
         # What it has noted last of its place; when it has read the flight recorder last, and the count of notes then.
@@ -142,7 +146,9 @@ class Watch:
             frames = sys._current_frames()
             own = {thread: frames[thread] for thread in self._threads & frames.keys()}
             is_late = now - max(self._idle_since, self._asked_at) >= ASK_S
-            if (is_late or any(map(is_blocked, own.values()))) and self._store.check([_ANY]):
+            are_blocked = any(map(is_blocked, own.values()))
+            self._look_while_blocked(" and ".join(map(describe, own.values())) if are_blocked else "", now)
+            if (is_late or are_blocked) and self._store.check([_ANY]):
                 self._look_at_others(own, now)
             self._asked_at = now if is_late else self._asked_at
         return True
@@ -195,6 +201,28 @@ class Watch:
         own = self._threads | {threading.get_ident()}
         others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
         return any(each.f_code.co_filename.startswith(_DISTRIBUTED) for frame in others for each in _outward(frame))
+
+    # ---- on a rank that waits in a collective that is none of fsdp2
+
+    def _look_while_blocked(self, place: str, now: float) -> None:
+        """Logs once where others are if this rank is blocked in one place for a minute: all may be, in different ones.
+
+        `place`: "" if it is not blocked.
+        """
+        before, since = self._blocked
+        if place != before:
+            self._blocked, self._is_blocked_logged = (place, now), False
+        elif place and now - since >= LOG_S / 2:
+            if self._note_place(place):
+                self._store.add(_ANY, 1)  # has ranks that are late say where they are
+            elif now - since >= LOG_S and not self._is_blocked_logged:
+                self._is_blocked_logged = True
+                ranks = [rank for rank in range(min(dist.get_world_size(), _MOST_PLACES)) if rank != self.rank]
+                places = [f"rank {rank} is {found}" for rank in ranks if (found := place_of(rank))]
+                logging.getLogger("fsdp2").warning(
+                    f"rank {self.rank} has been {place} for {now - since:.0f} s; "
+                    f"{'; '.join(places[:3]) or 'no other rank says where it is'}"
+                )
 
     # ---- on a rank that others may wait for
 

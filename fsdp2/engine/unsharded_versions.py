@@ -96,6 +96,6 @@ def refuse_written(names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
             f"{', '.join(names)} was modified in place during forward, or between unshard() and it. The change is lost "
-            "when the parameter is sharded again: modify the sharded parameter between steps, write inside `with "
-            "fsdp2.full_params(module, writeback=True):`, or keep such a value in a buffer."
+            "when the parameter is sharded again: between steps, modify the sharded parameter or write inside `with "
+            "fsdp2.full_params(module, writeback=True):`; or keep such a value in a buffer."
         )

@@ -61,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
         _logger.removeHandler(progress)
         _logger.setLevel(logging.NOTSET)
     print(plan_text(made, terminal_width()))
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        print(
+            "the model returns its cache of keys and values, which stays until backward: to train, and to plan, set "
+            "use_cache to false in the config"
+        )
     only_root = len(made.groups) == 1
     if only_root:
         print("expected blocks to wrap, found none: pass --policy")
@@ -148,7 +153,7 @@ def _of_config(path: Path) -> nn.Module:
 def _find(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
-        raise ValueError(f"expected package.module:name, or a path to a config, got {name!r}")
+        raise ValueError(f"expected package.module:name, or a config that exists, got {name!r}, which is no file")
     found: Any = importlib.import_module(module)
     for each in attribute.split("."):
         found = getattr(found, each)

@@ -55,6 +55,12 @@ def compare(
         TypeError, ValueError: a wrong argument; other names or modes in the two models; a reference or a batch that
             is not the same on every rank. If one rank raises, all do.
         RuntimeError: there are unsynchronized gradients.
+
+    Example:
+        ```python
+        found = fsdp2.compare(plain, model, (tokens, targets), lambda m, x, y: F.cross_entropy(m(x), y))
+        print(found)  # nothing differs; or what does first, by how much, and what may be the cause
+        ```
     """
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn: expected a function of the module and the batch, or None, got {loss_fn!r}")

@@ -107,6 +107,17 @@ def full_params(
         RuntimeError: without `writeback`, a parameter was written to; or, for copies, a backward, a forward of the same
             groups, or another block runs. Without options, writes through `.data` are detected in a group's 1st, 2nd,
             4th, ... block, and in each block at the debug level.
+
+    Example:
+        ```python
+        with fsdp2.full_params(model) as weights:  # differentiable: a penalty, a forward of a module inside
+            penalty = weights["head.weight"].square().mean()
+        with fsdp2.full_params(model, writeback=True), torch.no_grad():  # between steps
+            model.embed.weight[0] = 0
+        with fsdp2.full_params(model, rank0_only=True, offload_to_cpu=True) as weights:  # copies, to save
+            if dist.get_rank() == 0:
+                torch.save(weights, "weights.pt")
+        ```
     """
     _check(recurse, writeback, rank0_only, offload_to_cpu, dtype, with_grads)
     given = GivenParams.of(module_or_params, recurse)

@@ -261,6 +261,30 @@ def test_a_rank_that_waits_long_logs_where_others_are() -> None:
     assert none == []
 
 
+def test_ranks_that_wait_in_different_collectives_of_their_own_log_where_they_are() -> None:
+    """As after `if rank == 0: get_model_state_dict(model)`: none waits in a collective of fsdp2, and nobody raises."""
+
+    def body(rank: int, size: int) -> list[str]:
+        model, logged, groups = build(), [], [dist.new_group([0, 1]) for _ in range(2)]
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp2").addHandler(handler)
+        step(model)
+        with mock.patch.multiple(watch, LOG_S=2):
+            works = [dist.all_reduce(torch.ones(2), group=groups[0], async_op=True)] if rank == 0 else []
+            if rank == 1:
+                time.sleep(LATE_S + 2)
+                works.append(dist.all_reduce(torch.ones(2), group=groups[0], async_op=True))
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+        step(model)
+        return logged
+
+    (text,), none = run_ranks(2, body)
+    assert re.fullmatch(rf"rank 0 has been at {HERE} \(body\) for \d s; .*", text), text
+    assert none == []
+
+
 def test_ranks_that_are_late_and_come_raise_nothing() -> None:
     def check(stray: Callable[[Any, Any, bool], None]) -> None:
         model = build()

@@ -486,7 +486,7 @@ def test_command_line_says_what_is_wrong(
     for arguments, error in (
         (["their_models:stack", "--ranks", "4", "--policy", "Linaer"], "Linaer matches no module.*Linear"),
         (["their_models:batch", "--ranks", "4"], "expected a class or a function that makes an nn.Module, got Tensor"),
-        (["their_models", "--ranks", "4"], "expected package.module:name, or a path to a config"),
+        (["their_models", "--ranks", "4"], "expected package.module:name, or a config that exists"),
         (["their_models:none", "--ranks", "4"], "has no attribute 'none'"),
         (["their_models.py", "--ranks", "4"], "needs the package transformers: pip install transformers"),
     ):
