@@ -120,7 +120,7 @@ def saved_plainly(folder: Path, kind: str) -> dict[str, Tensor]:
 
 
 def saves_prompts(folder: Path, target: Path, kind: str, expected: dict[str, Tensor]) -> None:
-    """The first rank saves alone, as trainers do: its error says what every rank is to write around that."""
+    """The first rank saves alone, as trainers do: errors name full_params of what it calls, and then offload_to_cpu."""
     model = prompted(folder, kind)
     for layer in model.get_base_model().model.layers:
         fully_shard(layer)
@@ -131,8 +131,12 @@ def saves_prompts(folder: Path, target: Path, kind: str, expected: dict[str, Ten
             model.save_pretrained(target)
         said = re.findall("`with (.*):`", str(caught.value))
     (block,) = of_first_rank(said)
-    assert block == "fsdp2.full_params(model, offload_to_cpu=True)"
+    assert block == "fsdp2.full_params(model.prompt_encoder.default.embedding)"
     with eval(block, {"fsdp2": fsdp2, "model": model}):
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="Pass offload_to_cpu=True"):
+                model.save_pretrained(target)
+    with fsdp2.full_params(model, offload_to_cpu=True):
         if dist.get_rank() == 0:
             model.save_pretrained(target)
     dist.barrier()
