@@ -12,7 +12,7 @@ Two ranks are known to wait for each other if all of this is true:
 - one waits for the header of the other, which has begun fewer collectives on that process group;
 - the other is blocked in a collective on a process group that both are in: torch's flight recorder lists it as begun
   and not done, and as not begun on the first;
-- no other thread of the first has begun collectives on that process group, or is inside torch.distributed.
+- the first has no other thread that may communicate.
 
 A rank that computes, saves a file or is in a debugger is not blocked in a collective, and nobody raises.
 """
@@ -65,6 +65,7 @@ _MOST_PLACES = 16
 # Keys in the store. The first counts notes, from the first one on.
 _ANY, _WAITS = "fsdp2/waits", "fsdp2/waits of rank {}"
 _LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_LOADERS = str(Path(torch.__file__).parent / "utils" / "data") + os.sep
 _DISTRIBUTED = str(Path(dist.__file__).parent) + os.sep
 _COLLECTIVES, _FUNCTIONAL = f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py"
 # Files through which a functional collective waits.
@@ -192,15 +193,17 @@ class Watch:
             {each.group: each.number for each in found[0]},
             sorted(shared),
             found[1],
-            not self._do_others_communicate(),
+            not self._may_others_communicate(),
         )
         self._store.set(_WAITS.format(self.rank), json.dumps(note))
 
-    def _do_others_communicate(self) -> bool:
-        """Returns True if another thread is inside torch.distributed: it saves a checkpoint, for example."""
+    def _may_others_communicate(self) -> bool:
+        """Returns True if there is another thread, which may come to a collective: it saves a checkpoint, or waits for
+        jobs. Threads of data loaders and progress bars do not.
+        """
         own = self._threads | {threading.get_ident()}
         others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
-        return any(each.f_code.co_filename.startswith(_DISTRIBUTED) for frame in others for each in _outward(frame))
+        return not all(any(_is_harmless(each.f_code.co_filename) for each in _outward(frame)) for frame in others)
 
     # ---- on a rank that waits in a collective that is none of fsdp2
 
@@ -267,6 +270,11 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _is_harmless(file: str) -> bool:
+    """Returns True if a thread that runs code of this file does not communicate."""
+    return file.startswith(_LOADERS) or file.endswith((f"tqdm{os.sep}_monitor.py", f"checks{os.sep}watch.py"))
 
 
 def is_blocked(frame: FrameType) -> bool:

@@ -107,7 +107,10 @@ def _state_among_replicas(own: Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 
 
 def _empty_like(tensor: DTensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    strides = tensor.stride()  # of a view: its order decides which element gets which number
+    if 0 in strides:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="cpu")
 
 
 def _refuse_rrelu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -76,6 +76,10 @@ _CONSTANT = (
 )
 _GRADIENT = f"On every rank, call full_tensor() on it; {_CONSTANT}"
 _WRITE = f"On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {_CONSTANT}"
+_WRITE_RESULT = (
+    "On every rank, write to a whole one, `whole = x.full_tensor()` of the gradient or result x, and copy it back, "
+    "`x.copy_(distribute_tensor(whole, x.device_mesh, x.placements))`."
+)
 _READ = "On every rank, call full_tensor() on it, or compute inside `with fsdp2.full_params(module):`."
 _LOAD = (
     "To load a full state dict, call torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
@@ -110,7 +114,9 @@ def advise(name: str, operands: Sequence[Any]) -> str:
     if owned is not None and has_left(owned.param, owned.group):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
     is_write = name.endswith("_")
-    return _advice_about_optimizer() or (_GRADIENT if owned is None else _WRITE if is_write else _READ)
+    return _advice_about_optimizer() or (
+        (_WRITE_RESULT if is_write else _GRADIENT) if owned is None else _WRITE if is_write else _READ
+    )
 
 
 def _advice_about_caller() -> str | None:

@@ -632,7 +632,7 @@ def data_assigned_while_unsharded() -> None:
 
 
 @follows(
-    "modify the sharded parameter between steps, write inside `with fsdp2.full_params(module, writeback=True):`, or"
+    "between steps, modify the sharded parameter or write inside `with fsdp2.full_params(module, writeback=True):`; or"
 )
 def written_in_forward() -> None:
     class Decays(Net):

@@ -154,6 +154,8 @@ def plain_gradients_of_hooks_and_code() -> None:
 
 @follows(
     "On every rank, call full_tensor() on it; {}",
+    "On every rank, write to a whole one, `whole = x.full_tensor()` of the gradient or result x, and copy it back, "
+    "`x.copy_(distribute_tensor(whole, x.device_mesh, x.placements))`",
     "On every rank, write inside `with fsdp2.full_params(module, writeback=True):`; {}",
     "or make a constant of its shape, which is the same on every rank, a DTensor: distribute_tensor(constant",
 )
@@ -168,6 +170,13 @@ def masks() -> None:
     same(p.grad.full_tensor() * mask, plain.head.weight.grad * mask, "full_tensor")
     p.grad = p.grad * distribute_tensor(mask, p.device_mesh, p.placements)
     same(full(p.grad), plain.head.weight.grad * mask, "gradient")
+    refused(lambda: torch.no_grad()(p.grad[1].mul_)(2))
+    whole = p.grad.full_tensor()
+    whole[1].mul_(2)
+    p.grad.copy_(distribute_tensor(whole, p.grad.device_mesh, p.grad.placements))
+    expected = plain.head.weight.grad * mask
+    expected[1].mul_(2)
+    same(full(p.grad), expected, "rows of a gradient")
     with torch.no_grad():
         p.mul_(distribute_tensor(mask, p.device_mesh, p.placements))
         with full_params(model, writeback=True):

@@ -221,8 +221,8 @@ def by_a_thread(model: Any, groups: Any, late: bool) -> None:
     """A thread of rank 0 comes late to a sum for which rank 1 waits: as one that saves a checkpoint."""
 
     def communicate() -> None:
-        for seconds in (0, 0 if dist.get_rank() else LATE_S):
-            time.sleep(seconds)
+        time.sleep(0 if dist.get_rank() else LATE_S)  # its first collective is still to come
+        for _ in range(2):
             dist.all_reduce(torch.ones(2), group=groups[1])
 
     if dist.get_rank() == 0:
