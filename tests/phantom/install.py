@@ -21,8 +21,8 @@ CUDA = "13.0"  # of the headers: the version of CUDA that this torch is built fo
 PYTHONS = ((3, 10), (3, 13))
 # torch without its dependencies: these are the CUDA libraries, 2.5 GB, whose place the stubs take.
 NEEDED = ("filelock", "typing-extensions>=4.10", "setuptools<82", "sympy", "networkx", "jinja2", "fsspec", "numpy")
-# An old pytest: tests/cuda must run where there is no newer one.
-TESTING = ("pytest<9",)
+# An old pytest: tests/cuda must run where there is no newer one. tqdm: an example is a part of the session.
+TESTING = ("pytest<9", "tqdm")
 
 
 class UnavailableError(RuntimeError):
