@@ -102,7 +102,7 @@ def test_other_writes_to_a_copy_are_refused_and_to_a_view_of_memory_are_exact(wo
             own, plain = nn.Parameter(sharded(PLAIN.clone(), mesh, [placement])), PLAIN.clone()
             with torch.no_grad():
                 if placement == Shard(0):
-                    says = r"of a view of it, of which each rank holds a copy, would be lost.*(whole = x\.|call )full_tensor\(\)"
+                    says = r"of a view of it, .* would be lost.*(whole = x\.|call )full_tensor\(\)"
                     with pytest.raises(NotImplementedError, match=says):
                         write(own)
                 elif "plain" not in name:
