@@ -17,16 +17,17 @@ from torch import nn
 
 _CLASS = "FullyShardedDataParallel"
 _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
-_METHODS = (
-    "set_state_dict_type",  # what the context `state_dict_type` calls
-    "optim_state_dict",
-    "full_optim_state_dict",
-    "sharded_optim_state_dict",
-    "optim_state_dict_to_load",
-    "shard_full_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "flatten_sharded_optim_state_dict",
-)
+# Method -> the function of torch.distributed.checkpoint.state_dict to call in its place.
+_INSTEAD = {
+    "set_state_dict_type": "get_model_state_dict",  # what the context `state_dict_type` calls
+    "optim_state_dict": "get_optimizer_state_dict",
+    "full_optim_state_dict": "get_optimizer_state_dict",
+    "sharded_optim_state_dict": "get_optimizer_state_dict",
+    "optim_state_dict_to_load": "set_optimizer_state_dict",
+    "shard_full_optim_state_dict": "set_optimizer_state_dict",
+    "scatter_full_optim_state_dict": "set_optimizer_state_dict",
+    "flatten_sharded_optim_state_dict": "set_optimizer_state_dict",
+}
 # How many functions of torch are at most between such a method and the look-up in the table.
 _DEPTH = 24
 
@@ -55,16 +56,14 @@ def _refuse_methods(state: Any) -> None:
         if frame is None:
             return
         name, given = frame.f_code.co_name, frame.f_locals
-        if name in _METHODS and frame.f_globals.get("__name__") == _MODULE:
+        if name in _INSTEAD and frame.f_globals.get("__name__") == _MODULE:
             module = next((value for value in given.values() if isinstance(value, nn.Module)), None)
             if isinstance(module, getattr(sys.modules[_MODULE], _CLASS)):
                 return  # some modules inside are FSDP1's, which are meant
-            kind = "optimizer" if "optim" in name else "model"
-            verb = "set" if name.endswith("_to_load") or name.startswith(("shard_", "scatter_", "flatten_")) else "get"
             raise RuntimeError(
                 f"{_CLASS}.{name}: expected a {_CLASS}, got {type(module).__name__}, which fully_shard was applied to "
                 f"(it manages {managed}). On every rank, call torch.distributed.checkpoint.state_dict."
-                f"{verb}_{kind}_state_dict instead, for full states with StateDictOptions(full_state_dict=True, "
+                f"{_INSTEAD[name]} instead, for full states with StateDictOptions(full_state_dict=True, "
                 "cpu_offload=True)."
             )
         frame = frame.f_back

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -102,6 +102,13 @@ class Note(NamedTuple):
         return self.begun.get(group, 0) < number
 
 
+def _warn(text: str, ranks: Iterable[int]) -> None:
+    """Logs that this rank waits (`text`), and where up to three of `ranks` are, as far as they say it."""
+    places = [f"rank {rank} is {place}" for rank in ranks if (place := place_of(rank))]
+    found = "; ".join(places[:3]) or "no other rank says where it is"
+    logging.getLogger("fsdp2").warning(f"{text}; {found}")
+
+
 class Watch:
     """Looks at what one rank waits for.
 
@@ -148,9 +155,10 @@ class Watch:
             own = {thread: frames[thread] for thread in self._threads & frames.keys()}
             is_late = now - max(self._idle_since, self._asked_at) >= ASK_S
             are_blocked = any(map(is_blocked, own.values()))
-            self._look_while_blocked(" and ".join(map(describe, own.values())) if are_blocked else "", now)
-            if (is_late or are_blocked) and self._store.check([_ANY]):
-                self._look_at_others(own, now)
+            places = {thread: describe(own[thread]) for thread in own} if is_late or are_blocked else {}
+            self._look_while_blocked(" and ".join(places.values()) if are_blocked else "", now)
+            if places and self._store.check([_ANY]):
+                self._look_at_others(own, places, now)
             self._asked_at = now if is_late else self._asked_at
         return True
 
@@ -174,10 +182,9 @@ class Watch:
             self._store.add(_ANY, 1)
         elif now - waiting.since > LOG_S and not self._is_logged:
             self._is_logged = True
-            places = [f"rank {rank} is {place}" for rank in conversation.others() if (place := place_of(rank))]
-            logging.getLogger("fsdp2").warning(
-                f"rank {self.rank} has waited for {now - waiting.since:.0f} s in {without_sizes(waiting.text)}; "
-                f"{'; '.join(places[:3]) or 'no other rank says where it is'}"
+            _warn(
+                f"rank {self.rank} has waited for {now - waiting.since:.0f} s in {without_sizes(waiting.text)}",
+                conversation.others(),
             )
 
     def _note(self, conversation: Conversation, waiting: Waiting) -> None:
@@ -203,7 +210,7 @@ class Watch:
         """
         own = self._threads | {threading.get_ident()}
         others = [frame for thread, frame in sys._current_frames().items() if thread not in own]
-        return not all(any(_is_harmless(each.f_code.co_filename) for each in _outward(frame)) for frame in others)
+        return not all(map(_is_harmless, others))
 
     # ---- on a rank that waits in a collective that is none of fsdp2
 
@@ -221,17 +228,12 @@ class Watch:
             elif now - since >= LOG_S and not self._is_blocked_logged:
                 self._is_blocked_logged = True
                 ranks = [rank for rank in range(min(dist.get_world_size(), _MOST_PLACES)) if rank != self.rank]
-                places = [f"rank {rank} is {found}" for rank in ranks if (found := place_of(rank))]
-                logging.getLogger("fsdp2").warning(
-                    f"rank {self.rank} has been {place} for {now - since:.0f} s; "
-                    f"{'; '.join(places[:3]) or 'no other rank says where it is'}"
-                )
+                _warn(f"rank {self.rank} has been {place} for {now - since:.0f} s", ranks)
 
     # ---- on a rank that others may wait for
 
-    def _look_at_others(self, frames: Mapping[int, FrameType], now: float) -> None:
+    def _look_at_others(self, frames: Mapping[int, FrameType], places: Mapping[int, str], now: float) -> None:
         before, self._num_notes = self._num_notes, self._store.get(_ANY)
-        places = {thread: describe(frame) for thread, frame in frames.items()}
         has_moved = self._note_place(" and ".join(places.values()))
         if not has_moved and self._num_notes == before and now - self._read_at < AGAIN_S:
             return
@@ -272,8 +274,12 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_harmless(file: str) -> bool:
-    """Returns True if a thread that runs code of this file does not communicate."""
+def _is_harmless(frame: FrameType) -> bool:
+    """Returns True if a thread whose innermost frame this is was started to do what needs no collective: by the file of
+    the first function that it runs.
+    """
+    files = [each.f_code.co_filename for each in _outward(frame) if each.f_code.co_filename != threading.__file__]
+    file = files[-1] if files else ""
     return file.startswith(_LOADERS) or file.endswith((f"tqdm{os.sep}_monitor.py", f"checks{os.sep}watch.py"))
 
 

@@ -37,7 +37,7 @@ _CAPTURED = "tests/phantom/test_phantom.py::test_whole_steps_are_captured_or_ref
 ELSEWHERE.update(
     {
         "Leave offload_policy out": _CAPTURED,
-        "On every rank, call torch.distributed.checkpoint.state_dict.{}_{}_state_dict instead, for full states with "
+        "On every rank, call torch.distributed.checkpoint.state_dict.{} instead, for full states with "
         "StateDictOptions(full_state_dict=True, cpu_offload=True)": "tests/ranks/test_migration.py::states_by_fsdp1",
         "Leave conditional=True out": _CAPTURED,
         "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory": _CAPTURED,

@@ -244,12 +244,18 @@ def computes(model: Any, groups: Any, late: bool) -> None:
         work.wait()  # type: ignore[union-attr]
 
 
+def note_what_is_logged() -> list[str]:
+    """Returns a list that gets each message of the library's logger."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp2").addHandler(handler)
+    return logged
+
+
 def test_a_rank_that_waits_long_logs_where_others_are() -> None:
     def body(rank: int, size: int) -> list[str]:
-        model, logged = build(), []
-        handler = logging.Handler()
-        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp2").addHandler(handler)
+        model, logged = build(), note_what_is_logged()
         step(model)
         with mock.patch.multiple(watch, LOG_S=3, ASK_S=0.1):
             time.sleep(rank * LATE_S)
@@ -265,16 +271,13 @@ def test_ranks_that_wait_in_different_collectives_of_their_own_log_where_they_ar
     """As after `if rank == 0: get_model_state_dict(model)`: none waits in a collective of fsdp2, and nobody raises."""
 
     def body(rank: int, size: int) -> list[str]:
-        model, logged, groups = build(), [], [dist.new_group([0, 1]) for _ in range(2)]
-        handler = logging.Handler()
-        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("fsdp2").addHandler(handler)
+        model, logged, group = build(), note_what_is_logged(), dist.new_group([0, 1])
         step(model)
         with mock.patch.multiple(watch, LOG_S=2):
-            works = [dist.all_reduce(torch.ones(2), group=groups[0], async_op=True)] if rank == 0 else []
+            works = [dist.all_reduce(torch.ones(2), group=group, async_op=True)] if rank == 0 else []
             if rank == 1:
                 time.sleep(LATE_S + 2)
-                works.append(dist.all_reduce(torch.ones(2), group=groups[0], async_op=True))
+                works.append(dist.all_reduce(torch.ones(2), group=group, async_op=True))
             for work in works:
                 work.wait()  # type: ignore[union-attr]
         step(model)
