@@ -24,5 +24,5 @@ def step_with_overlap(optimizer: Any) -> Any:
     """Returns an optimizer of fsdp2's parameters that steps during the next forward. Before torch 2.13 nothing tells of
     writes to gradients, for which it asks. So it is for programs that do not write to them.
     """
-    importlib.import_module("fsdp2.engine.write_notices").notices.sees_operations = True
+    importlib.import_module("fsdp2.devices.write_notices").notices.sees_operations = True
     return importlib.import_module("fsdp2").flatten_optimizer(optimizer, overlap_with_forward=True)

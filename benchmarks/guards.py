@@ -58,7 +58,7 @@ def drop_calls(model: nn.Module) -> None:
 
 def drop_headers(model: nn.Module) -> None:
     """Drops the check, on gloo, that each message is the one that this rank expects."""
-    from fsdp2.engine.gloo import PairwiseComm
+    from fsdp2.comms.gloo import PairwiseComm
     from fsdp2.engine.group import Comms
 
     for group in _groups(model):
@@ -102,7 +102,7 @@ class _Unchecked:
     """Has `SavedTensors._pack` and `_unpack` without the comparison: weights are noted, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
-        from fsdp2.engine.compat import storage_id
+        from fsdp2.torch_private.compat import storage_id
 
         self._of, self._storage_id = saved_tensors, storage_id
 

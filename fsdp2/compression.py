@@ -3,14 +3,14 @@
 `Codec` says what a codec of your own has; the guide examples/guides/compressed-gradients.md writes one.
 """
 
+from .codecs.float8 import Float8 as Float8
+from .codecs.int8 import Int8 as Int8
+from .codecs.power_sgd import PowerSGD as PowerSGD
+from .codecs.replicas import GradBucket as GradBucket
 from .engine.codec import Codec as Codec
 from .engine.codec import Compression as Compression
 from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
-from .engine.float8 import Float8 as Float8
-from .engine.int8 import Int8 as Int8
-from .engine.power_sgd import PowerSGD as PowerSGD
-from .engine.replicas import GradBucket as GradBucket
 from .features.codec_state import load_state_dict as load_state_dict
 from .features.codec_state import state_dict as state_dict
 

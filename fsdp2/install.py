@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .bridge import pipelining, torch_interface
+from .calls import transforms
 from .checks import comm_watcher, entry_points, named_comm, observers, tools_when_needed
 from .checks.plan import check_plan
 from .dtensor import fixes, optimizer_steps
-from .engine import parameter_methods, subclasses, torch_names, transforms
 from .engine.events import extend
 from .features import (
     blocks,
@@ -17,6 +17,8 @@ from .features import (
     optimizer_in_backward,
     running_stats,
 )
+from .parameters import parameter_methods, subclasses
+from .torch_private import beyond_step as torch_names
 
 
 def install() -> None:

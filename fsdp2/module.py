@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
+from .calls.user_code import hides_modes
 from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
-from .engine import collectives, streams
-from .engine.compat import EXPORT_PLAIN
+from .codecs.replicas import CommHook
+from .comms import collectives
+from .devices import streams
 from .engine.events import extensions
 from .engine.module_class import class_attributes, class_lock, make_subclass
-from .engine.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
 from .engine.policy import Hold, check_bool
-from .engine.replicas import CommHook
 from .engine.state import groups_below, groups_of, require_state, states_of
-from .engine.user_code import hides_modes
 from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
+from .features.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
+from .torch_private.compat import EXPORT_PLAIN
 
 if TYPE_CHECKING:
     from .engine.group import FSDPParamGroup

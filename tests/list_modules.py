@@ -11,7 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LIST = ROOT / "fsdp2", ROOT / "fsdp2" / "MODULES.md"
 # In the order in which a reader needs them.
-FOLDERS = ("engine", "features", "checks", "dtensor", "shards", "tools", "optim", "hf", "planning", "bridge")
+ROOMS = ("comms", "codecs", "devices", "parameters", "calls", "ranks")
+"""The folders around the engine that its files may import."""
+FOLDERS = (
+    *("engine", *ROOMS, "torch_private"),
+    *("features", "checks", "dtensor", "shards", "tools", "optim", "hf", "planning", "bridge"),
+)
 HEAD = """# Modules
 
 `python tests/list_modules.py` makes this list of the docstrings. [ARCHITECTURE.md](ARCHITECTURE.md) comes first.

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
+from fsdp2.comms.meshes import shared_data_mesh
 from fsdp2.engine import buckets
-from fsdp2.engine.meshes import shared_data_mesh
 from helpers import NIGHTLY, alone, assert_same, end_of_part, own_rows, run_ranks, shard_batch
 from models import TinyModel
 from scenarios import TOLERANCE, WIDTH, Block, Run, assert_none_differ, describe, differences, wrapped

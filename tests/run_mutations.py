@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python tests/run_mutations.py --tests PATH ...   all, with these tests instead: what they notice
     python tests/run_mutations.py --dry                                only find the places; CI runs it
 
-It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in fsdp2/engine, in
-whichever file, and what to write there: code may move and be renamed around it. Where the expression itself no longer
-matches, the mutation fails as "no place"; then give it the new spelling. First all tests are run without a mutation,
-and must pass. A test run that does not end within its time has noticed, too.
+It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine and
+its rooms, in whichever file, and what to write there: code may move and be renamed around it. Where the expression
+itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all tests are run
+without a mutation, and must pass. A test run that does not end within its time has noticed, too.
 
 To delete a test, show with `--tests` that those that stay notice what it has noticed.
 """
@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from list_modules import ROOMS
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 300
@@ -380,7 +382,8 @@ MUTATIONS = (
 
 
 def engine_files(tree: Path) -> Iterator[Path]:
-    return iter(sorted((tree / "fsdp2" / "engine").rglob("*.py")))
+    folders = ("engine", *ROOMS, "torch_private", "features")
+    return (path for each in folders for path in sorted((tree / "fsdp2" / each).rglob("*.py")))
 
 
 def find(mutation: Mutation, tree: Path) -> tuple[Path, str]:

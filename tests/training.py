@@ -44,15 +44,15 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.comms.gloo import PairwiseComm
+from fsdp2.comms.meshes import shared_data_mesh
 from fsdp2.compression import Compression, Rows, sum_decoded
+from fsdp2.devices.streams import AllWork
 from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
-from fsdp2.engine.gloo import PairwiseComm
-from fsdp2.engine.meshes import shared_data_mesh
 from fsdp2.engine.state import groups_below
-from fsdp2.engine.streams import AllWork
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
 from matrix import NAMES, Topology

@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from ..api import fully_shard, replicate
-from ..engine.forward_method import register_fsdp_forward_method
-from ..engine.meshes import DataParallelMeshDims
+from ..calls.forward_method import register_fsdp_forward_method
+from ..comms.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx

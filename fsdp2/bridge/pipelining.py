@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from ..engine.group import UNSHARDED, FSDPParamGroup
-from ..engine.once import once
-from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.state import groups_below
-from .when_imported import when_imported
+from ..features.passes import finalize, reduce_unsynchronized
+from ..torch_private.once import once
+from ..torch_private.when_imported import when_imported
 
 
 @once

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
-from ..engine.passes import finalize, reduce_unsynchronized
 from ..engine.policy import Hold
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
-from ..engine.torch_names import ComposableState, is_traced, register_composable, state_in_table
+from ..features.passes import finalize, reduce_unsynchronized
+from ..torch_private.beyond_step import ComposableState, is_traced, register_composable, state_in_table
 from .fsdp1_states import StateRef
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep

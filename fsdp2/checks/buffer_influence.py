@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.compat import storage_id
-from ..engine.nested import tensors_in
-from ..engine.torch_names import TorchDispatchMode
+from ..calls.nested import tensors_in
+from ..torch_private.beyond_step import TorchDispatchMode
+from ..torch_private.compat import storage_id
 
 
 class Influence:

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.checksum import checksum, joint_checksum, read
-from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh, widest_mesh
-from ..engine.compat import local_if_any
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.parameter import fqn
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_over, gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import names_below
 from ..features.running_stats import find_running_stats
+from ..parameters.checksum import checksum, joint_checksum, read
+from ..ranks.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh, widest_mesh
+from ..ranks.rank_facts import all_reduce_over, gather_by_rank, ranks_of
+from ..torch_private.compat import local_if_any
 from .buffer_influence import Influence
 from .due import RankCheck, alike
 

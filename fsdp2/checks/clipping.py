@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import DTensor
 
-from ..engine.compare_ranks import ComparedNumbers, Comparison
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, sharded_owner, some_of
 from ..engine.root import Root
+from ..ranks.compare_ranks import ComparedNumbers, Comparison
 from .due import RankCheck, alike
 
 _MOST_CALLS = 4096

@@ -32,7 +32,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine.compare_ranks import (
+from ..calls.inputs import HandedInputs
+from ..engine.events import Observer
+from ..engine.group import FSDPParamGroup
+from ..engine.mesh import DataMesh
+from ..ranks.compare_ranks import (
     ComparedNumbers,
     Comparison,
     RankObserver,
@@ -42,11 +46,7 @@ from ..engine.compare_ranks import (
     groups_of_all_ranks,
     widest_mesh,
 )
-from ..engine.events import Observer
-from ..engine.group import FSDPParamGroup
-from ..engine.inputs import HandedInputs
-from ..engine.mesh import DataMesh
-from ..engine.rank_facts import gather_by_rank
+from ..ranks.rank_facts import gather_by_rank
 from .level import is_debug
 
 if TYPE_CHECKING:

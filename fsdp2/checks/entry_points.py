@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..calls.nested import tensors_in
+from ..calls.served_calls import serve_call
 from ..engine.group import UNSHARDED, FSDPParamGroup
-from ..engine.nested import tensors_in
 from ..engine.owners import sharded_owner
-from ..engine.replacements import REPLACE_BEFORE
 from ..engine.root import Root
-from ..engine.served_calls import serve_call
 from ..engine.state import FSDPState, names_below, state_of
-from ..engine.torch_names import watch_calls
+from ..parameters.replacements import REPLACE_BEFORE
+from ..torch_private.beyond_step import watch_calls
 from .due import Check
 
 _KEY = "fsdp2"

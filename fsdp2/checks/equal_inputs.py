@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.checksum import joint_checksum, values_of
-from ..engine.compare_ranks import ComparedNumbers, Comparison
-from ..engine.compat import runs_transform, storage_id
+from ..calls.nested import tensors_in
 from ..engine.mesh import DataMesh
-from ..engine.nested import tensors_in
 from ..engine.root import Root
+from ..parameters.checksum import joint_checksum, values_of
+from ..ranks.compare_ranks import ComparedNumbers, Comparison
+from ..torch_private.compat import runs_transform, storage_id
 from .due import RankCheck, is_capturing
 
 

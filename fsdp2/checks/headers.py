@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comms.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.comm import Purpose
-from ..engine.gloo import GATHERING, REDUCING, SUMMING
 from ..features.running_stats import AVERAGED
 
 HEADER_NBYTES = 192

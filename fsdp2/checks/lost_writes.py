@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.checksum import bits_of
-from ..engine.compat import PLAIN, local_if_any, version_of
+from ..calls.inputs import HandedInputs
 from ..engine.gather import view_bytes
 from ..engine.group import FSDPParamGroup, Hold
-from ..engine.inputs import HandedInputs
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam
 from ..engine.root import Root
 from ..engine.state import FSDPState
-from ..engine.ties import original_of
-from ..engine.torch_names import replace_hooks
 from ..engine.unsharded_versions import refuse_written
+from ..parameters.checksum import bits_of
+from ..parameters.ties import original_of
+from ..torch_private.beyond_step import replace_hooks
+from ..torch_private.compat import PLAIN, local_if_any, version_of
 from .due import NO_NUMBERS, Check, ForwardCheck, judge_at_end
 
 # ---- writes that version counters show

@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.build import ParameterPlan, Plan
-from ..engine.checksum import bits_of, checksum, read
 from ..engine.codec import AS_IS
-from ..engine.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh
-from ..engine.compat import is_python_group, no_torch_function
-from ..engine.empty_memory import is_marked
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, some_of
 from ..engine.parameter import FSDPParam, fqn
-from ..engine.parameter_methods import buffers_on_meta
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
 from ..engine.state import names_below
+from ..parameters.checksum import bits_of, checksum, read
+from ..parameters.empty_memory import is_marked
+from ..parameters.parameter_methods import buffers_on_meta
+from ..ranks.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh
+from ..torch_private.compat import is_python_group, no_torch_function
 from .due import ForwardCheck, RankCheck, alike, found
 from .headers import trainable_remark
 from .level import is_on

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.collectives import make_comm
+from ..comms.collectives import make_comm
+from ..comms.gloo import SUMMING, PairwiseComm
 from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, compare_first, divide_before
-from ..engine.compat import graph_task
 from ..engine.events import Observer
-from ..engine.gloo import SUMMING, PairwiseComm
 from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
+from ..torch_private.compat import graph_task
 from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
 from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
 from .watched_groups import watched

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices.offload import is_policy, storage_place
 from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import Compression
-from ..engine.compat import PLAIN, holds_values, local_if_any, size_may_change
 from ..engine.mesh import DataMesh, Distribution
-from ..engine.offload import is_policy, storage_place
 from ..engine.parameter import FSDPParam, fqn, grad_choice
 from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
 from ..engine.state import FSDPState, names_below
-from ..engine.subclasses import (
+from ..features.vocab_parallel import refuse_beside_conditional, refuse_tied
+from ..module import public_methods
+from ..parameters.subclasses import (
     count_pre_arguments,
     gathers_itself,
     missing_methods,
@@ -24,10 +25,9 @@ from ..engine.subclasses import (
     refuse_secondary_shards,
     rows_of_subclass,
 )
-from ..engine.ties import has_changed, original_of
-from ..engine.torch_names import is_replicated_by_ddp, memory_of, size_at_first
-from ..features.vocab_parallel import refuse_beside_conditional, refuse_tied
-from ..module import public_methods
+from ..parameters.ties import has_changed, original_of
+from ..torch_private.beyond_step import is_replicated_by_ddp, memory_of, size_at_first
+from ..torch_private.compat import PLAIN, holds_values, local_if_any, size_may_change
 from .arguments import Placements
 from .shared_memory import check_memory
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comms.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.comm import Comm, DelegatingComm, Rows, Work, all_gather_now
-from ..engine.gloo import GATHERING, REDUCING, SUMMING
-from ..engine.torch_names import has_backend
+from ..torch_private.beyond_step import has_backend
 from .conversation import tell_out_of_step
 from .headers import Header, Headers, digest_of, out_of_step, placed_header, text_of
 from .named_comm import NamedPairwiseComm

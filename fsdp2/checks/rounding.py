@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.compare_ranks import ComparedNumbers, Comparison, connects, greatest
-from ..engine.compat import local_if_any
 from ..engine.mesh import DataMesh
 from ..engine.state import FSDPState
+from ..ranks.compare_ranks import ComparedNumbers, Comparison, connects, greatest
+from ..torch_private.compat import local_if_any
 from .due import ForwardCheck, RankCheck, judge_at_end
 
 _SAMPLE = 4096

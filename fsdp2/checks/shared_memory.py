@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..engine.build import Plan
 from ..engine.events import extensions
 from ..engine.parameter import Slot, fqn
-from ..engine.ties import original_of
-from ..engine.torch_names import Memory, memory_of
+from ..parameters.ties import original_of
+from ..torch_private.beyond_step import Memory, memory_of
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..dtensor.compat import may_be_empty
-from ..engine.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ranks
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, sharded_owner, some_of
 from ..engine.root import Root
-from ..engine.torch_names import stepped_on_accumulation
+from ..ranks.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ranks
+from ..torch_private.beyond_step import stepped_on_accumulation
+from ..torch_private.dtensor import may_be_empty
 from .due import RankCheck, alike, found
 
 # The classes of options whose numbers can't change. A scheduler puts another object in their place.

@@ -8,8 +8,8 @@ from functools import cache
 
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
-from ..engine.rank_facts import is_first
 from ..engine.root import Root
+from ..ranks.rank_facts import is_first
 
 _LOG = "FSDP2_LOG"
 

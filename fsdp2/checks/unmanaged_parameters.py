@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..engine.checksum import checksum, joint_checksum, read
-from ..engine.compare_ranks import ComparedNumbers, Comparison
-from ..engine.compat import graph_task
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import names_of_unsharded, roots_of_thread, sharded_owner, some_of
 from ..engine.parameter import fqn
 from ..engine.root import Root
-from ..engine.torch_names import is_sharded_by_fsdp1
+from ..parameters.checksum import checksum, joint_checksum, read
+from ..ranks.compare_ranks import ComparedNumbers, Comparison
+from ..torch_private.beyond_step import is_sharded_by_fsdp1
+from ..torch_private.compat import graph_task
 from .due import RankCheck, alike, found
 
 _MOST_GRADIENTS = 16

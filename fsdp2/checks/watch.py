@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 
 from ..engine.comm import Purpose
-from ..engine.compat import backend_name
-from ..engine.torch_names import default_store, group_of_name, has_backend, is_collective, recorded_collectives
+from ..torch_private.beyond_step import default_store, group_of_name, has_backend, is_collective, recorded_collectives
+from ..torch_private.compat import backend_name
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
 from .level import is_on

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch.distributed as dist
 
 from ..engine.comm import Purpose
-from ..engine.gloo_threads import let_callers_finish
 from .conversation import Conversation
+from .gloo_threads import let_callers_finish
 
 
 class WatchedGroup:

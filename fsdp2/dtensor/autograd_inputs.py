@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.compat import compiled_autograd, no_torch_function, records_backward
-from ..engine.compiled_backward import refuse_compiled_backward
+from ..calls.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import Owned, all_groups, roots_of_thread, sharded_owner, some_of
-from .compat import finds_accumulator, wrap_engine
+from ..torch_private.compat import compiled_autograd, no_torch_function, records_backward
+from ..torch_private.dtensor import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
 from .sharded_dtensor import replace_attribute

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ..bridge.when_imported import when_imported
+from ..torch_private.when_imported import when_imported
 from .sharded_dtensor import ShardedDTensor
 
 

@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import unserializable_hook
 
+from ..calls.user_code import hides_modes
 from ..engine.comm import Purpose
-from ..engine.compat import local_of
 from ..engine.owners import Owned, sharded_owner
-from ..engine.rank_facts import all_reduce_over
-from ..engine.torch_names import saved_by
-from ..engine.user_code import hides_modes
-from .compat import is_from_local
+from ..ranks.rank_facts import all_reduce_over
+from ..torch_private.beyond_step import saved_by
+from ..torch_private.compat import local_of
+from ..torch_private.dtensor import is_from_local
 from .graph import dtensor_nodes, is_dtensor_leaf
 from .sharded_dtensor import ShardedDTensor, as_sharded, replace_attribute
 from .summed_parts import note_part

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.compat import local_if_any, local_of, storage_id, untraced
 from ..engine.group import COPIED
 from ..engine.owners import sharded_in, sharded_owner
-from ..engine.torch_names import share_versions
-from .compat import cut, set_local_and_spec
+from ..torch_private.beyond_step import share_versions
+from ..torch_private.compat import local_if_any, local_of, storage_id, untraced
+from ..torch_private.dtensor import set_local_and_spec
+from .making import cut
 from .sharded_dtensor import replace_attribute
 
 _PLAIN: Any = torch.Tensor.data

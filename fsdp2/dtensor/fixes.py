@@ -11,12 +11,12 @@ import os
 
 from torch import nn
 
+from ..devices.write_notices import notices
 from ..engine.events import extend
-from ..engine.once import once
 from ..engine.root import Root
-from ..engine.write_notices import notices
+from ..torch_private.dtensor import allow_in_foreach, dispatch_to
+from ..torch_private.once import once
 from .autograd_inputs import accept_sharded_inputs
-from .compat import allow_in_foreach, dispatch_to
 from .copies import copy_gradients
 from .counted_collectives import count_collectives_of_shards
 from .crossings import average_in_plain_tensors

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from ..comms.meshes import sharding_axes
 from ..engine.comm import Purpose
-from ..engine.compat import dtensor_spec, local_if_any
-from ..engine.meshes import sharding_axes
-from ..engine.rank_facts import all_reduce_over
-from .compat import DTensorSpec, dtensor, overloads, spec_of
+from ..ranks.rank_facts import all_reduce_over
+from ..torch_private.compat import dtensor_spec, local_if_any
+from ..torch_private.dtensor import DTensorSpec, overloads, spec_of
+from .making import dtensor
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .compat import is_from_local
+from ..torch_private.dtensor import is_from_local
 
 
 def all_nodes(roots: Iterable[Any], ends: Callable[[Any], bool] | None = None) -> Iterator[Any]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import Optimizer
 
-from ..engine.compat import no_torch_function
+from ..devices.write_notices import notices
 from ..engine.events import extensions
-from ..engine.write_notices import notices
-from .compat import DTensorSpec, TensorMeta, dtensor
+from ..torch_private.compat import no_torch_function
+from ..torch_private.dtensor import DTensorSpec, TensorMeta
+from .making import dtensor
 
 ELEMENTWISE = frozenset(
     {

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from ..engine.callers import function_that_calls
-from ..engine.compat import local_of
+from ..calls.callers import function_that_calls
 from ..engine.owners import sharded_owner, some_of
 from ..engine.parameter import FSDPParam
-from ..engine.saved_shards import refuse_others
-from .compat import dtensor
+from ..parameters.saved_shards import refuse_others
+from ..torch_private.compat import local_of
+from .making import dtensor
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
 _NUMBERS = ("step", "eta", "mu", "mu_product")

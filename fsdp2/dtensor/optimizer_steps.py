@@ -19,12 +19,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..calls.user_code import hides_modes
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
-from ..engine.rank_facts import all_reduce_over, moves_data
 from ..engine.root import Root
-from ..engine.user_code import hides_modes
 from ..features.optimizer_in_backward import steps_of
+from ..ranks.rank_facts import all_reduce_over, moves_data
 from .local_steps import end_local_step, local_optimizer
 from .optimizer_states import cut_loaded_states, follow_state_dicts, refuse_lost_states
 from .sharded_dtensor import ShardedDTensor

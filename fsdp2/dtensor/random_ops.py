@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from ..engine.compat import local_of
-from ..engine.rank_facts import broadcast_over, moves_data
-from .compat import cut, full_tensor_of
+from ..ranks.rank_facts import broadcast_over, moves_data
+from ..torch_private.compat import local_of
+from ..torch_private.dtensor import full_tensor_of
+from .making import cut
 from .sharded_dtensor import call_unhandled, handle_operations
 
 _aten = torch.ops.aten

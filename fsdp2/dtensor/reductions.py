@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..engine.nested import map_tensors
-from .compat import (
-    FINDS_GLOBAL_INDICES,
-    IS_OLD,
-    argument_names,
-    cut,
-    full_tensor_of,
-    may_be_empty,
-)
+from ..calls.nested import map_tensors
+from ..torch_private.dtensor import FINDS_GLOBAL_INDICES, IS_OLD, argument_names, full_tensor_of, may_be_empty
 from .foreach_operations import specs_of
+from .making import cut
 from .sharded_dtensor import call_unhandled, handle_operations, handler_of
 
 _aten = torch.ops.aten

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..engine.callers import optimizer_that_calls
-from ..engine.compat import local_of
-from ..engine.nested import tensors_in
+from ..calls.callers import optimizer_that_calls
+from ..calls.nested import tensors_in
 from ..engine.owners import Owned, all_groups, has_left, owners_by_id, sharded_in, sharded_owner, some_of
-from ..engine.replacements import REPLACE_BEFORE
-from .compat import name_of, spec_of
+from ..parameters.replacements import REPLACE_BEFORE
+from ..torch_private.compat import local_of
+from ..torch_private.dtensor import name_of, spec_of
 from .crossings import owner_of
 from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
 

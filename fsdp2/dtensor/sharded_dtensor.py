@@ -27,22 +27,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 
-from ..engine import saved_shards
-from ..engine.compat import local_of, new_dtensor, set_grad_dtype
-from ..engine.nested import map_tensors
-from ..engine.once import once
+from ..calls.nested import map_tensors
+from ..devices.write_notices import notices
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
-from ..engine.write_notices import notices
-from .compat import (
-    DTensorSpec,
-    follow_local,
-    is_partial,
-    reduced,
-    set_local_and_spec,
-    spec_of,
-    written_by,
-)
+from ..parameters import saved_shards
+from ..torch_private.compat import local_of, new_dtensor, set_grad_dtype
+from ..torch_private.dtensor import DTensorSpec, follow_local, is_partial, set_local_and_spec, spec_of, written_by
+from ..torch_private.once import once
+from .making import reduced
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

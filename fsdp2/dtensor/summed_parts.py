@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from .compat import may_be_collective
+from ..torch_private.dtensor import may_be_collective
 from .graph import all_nodes
 
 # The key under which the metadata of a graph's node has the part of a weight that the node makes.

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..engine.compat import local_of, new_dtensor
-from ..engine.nested import map_tensors
-from ..engine.write_notices import notices
-from .compat import cut, dtensor, full_tensor_of, name_of, returns_views, spec_of, written_by
+from ..calls.nested import map_tensors
+from ..devices.write_notices import notices
+from ..torch_private.compat import local_of, new_dtensor
+from ..torch_private.dtensor import full_tensor_of, name_of, returns_views, spec_of, written_by
+from .making import cut, dtensor
 from .refusals import advise, describe
 from .sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.compat import dtensor_spec, local_if_any, local_of
 from ..engine.owners import sharded_in
-from .compat import (
+from ..torch_private.compat import dtensor_spec, local_if_any, local_of
+from ..torch_private.dtensor import (
     REPLICATES_COPIED_GRADIENTS,
-    cut,
-    dtensor,
     follow_local,
     full_tensor_of,
     is_strided,
@@ -25,6 +23,7 @@ from .compat import (
     set_local_and_spec,
     spec_of,
 )
+from .making import cut, dtensor
 from .refusals import refuse_plain_target
 from .sharded_dtensor import call_unhandled, handle_operations
 

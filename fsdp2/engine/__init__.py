@@ -1,4 +1,4 @@
-"""The engine: shards, gathers and reduces. It is what always runs."""
+"""The engine: shards, gathers and reduces. It is what a plain step runs."""
 
 from .events import Extensions as Extensions
 from .events import Observer as Observer

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from . import compat
-from .compat import (
+from ..calls.user_code import are_in_force, run_hidden, run_shown
+from ..torch_private import compat
+from ..torch_private.beyond_step import SPMD_PARTS, SPMD_TYPE
+from ..torch_private.compat import (
     PLAIN,
     graph_task,
     local_of,
@@ -27,8 +29,6 @@ from .compat import (
     storage_address,
     storage_id,
 )
-from .torch_names import SPMD_PARTS, SPMD_TYPE
-from .user_code import are_in_force, run_hidden, run_shown
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup

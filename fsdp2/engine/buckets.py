@@ -15,13 +15,14 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from . import compat, streams
+from ..codecs.replicas import Part, ReplicaSum
+from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..devices import streams
+from ..devices.streams import costs_launches
+from ..torch_private import compat
 from .codec import AS_IS, Cast, Codec, Encoder, Member
-from .comm_memory import TORCH_MEMORY, CommMemory
 from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
-from .replicas import Part, ReplicaSum
-from .streams import costs_launches
 
 # On CPU a group's gradients are reduced in about four buckets, so that what has arrived can be sent and freed while the
 # rest is computed: eight where copies are sent, cast ones, which take memory, too. Buckets below this size cost more in

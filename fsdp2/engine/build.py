@@ -14,20 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
-from .compat import backend_name
+from ..calls.user_code import hides_modes
+from ..devices.offload import OffloadChoice, shard_nbytes, storage_place
+from ..devices.simulation import SimulatedGroup
+from ..parameters.tensor_parallel import distribute
+from ..parameters.ties import MARK, find_owner, mark_originals, original_of
+from ..torch_private.compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
-from .offload import OffloadChoice, shard_nbytes, storage_place
 from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
 from .policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .root import Root
-from .simulation import SimulatedGroup
 from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
-from .tensor_parallel import distribute
-from .ties import MARK, find_owner, mark_originals, original_of
-from .user_code import hides_modes
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 

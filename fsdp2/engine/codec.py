@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from .simulation import kind_of
+from ..devices.simulation import kind_of
 
 if TYPE_CHECKING:
-    from .replicas import ReplicaCodec
+    from ..codecs.replicas import ReplicaCodec
 
 # What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
 Rows: TypeAlias = "Sequence[Tensor] | Tensor"

@@ -19,15 +19,15 @@ from torch import Tensor
 # Imported by name: an extension may put other functions under these names in `dist`.
 from torch.distributed import all_reduce, all_to_all_single
 
-from . import compat
+from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..devices.streams import AllWork as AllWork
+from ..devices.streams import CopyWork as CopyWork
+from ..devices.streams import DividedWork as DividedWork
+from ..devices.streams import SumWork as SumWork
+from ..devices.streams import Work as Work
+from ..torch_private import compat
 from .codec import Rows as Rows
-from .comm_memory import TORCH_MEMORY, CommMemory
 from .layout import MAX_OPERATIONS
-from .streams import AllWork as AllWork
-from .streams import CopyWork as CopyWork
-from .streams import DividedWork as DividedWork
-from .streams import SumWork as SumWork
-from .streams import Work as Work
 
 if TYPE_CHECKING:
     from .root import Root

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from .comm import CommWatcher, Unwatched
 
 if TYPE_CHECKING:
+    from ..calls.inputs import HandedInputs
     from .build import Plan
     from .gradients import GroupGradients
     from .group import FSDPParamGroup
-    from .inputs import HandedInputs
     from .parameter import FSDPParam
     from .reduce import Pending
     from .root import Root

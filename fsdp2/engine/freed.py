@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import compat
+from ..torch_private import compat
 from .owners import names_of_unsharded
 
 

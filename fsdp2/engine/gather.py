@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..devices.streams import Work, costs_launches
+from ..torch_private.compat import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode
 from .comm import Comm
-from .comm_memory import TORCH_MEMORY, CommMemory
-from .compat import below_autograd, copy_all, part_of_storage
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
-from .streams import Work, costs_launches
 
 # ---- views and copies
 

@@ -26,21 +26,22 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from . import compat, reduce
+from ..calls.user_code import are_in_force, hidden, run_shown
+from ..codecs.replicas import Part, ReplicaSum, replica_sum_of
+from ..torch_private import compat
+from ..torch_private.compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
+from . import reduce
 from .buckets import Bucket, ReducePlan, cuts_for, plan_buckets
 from .codec import Codec, Encoder
-from .compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
 from .policy import MixedPrecisionPolicy, ReduceWhen
 from .reduce import Pending, Reduction, Shards
-from .replicas import Part, ReplicaSum, replica_sum_of
-from .user_code import are_in_force, hidden, run_shown
 
 if TYPE_CHECKING:
+    from ..devices.home_streams import GroupStreams
     from .group import FSDPParamGroup
-    from .home_streams import GroupStreams
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()

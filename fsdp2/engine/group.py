@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from . import compat
-from .collectives import make_comm
+from ..calls.user_code import are_in_force, outside, run_hidden
+from ..comms.collectives import make_comm
+from ..comms.subgroups import subgroup
+from ..devices.home_streams import GroupStreams
+from ..devices.streams import exist_on, make_transfers
+from ..parameters.empty_memory import EmptyTensors
+from ..parameters.replacements import find_replacements
+from ..torch_private import compat
+from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
-from .compat import num_dispatch_modes, num_function_modes, runs_transform
-from .empty_memory import EmptyTensors
 from .events import NO_EVENTS, Events
 from .gradients import GroupGradients
 from .group_parameters import GroupParameters
-from .home_streams import GroupStreams
 from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .placeholders import forget_cleared, leaves_gradients
 from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .reduce import Reduction
-from .replacements import find_replacements
-from .streams import exist_on, make_transfers
-from .subgroups import subgroup
-from .user_code import are_in_force, outside, run_hidden
 
 if TYPE_CHECKING:
-    from .replicas import CommHook
+    from ..codecs.replicas import CommHook
     from .root import BackwardPass, Root
     from .schedule import ReductionQueue
     from .state import FSDPState

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from . import compat
-from .cast_buffers import CastBuffers
+from ..parameters.cast_buffers import CastBuffers
+from ..parameters.subclasses import SubclassGather
+from ..torch_private import compat
+from ..torch_private.compat import peek_local, requires_grad_of, version_of
 from .comm import Comm, SoloComm
-from .compat import peek_local, requires_grad_of, version_of
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
@@ -26,12 +27,11 @@ from .mesh import DataMesh
 from .owners import note_shards
 from .parameter import FSDPParam
 from .policy import GroupSettings
-from .subclasses import SubclassGather
 from .unsharded_versions import UnshardedVersions
 
 if TYPE_CHECKING:
+    from ..devices.streams import Transfers
     from .gradients import GroupGradients
-    from .streams import Transfers
 
 _SHARDED, _UNSHARDED = 0, 1
 _NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import compat
-from .compat import DTensorSpec
+from ..torch_private import compat
+from ..torch_private.compat import DTensorSpec
 
 
 class Gathered(Enum):

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from . import transforms
-from .compat import runs_transform, untraced
-from .parameter_methods import parameter_methods
+from ..calls import transforms
+from ..parameters.parameter_methods import parameter_methods
+from ..torch_private.compat import runs_transform, untraced
 from .state import STATE, require_state
 from .step import run_forward
 

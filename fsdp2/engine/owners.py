@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from .compat import storage_id
-from .simulation import simulated
+from ..devices.simulation import simulated
+from ..torch_private.beyond_step import share_versions
+from ..torch_private.compat import storage_id
 from .state import names_below
-from .torch_names import share_versions
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import compat
+from ..parameters.subclasses import gathers_itself, rows_of_subclass
+from ..torch_private import compat
+from ..torch_private.compat import GradDtype, local_of
 from .codec import Codec
-from .compat import GradDtype, local_of
 from .events import extensions
 from .layout import ParamSpec, bounds_of, contiguous_stride, param_spec
 from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
-from .subclasses import gathers_itself, rows_of_subclass
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .callers import function_that_calls, optimizer_that_calls
-from .compat import local_of, new_dtensor, no_torch_function, set_local
+from ..calls.callers import function_that_calls, optimizer_that_calls
+from ..torch_private.beyond_step import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
+from ..torch_private.compat import local_of, new_dtensor, no_torch_function, set_local
 from .events import extensions
 from .parameter import FSDPParam
-from .torch_names import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from .codec import AS_IS, Cast, Codec, Compression, is_compressed
 
 if TYPE_CHECKING:
-    from .collectives import CommChoice
+    from ..codecs.replicas import CommHook
+    from ..comms.collectives import CommChoice
     from .group import FSDPParamGroup
-    from .replicas import CommHook
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import compat, streams
+from ..codecs.replicas import Steps, Sums
+from ..devices import streams
+from ..devices.streams import Transfer, Transfers
+from ..torch_private import compat
 from .buckets import PIECES_IN_FLIGHT, ReducePlan
 from .codec import Member, Rows
 from .comm import AllWork, Comm, SumWork, Work
-from .replicas import Steps, Sums
-from .streams import Transfer, Transfers
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
 Shards = dict[int, tuple[Tensor, int]]

@@ -12,20 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import compat
+from ..calls.compiled_backward import refuse_compiled_backward
+from ..calls.user_code import are_in_force, outside, run_hidden
+from ..comms.collectives import separate_where_usual
+from ..devices.write_notices import notices
+from ..parameters.subclasses import take_methods_set_later
+from ..parameters.ties import connect_ties
+from ..torch_private import compat
+from ..torch_private.compat import (
+    graph_task,
+    num_dispatch_modes,
+    num_function_modes,
+    runs_transform,
+    top_saved_tensor_hooks,
+)
 from .autograd import SavedTensors
-from .collectives import separate_where_usual
-from .compat import graph_task, num_dispatch_modes, num_function_modes, runs_transform, top_saved_tensor_hooks
-from .compiled_backward import refuse_compiled_backward
 from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
 from .policy import SECONDARY, SHARDED, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
-from .subclasses import take_methods_set_later
-from .ties import connect_ties
-from .user_code import are_in_force, outside, run_hidden
-from .write_notices import notices
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from .cast_buffers import CastBuffers
+from ..parameters.cast_buffers import CastBuffers
 from .policy import MixedPrecisionPolicy
 
 if TYPE_CHECKING:

@@ -48,13 +48,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from ..calls.inputs import HandedInputs, cast_to, move_to
+from ..calls.nested import map_tensors, tensors_in
+from ..calls.user_code import are_in_force, hidden, outside, run_shown
+from ..torch_private import compat
+from ..torch_private.compat import (
+    graph_task,
+    has_storage,
+    num_dispatch_modes,
+    num_function_modes,
+    runs_transform,
+    storage_address,
+)
 from .autograd import after_leaf, after_tensors, cast
-from .compat import graph_task, has_storage, num_dispatch_modes, num_function_modes, runs_transform, storage_address
-from .inputs import HandedInputs, cast_to, move_to
-from .nested import map_tensors, tensors_in
 from .state import FSDPState
-from .user_code import are_in_force, hidden, outside, run_shown
 
 _ONLY_TENSORS = {Tensor}
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from .compat import local_of, no_torch_function, version_of
-from .torch_names import set_versions
+from ..torch_private.beyond_step import set_versions
+from ..torch_private.compat import local_of, no_torch_function, version_of
 
 if TYPE_CHECKING:
     from .parameter import FSDPParam

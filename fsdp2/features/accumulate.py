@@ -21,20 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..engine import streams
-from ..engine.collectives import make_comm
+from ..calls.user_code import hides_modes
+from ..comms.collectives import make_comm
+from ..devices import streams
+from ..devices.streams import Transfer
 from ..engine.comm import Purpose, Work
-from ..engine.compat import no_torch_function
 from ..engine.group import FSDPParamGroup
-from ..engine.passes import finalize, reduce_unsynchronized, reset
 from ..engine.placeholders import UnsynchronizedGrad
-from ..engine.rank_facts import ranks_of
 from ..engine.root import Root
 from ..engine.state import require_state
-from ..engine.streams import Transfer
-from ..engine.user_code import hides_modes
+from ..ranks.rank_facts import ranks_of
+from ..torch_private.compat import no_torch_function
 from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
+from .passes import finalize, reduce_unsynchronized, reset
 from .vocab_parallel import refuse_rows
 
 _SYNC = ("last", "each")

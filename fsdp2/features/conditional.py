@@ -26,19 +26,19 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..engine.collectives import make_comm
+from ..calls.nested import map_tensors, tensors_in
+from ..comms.collectives import make_comm
+from ..comms.subgroups import subgroup
 from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
-from ..engine.compat import backend_name, size_may_change
 from ..engine.group import FSDPParamGroup, Hold
-from ..engine.nested import map_tensors, tensors_in
-from ..engine.passes import share_reductions
 from ..engine.policy import ReduceWhen
-from ..engine.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
 from ..engine.state import FSDPState, groups_below, names_below
-from ..engine.subgroups import subgroup
-from ..engine.torch_names import alias, has_backend
+from ..ranks.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
+from ..torch_private.beyond_step import alias, has_backend
+from ..torch_private.compat import backend_name, size_may_change
+from .passes import share_reductions
 from .user_collectives import pass_began, pass_ended
 from .vocab_parallel import refuse_beside_conditional
 

@@ -15,16 +15,16 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..calls.user_code import hides_modes
+from ..comms.collectives import follow
 from ..engine.build import attach
-from ..engine.collectives import follow
 from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import NOT_BUILT, FSDPParam
 from ..engine.policy import GroupSettings
 from ..engine.root import Root
-from ..engine.saved_shards import refuse_others
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
-from ..engine.user_code import hides_modes
+from ..parameters.saved_shards import refuse_others
 
 # The attributes that a copied parameter builds anew.
 _BUILT = (

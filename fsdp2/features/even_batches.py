@@ -8,8 +8,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..engine.rank_facts import start_largest
-from ..engine.torch_names import has_backend
+from ..ranks.rank_facts import start_largest
+from ..torch_private.beyond_step import has_backend
 
 Batch = TypeVar("Batch")
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from ..calls.user_code import hides_modes
 from ..engine.build import Plan
-from ..engine.compat import untraced
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.module_class import make_subclass
-from ..engine.once import once
 from ..engine.root import Root
 from ..engine.state import FSDPState
 from ..engine.step import run_forward
-from ..engine.user_code import hides_modes
+from ..torch_private.compat import untraced
+from ..torch_private.once import once
 
 # Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the
 # projections of a block whose experts are sharded get no group, though they may be larger than another model's head.

@@ -6,7 +6,7 @@ that one was stepped on, and computes while the others are. What may read or wri
 - a group's gathers, and all else that calls `root.writers`: the current stream waits for the step on that group
 - whoever else has a sharded parameter: reads of its local tensor, of which each operation has one, go through
   `_local_tensor`; while a parameter is late, its class is a subclass whose `_local_tensor` makes the host wait first
-- writes to sharded parameters and their gradients, which are announced (engine/write_notices.py): the host waits
+- writes to sharded parameters and their gradients, which are announced (devices/write_notices.py): the host waits
 
 Memory that something else has a view of when the step begins could be read unseen: then nothing is late. After a read
 that has made the host wait, some steps are not late either: the program may read after each.
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine import streams
-from ..engine.compat import peek_local, set_local_unseen, storage_uses
+from ..calls.nested import tensors_in
+from ..devices import streams
+from ..devices.write_notices import notices
 from ..engine.group import FSDPParamGroup
-from ..engine.nested import tensors_in
 from ..engine.owners import sharded_owner
 from ..engine.root import Root
-from ..engine.write_notices import notices
+from ..torch_private.compat import peek_local, set_local_unseen, storage_uses
 
 # The attribute of a late parameter that holds a weak reference to its LateStep: Python finds no cycle through a tensor
 # that C++ holds, too.

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..engine import streams
+from ..calls.user_code import run_shown
+from ..devices import streams
+from ..devices.write_notices import notices
 from ..engine.gradients import GroupGradients
 from ..engine.group import GATHERING, FSDPParamGroup
 from ..engine.parameter import FSDPParam
-from ..engine.passes import finalize
 from ..engine.placeholders import SteppedGrad, put_placeholder, take_placeholder
 from ..engine.reduce import Pending
 from ..engine.root import Root
-from ..engine.user_code import run_shown
-from ..engine.write_notices import notices
+from .passes import finalize
 from .vocab_parallel import refuse_rows
 
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.comm import Purpose
-from ..engine.compare_ranks import ComparedNumbers, Comparison, RankObserver, connects, groups_of_all_ranks
-from ..engine.compat import local_if_any, version_of
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
 from ..engine.policy import Hold
-from ..engine.rank_facts import all_reduce_over
 from ..engine.root import Root
 from ..engine.state import names_below
-from ..engine.torch_names import set_versions
+from ..ranks.compare_ranks import ComparedNumbers, Comparison, RankObserver, connects, groups_of_all_ranks
+from ..ranks.rank_facts import all_reduce_over
+from ..torch_private.beyond_step import set_versions
+from ..torch_private.compat import local_if_any, version_of
 
 AVERAGED = "running statistics of "
 """The beginning of the name of the all-reduce that averages."""

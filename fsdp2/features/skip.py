@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..engine import collectives
-from ..engine.collectives import make_comm
+from ..calls.user_code import hides_modes
+from ..comms import collectives
+from ..comms.collectives import make_comm
 from ..engine.comm import Purpose, compare_first
-from ..engine.compat import backend_name, no_torch_function
-from ..engine.passes import finalize, reset
-from ..engine.rank_facts import gather_by_rank, ranks_of
 from ..engine.root import Root
 from ..engine.state import modules_below, require_state
-from ..engine.torch_names import has_backend
-from ..engine.user_code import hides_modes
+from ..ranks.rank_facts import gather_by_rank, ranks_of
+from ..torch_private.beyond_step import has_backend
+from ..torch_private.compat import backend_name, no_torch_function
 from .blocks import BlockWatch, watch_of
 from .conditional import is_conditional
 from .optimizer_in_backward import steps_of
+from .passes import finalize, reset
 from .vocab_parallel import refuse_rows
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from ..engine.compat import untraced
 from ..engine.root import Root
+from ..torch_private.compat import untraced
 
 _NAMES = (
     "all_gather",

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engine.collectives import choice_of
+from ..calls.user_code import hides_modes
+from ..comms.collectives import choice_of
 from ..engine.comm import compare_first
-from ..engine.compat import new_dtensor, peek_local, untraced
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
-from ..engine.rank_facts import all_reduce_now
 from ..engine.state import STATE
-from ..engine.user_code import hides_modes
+from ..ranks.rank_facts import all_reduce_now
+from ..torch_private.compat import new_dtensor, peek_local, untraced
 
 if TYPE_CHECKING:
     from ..engine.parameter import FSDPParam

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .compat import IGNORED_MISSING, IGNORED_ON_SAVE, IGNORED_UNEXPECTED, TIED, USED_CONVERSIONS, storage_key
+from ..torch_private.files import (
+    IGNORED_MISSING,
+    IGNORED_ON_SAVE,
+    IGNORED_UNEXPECTED,
+    TIED,
+    USED_CONVERSIONS,
+    storage_key,
+)
 from .files import FileTensor, Layout
 from .skeleton import SAVE_IN_FULL, base_of, inside, make_parts, make_skeleton
 from .tensors import ModelTensor

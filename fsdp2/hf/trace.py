@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import TorchDispatchMode
+from ..torch_private.files import TorchDispatchMode
 from .views import Resolved, View, as_view, cat, part, permute, reshape, select, stack
 
 

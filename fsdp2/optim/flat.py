@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..shards.tensors import check_bool, no_torch_function, once
-from . import compat
+from ..torch_private import optimizers as compat
 from .late import LateParts
 from .probe import NotElementwiseError
 from .resting import BUCKET_BYTES, check_bucket_bytes, load_to_rest

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from . import compat
+from ..torch_private import optimizers as compat
 from .spans import Span
 from .states import State, is_elements
 

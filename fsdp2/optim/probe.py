@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .compat import without_hooks
+from ..torch_private.optimizers import without_hooks
 
 STEPS = 7  # RAdam changes its rule in the sixth
 RATE = 0.01  # in place of the optimizer's own, which a warm-up may have set to 0

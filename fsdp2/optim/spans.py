@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..shards.find import place_of
 from ..shards.tensors import copy_all, local_of, view_bytes
-from .compat import flatten
+from ..torch_private.optimizers import flatten
 
 
 class Place(NamedTuple):

@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from ..shards.find import before_write, is_unsynchronized
 from ..shards.runs import in_runs
 from ..shards.tensors import local_if_any, local_of, no_torch_function, peek_local, spec_of
+from ..torch_private.optimizers import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from . import kernels, resting, states
-from .compat import SMALL_NUMEL, grad_of, without_hooks, zero_each
 from .late import LateParts
 from .probe import Verdict, probe, signature
 from .spans import Packed, Place, Places, Run, Span, make_span, picker, runs

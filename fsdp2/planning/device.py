@@ -1,6 +1,6 @@
 """Simulates a device whose tensors have sizes and no memory, and the ranks that share a model on it.
 
-Its tensors are on meta. The engine shards, gathers and reduces them as any others (`engine/simulation.py`), by its own
+Its tensors are on meta. The engine shards, gathers and reduces them as any others (`devices/simulation.py`), by its own
 Comms over process groups that send nothing. A meter counts the bytes of their storages, and a `Traffic` those that are
 sent.
 """
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls.user_code import hidden
+from ..comms.gloo import GATHERING, PairwiseComm
+from ..devices.simulation import SimulatedGroup, simulated
+from ..devices.streams import AllWork, Transfers, Work
 from ..engine import events
 from ..engine.comm import CoalescedComm, Comm, Purpose, Unwatched
-from ..engine.gloo import GATHERING, PairwiseComm
 from ..engine.mesh import DataMesh
-from ..engine.simulation import SimulatedGroup, simulated
-from ..engine.streams import AllWork, Transfers, Work
-from ..engine.user_code import hidden
 from ..features.large_submodules import gather_when_called, plan_large_submodules
-from .compat import mesh_of_numbers, no_dispatch
+from ..torch_private.plans import mesh_of_numbers, no_dispatch
 from .meter import StorageMeter
 from .settings import Setting
 from .times import InFlight, Machine, Traffic

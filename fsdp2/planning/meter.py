@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compat import PlainDispatchMode
+from ..torch_private.plans import PlainDispatchMode
 
 
 class StorageMeter(PlainDispatchMode):

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.build import Arguments, apply
-from ..engine.compat import chosen_grad_dtype, set_grad_dtype
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
-from ..engine.subclasses import is_packed
 from ..module import sharded_class
-from .compat import no_dispatch
+from ..parameters.subclasses import is_packed
+from ..torch_private.compat import chosen_grad_dtype, set_grad_dtype
+from ..torch_private.plans import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.nested import tensors_in
+from ..calls.nested import tensors_in
 from ..engine.policy import MixedPrecisionPolicy
 from ..tools.describe import size_text
 from . import table

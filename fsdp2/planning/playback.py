@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ..engine.compat import post_accumulate_hooks_of
 from ..engine.root import Root
-from .compat import no_dispatch
+from ..torch_private.compat import post_accumulate_hooks_of
+from ..torch_private.plans import no_dispatch
 from .device import DeviceOfSizes
 from .outline import Outline
 from .recording import BEGIN, END, GRADIENT, INPUTS, REACHED, Mark, Recording

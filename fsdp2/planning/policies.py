@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..engine.state import modules_below, require_module
 from ..shards.find import is_sharded
-from .compat import NO_SPLIT, RUN_POLICY
+from ..torch_private.plans import NO_SPLIT, RUN_POLICY
 
 __all__ = ["WrapGroup", "wrap_groups"]
 

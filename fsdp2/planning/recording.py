@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..engine.nested import map_tensors, tensors_in
+from ..calls.nested import map_tensors, tensors_in
 from ..engine.step import cast_floating
-from .compat import fake_mode, flop_formulas, is_fake, run_backward
+from ..torch_private.plans import fake_mode, flop_formulas, is_fake, run_backward
 from .kernels import of_device
 from .meter import StorageMeter
 from .structure import PlannedGroup, compute_dtypes, modules_of
 
 if TYPE_CHECKING:
-    from .compat import FakeTensorMode
+    from ..torch_private.plans import FakeTensorMode
 
 # Kinds of marks. `subject` is the index of a group's module in the outline, or of a parameter for GRADIENT.
 BEGIN, END, REACHED, INPUTS, GRADIENT = "begin", "end", "reached", "inputs", "gradient"

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from ..checks.clipping import ClippedParameters, clipped_parameters, note_clipping
 from ..checks.model_facts import compare_initial_weights, refuse_empty_memory
+from ..devices.write_notices import notices
 from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.state import STATE, require_module, state_of
-from ..engine.torch_names import is_sharded_by_fsdp1
-from ..engine.write_notices import notices
+from ..torch_private.beyond_step import is_sharded_by_fsdp1
 from .ours import OurGroup, OurParam, OurShards, plain_class
 from .ours import place_of as place_in_group
 from .protocol import Place, ShardGroup, ShardParam, Shards

@@ -14,28 +14,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.model_facts import find_written, known_of
+from ..comms.collectives import choice_of
 from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
-from ..engine.collectives import choice_of
-from ..engine.compat import graph_task, local_if_any, new_dtensor
-from ..engine.empty_memory import find_unwritten, mark
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, gather_layout
 from ..engine.memory import Memory
 from ..engine.mesh import DataMesh
 from ..engine.owners import Owned, owners_by_id
 from ..engine.parameter import FSDPParam, fqn
-from ..engine.passes import finalize, reset
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.policy import GroupSettings
-from ..engine.rank_facts import is_first, ranks_of
 from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
-from ..engine.subclasses import gathers_itself
-from ..engine.tensor_parallel import TensorParallel
 from ..features.conditional import is_conditional
 from ..features.large_submodules import is_read_outside
 from ..features.module_repr import dtype_text
 from ..features.optimizer_in_backward import steps_of
+from ..features.passes import finalize, reset
+from ..parameters.empty_memory import find_unwritten, mark
+from ..parameters.subclasses import gathers_itself
+from ..parameters.tensor_parallel import TensorParallel
+from ..ranks.rank_facts import is_first, ranks_of
+from ..torch_private.compat import graph_task, local_if_any, new_dtensor
 from .dtensors import box_of, cuts_of, replicas_of
 from .protocol import (
     Cut,

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.arguments import check_mesh
-from ..engine import compare_ranks
-from ..engine.collectives import make_comm
+from ..comms.collectives import make_comm
+from ..comms.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
 from ..engine.comm import Comm, Purpose, Work, all_gather_now
-from ..engine.compat import backend_name
 from ..engine.mesh import DataMesh
-from ..engine.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
-from ..engine.rank_facts import all_reduce_over, broadcast_over, gather_objects, gather_to_one, moves_data
+from ..ranks import compare_ranks
+from ..ranks.rank_facts import all_reduce_over, broadcast_over, gather_objects, gather_to_one, moves_data
+from ..torch_private.compat import backend_name
 from .ours import ranks_on as ranks_of_mesh
 from .protocol import Ranks
 

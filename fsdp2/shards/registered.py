@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calls.user_code import hidden
 from ..checks.due import NO_NUMBERS, is_check_time, read_all
 from ..checks.lost_writes import UnshardedContent, take_moved
-from ..engine.compat import graph_task
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.state import FSDPState
-from ..engine.user_code import hidden
 from ..features.large_submodules import is_read_outside
+from ..torch_private.compat import graph_task
 
 __all__ = ["refuse_written", "registered"]
 

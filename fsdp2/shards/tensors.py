@@ -6,11 +6,22 @@ tools, optimizers and files may use. What is about sharded modules and their par
 
 from __future__ import annotations
 
+from ..calls.nested import map_tensors, tensors_in
+from ..calls.user_code import hidden, hides_modes
 from ..checks.model_facts import written_by_some
-from ..dtensor.compat import dtensor, spec_of
+from ..dtensor.making import dtensor
 from ..dtensor.optimizer_states import local_states, lost_states
-from ..engine.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
-from ..engine.compat import (
+from ..engine.gather import group_copies, own_storage_view, view_bytes
+from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
+from ..engine.owners import some_of
+from ..engine.parameter import fqn
+from ..engine.policy import check_bool
+from ..engine.state import require_module
+from ..features.module_repr import dtype_text
+from ..parameters.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
+from ..parameters.empty_memory import is_marked, mark
+from ..parameters.subclasses import is_packed
+from ..torch_private.compat import (
     PLAIN,
     copy_all,
     dtensor_spec,
@@ -23,18 +34,8 @@ from ..engine.compat import (
     peek_local,
     untraced,
 )
-from ..engine.empty_memory import is_marked, mark
-from ..engine.gather import group_copies, own_storage_view, view_bytes
-from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
-from ..engine.nested import map_tensors, tensors_in
-from ..engine.once import once
-from ..engine.owners import some_of
-from ..engine.parameter import fqn
-from ..engine.policy import check_bool
-from ..engine.state import require_module
-from ..engine.subclasses import is_packed
-from ..engine.user_code import hidden, hides_modes
-from ..features.module_repr import dtype_text
+from ..torch_private.dtensor import spec_of
+from ..torch_private.once import once
 
 __all__ = [
     "PLAIN",

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..optim.compat import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
 from ..shards.find import ClippedParameters, clipped_parameters, note_clipping
 from ..shards.ranks import Axis, Purpose, all_reduce_over, sharding_axes
 from ..shards.tensors import check_bool, local_of, no_torch_function, spec_of
+from ..torch_private.optimizers import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from ..engine.compat import profiler_runs
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import sharded_owner, some_of
 from ..engine.root import Root
+from ..torch_private.compat import profiler_runs
 from .watched_comms import Collective, watch
 
 

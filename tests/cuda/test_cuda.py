@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
-from fsdp2.engine import codec, compare_ranks
+from fsdp2.engine import codec
 from fsdp2.engine.comm import CoalescedComm, Purpose
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.engine.state import groups_below
+from fsdp2.ranks import compare_ranks
 from helpers import assert_same, fake_world, full
 from models import TinyGPT, mean_loss
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fake_gpu
 from fake_gpu.training import EXACT, OFFLOAD, Net, build, judged, loss_of, same, train
-from fsdp2.engine import comm, streams
+from fsdp2.devices import streams
+from fsdp2.engine import comm
 from helpers import run_checks
 
 

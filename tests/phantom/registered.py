@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
-from fsdp2.engine import compat
+from fsdp2.torch_private import compat
 from models import mean_loss
 from one_of_many import Way
 

@@ -37,11 +37,11 @@ from fsdp2 import (
     replicate,
     set_checks,
 )
+from fsdp2.comms.collectives import make_comm
+from fsdp2.comms.meshes import default_mesh
 from fsdp2.compression import Compression
 from fsdp2.engine import layout as layouts
-from fsdp2.engine.collectives import make_comm
 from fsdp2.engine.comm import Purpose
-from fsdp2.engine.meshes import default_mesh
 from fsdp2.engine.owners import sharded_owner
 from fsdp2.engine.state import require_state
 from fsdp2.module import sharded_class

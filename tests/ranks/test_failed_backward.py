@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
 import fsdp2
-from fsdp2.engine import compat
 from fsdp2.engine.state import groups_below
+from fsdp2.torch_private import compat
 from helpers import assert_same, full, raises_in_backward, run_checks, shard_batch
 
 WIDTH, BLOCKS, ROWS = 5, 3, 6

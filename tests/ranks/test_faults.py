@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fake_gpu
 import helpers
-from fsdp2.engine import compat, gather, reduce
+from fsdp2.engine import gather, reduce
+from fsdp2.torch_private import compat
 from helpers import NIGHTLY, RankError, alone, run_ranks
 from hostile import hostile
 from scenarios import WIDTH, Block, Run, assert_none_differ, loss_of, sgd

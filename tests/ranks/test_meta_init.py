@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, set_checks
-from fsdp2.engine.empty_memory import is_marked
 from fsdp2.engine.state import require_state
+from fsdp2.parameters.empty_memory import is_marked
 from helpers import (
     assert_same,
     assert_same_names,

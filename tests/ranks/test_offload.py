@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, full_params
+from fsdp2.devices.write_notices import notices
 from fsdp2.engine import buckets
-from fsdp2.engine.write_notices import notices
 from helpers import assert_same, full, run_ranks
 from scenarios import WIDTH, MayFail, Net, Run, check, loss_of, sgd
 from simulated_device import SimulatedTransfers, simulated_device

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import check, fully_shard, replicate, sync_module_states
-from fsdp2.engine import compare_ranks
+from fsdp2.ranks import compare_ranks
 from helpers import full, run_checks
 
 WIDTH = 6

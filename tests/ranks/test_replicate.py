@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.devices.streams import AllWork
 from fsdp2.engine import buckets
-from fsdp2.engine.streams import AllWork
 from helpers import assert_same, full, run_checks, shard_batch
 from models import OddMLP, mean_loss
 from scenarios import train_beside

@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fsdp2 import flatten_optimizer, fully_shard
-from fsdp2.engine.compare_ranks import bounds_over
 from fsdp2.engine.state import require_state
+from fsdp2.ranks.compare_ranks import bounds_over
 from helpers import run_ranks
 
 DIFFERENT = "each rank's part is of another model now"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.engine.nested import tensors_in
+from fsdp2.calls.nested import tensors_in
 from helpers import assert_same, run_checks
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.float32)

@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 from vector_clocks import Clock, Simulation, Stream
 
+from fsdp2.devices import streams
+from fsdp2.devices.streams import Transfers
 from fsdp2.engine import group as groups
-from fsdp2.engine import streams
-from fsdp2.engine.streams import Transfers
 
 
 class SimulatedWork(dist.Work):

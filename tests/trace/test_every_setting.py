@@ -28,7 +28,7 @@ from fsdp2 import (
     share_comm_ctx,
 )
 from fsdp2.compression import Compression
-from fsdp2.engine import streams
+from fsdp2.devices import streams
 from fsdp2.engine.state import groups_below, groups_of, require_state
 from helpers import fake_world, public_methods
 from simulated_device import Stream

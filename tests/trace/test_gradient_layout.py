@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.engine.compat import local_of
 from fsdp2.engine.state import groups_below
+from fsdp2.torch_private.compat import local_of
 from helpers import assert_same, fake_world, full, run_ranks
 
 POLICIES = {

@@ -18,7 +18,8 @@ from vector_clocks import Stream
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, full_params, fully_shard
 from fsdp2.checks.due import is_check_time
-from fsdp2.engine import buckets, compare_ranks
+from fsdp2.engine import buckets
+from fsdp2.ranks import compare_ranks
 from models import NormedBlock
 
 STEPS = 9

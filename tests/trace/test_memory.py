@@ -24,11 +24,11 @@ from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.comms.gloo import PairwiseComm
 from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import Comm, Purpose, SoloComm
-from fsdp2.engine.gloo import PairwiseComm
 from fsdp2.features import large_submodules
 from helpers import fake_world
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group

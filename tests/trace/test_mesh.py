@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
+from fsdp2.comms.subgroups import subgroup
 from fsdp2.engine.mesh import DataMesh
-from fsdp2.engine.subgroups import subgroup
 from helpers import fake_world
 
 

@@ -22,16 +22,17 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2.comms.collectives import CustomComm
 from fsdp2.compression import Compression
-from fsdp2.engine import buckets, comm, streams
+from fsdp2.devices import streams
+from fsdp2.devices.home_streams import GroupStreams
+from fsdp2.devices.streams import Transfers
+from fsdp2.engine import buckets, comm
 from fsdp2.engine import group as groups
-from fsdp2.engine.collectives import CustomComm
 from fsdp2.engine.gradients import GroupGradients
-from fsdp2.engine.home_streams import GroupStreams
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
 from fsdp2.engine.state import groups_of
-from fsdp2.engine.streams import Transfers
 from helpers import NIGHTLY
 
 RANKS, BLOCKS, DIM = 4, 2, 16

@@ -83,7 +83,7 @@ def test_rounding_at_random_adds_up_to_nothing() -> None:
 def test_a_long_segment_is_encoded_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = values((7, 130), F32)
     whole = Int8(feedback=True).encode(numbers, 0)
-    monkeypatch.setattr("fsdp2.engine.int8._ELEMENTS_AT_A_TIME", 260)
+    monkeypatch.setattr("fsdp2.codecs.int8._ELEMENTS_AT_A_TIME", 260)
     assert torch.equal(Int8(feedback=True).encode(numbers, 0), whole)
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from list_modules import ROOMS
+
 PACKAGE = Path(__file__).resolve().parents[2] / "fsdp2"
 NOT_IMPORTED = ("__main__", "sitecustomize")  # they act when they are imported
 CHANGEABLE = (
@@ -39,7 +41,7 @@ CACHE = "remembers the last answer for objects that are not the package's"
 
 # Folder and name (a file may be renamed) -> why it is module-level.
 ALLOWED = {
-    "bridge._finder": "waits for modules that the program may import, one for each process",
+    "torch_private._finder": "waits for modules that the program may import, one for each process",
     "bridge._replaced": OF_TORCH,
     "checks._conversations": "what a thread of the process looks at, in one operation",
     "checks._groups": "what checks know of a process group, which is torch's, and which several Comms share",
@@ -53,21 +55,21 @@ ALLOWED = {
     "dtensor.parts": "the parts of graphs that are alive, which no other object knows",
     "dtensor.stepped_beside": OF_STEPS,
     "engine._chosen": "what joins roots that a thread makes, in place of what joins others",
-    "engine._group_names": OF_TORCH,
+    "torch_private._group_names": OF_TORCH,
     "engine._in_use": "interned meshes",
     "engine._known": CACHE,
-    "engine._last_default": "interned meshes",
-    "engine._num_made": "process groups are torch's, and made once",
+    "comms._last_default": "interned meshes",
+    "comms._num_made": "process groups are torch's, and made once",
     "engine._roots": "the roots that are alive",
-    "engine._running": THREADS,
+    "torch_private._running": THREADS,
     "engine._shard_in": "finds the owner of a tensor that the user has",
-    "engine._subgroups": "process groups are torch's, and made once",
-    "engine._thread": THREADS,
+    "comms._subgroups": "process groups are torch's, and made once",
+    "calls._thread": THREADS,
     "engine._uncounted": "a number that is never given twice",
     "engine.class_lock": THREADS,
-    "engine.hooks_of_all_modules": "torch's own table, under another name",
-    "engine.notices": OF_CLASS,
-    "engine.simulated": "the simulation that a thread plans by; operations of torch do not hand it on",
+    "torch_private.hooks_of_all_modules": "torch's own table, under another name",
+    "devices.notices": OF_CLASS,
+    "devices.simulated": "the simulation that a thread plans by; operations of torch do not hand it on",
     "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
     "features._in_pass": OF_TORCH,
     "features._lock": THREADS,
@@ -88,12 +90,12 @@ REMEMBERED = {
     "checks._managed_by_class": BY_CLASS,
     "checks._chosen": "the level that the user has chosen for the process; it begins as the environment says",
     "dtensor._has_other_subclasses": BY_CLASS,
-    "dtensor._may_be_collective": BY_CLASS,
+    "torch_private._may_be_collective": BY_CLASS,
     "dtensor.is_mutable": "a fact about an operation of torch",
     "engine._allowed": "functions of torch",
     "engine._events_of": BY_CLASS,
-    "engine._stream_beside": "streams of torch, of which it has one pool for each process",
-    "engine._transfers_of": "streams of torch, of which it has one pool for each process",
+    "devices._stream_beside": "streams of torch, of which it has one pool for each process",
+    "devices._transfers_of": "streams of torch, of which it has one pool for each process",
     "engine.bounds_of": VALUES,
     "engine.contiguous_stride": VALUES,
     "engine.gather_layout": VALUES,
@@ -198,7 +200,7 @@ def test_classes_of_the_engine_leave_nothing_to_subclasses() -> None:
     found = {
         f"{cls.name}.{method.name}"
         for path, tree in trees()
-        if path.parent.name == "engine"
+        if path.parent.name in ("engine", *ROOMS)
         for cls in ast.walk(tree)
         if isinstance(cls, ast.ClassDef) and "Protocol" not in [ast.unparse(base) for base in cls.bases]
         for method in cls.body

@@ -22,7 +22,7 @@ import fsdp2
 from fsdp2 import fully_shard, patch_torch
 from fsdp2.__main__ import STARTUP, python_options
 from fsdp2.bridge import patch
-from fsdp2.bridge.when_imported import when_imported
+from fsdp2.torch_private.when_imported import when_imported
 from helpers import NIGHTLY, fake_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")

@@ -20,14 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2.__main__ import main as main_of_package
-from fsdp2.engine import compat, events
+from fsdp2.devices.simulation import simulated
+from fsdp2.engine import events
 from fsdp2.engine.owners import all_groups
-from fsdp2.engine.simulation import simulated
 from fsdp2.planning import plan as planning
 from fsdp2.planning.command import main as main_of_plan
 from fsdp2.planning.plan import Plan
 from fsdp2.planning.prediction import PlanRow
 from fsdp2.planning.settings import Setting
+from fsdp2.torch_private import compat
 from helpers import fake_world
 from models import FrozenMix, TanhBlock, TinyGPT, TinyLSTM
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fsdp2
 from benchmarks.cuda_models import LLAMAS, Llama, LlamaBlock
-from fsdp2.planning.compat import fake_mode
 from fsdp2.planning.kernels import of_device
 from fsdp2.planning.meter import StorageMeter
+from fsdp2.torch_private.plans import fake_mode
 
 GIB, MIB = 2**30, 2**20
 BF16, FP32 = torch.bfloat16, torch.float32

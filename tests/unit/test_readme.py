@@ -13,7 +13,7 @@ import fsdp2
 from documents import GUIDES, PATHS, ROOT, SHARED_LINES, anchors, code_blocks, snippets, table_rows, tables_of_guides
 from fsdp2.module import public_methods
 from list_modules import FOLDERS as MODULE_FOLDERS
-from list_modules import LIST, list_modules
+from list_modules import LIST, ROOMS, list_modules
 
 ARCHITECTURE = (ROOT / "fsdp2" / "README.md").read_text()
 FOR_USERS = "\n".join(path.read_text() for path in (ROOT / "README.md", ROOT / "examples" / "README.md", *GUIDES))
@@ -160,7 +160,8 @@ def test_the_list_of_modules_is_of_their_docstrings() -> None:
 def test_functions_of_the_walk_exist() -> None:
     """Those that are named as `Class.method`, or with a file behind: `function` (`file.py`)."""
     walk = ARCHITECTURE.partition("## The walk")[2].partition("\n## ")[0]
-    trees = {name: ast.parse(path.read_text()) for name, path in files_of("engine").items()}
+    folders = ("engine", *ROOMS)
+    trees = {name: ast.parse(path.read_text()) for each in folders for name, path in files_of(each).items()}
     tops = {name: {getattr(node, "name", None): node for node in tree.body} for name, tree in trees.items()}
     classes = {name: node for top in tops.values() for name, node in top.items() if isinstance(node, ast.ClassDef)}
     for owner, method in re.findall(r"`([A-Z]\w+)\.(\w+)`", walk):

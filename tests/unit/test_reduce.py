@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp2.codecs.int8 import Int8
+from fsdp2.comms.comm_memory import TORCH_MEMORY
 from fsdp2.engine import reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder
 from fsdp2.engine.comm import Purpose, SoloComm
-from fsdp2.engine.comm_memory import TORCH_MEMORY
-from fsdp2.engine.int8 import Int8
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.reduce import Reduction
 from helpers import own_rows

@@ -19,23 +19,23 @@ PATHS = sorted(PACKAGE.rglob("*.py"))
 # Where collectives are called; compat.py chooses between two names of one.
 COMMS = {
     "engine/comm.py",
-    "engine/any_group.py",
-    "engine/gloo.py",
-    "engine/rank_facts.py",
+    "comms/any_group.py",
+    "comms/gloo.py",
+    "ranks/rank_facts.py",
     "checks/named_comm.py",
     "features/vocab_parallel.py",
     "optim/exchange.py",
 }
-CHOOSES = {"engine/compat.py"}
+CHOOSES = {"torch_private/compat.py"}
 # Where private names of torch stand: in files for that, and in what stands in for torch's FSDP, or refuses it.
 MAY_BE_PRIVATE = re.compile(
-    r"\w+/(compat|torch_names|user_code)\.py"
+    r"torch_private/\w+\.py|calls/user_code\.py"
     r"|bridge/(patch|torch_interface|fsdp1_states|startup/sitecustomize)\.py"
 )
 # Packages that users may not have: a folder may import them inside functions.
 OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
 # They run before a program that may have to set environment variables before it imports torch.
-STARTUP = {"bridge/when_imported.py", "bridge/startup/sitecustomize.py"}
+STARTUP = {"torch_private/when_imported.py", "bridge/startup/sitecustomize.py"}
 COLLECTIVES = re.compile(
     r"_?(all_?gather|all_?reduce|all_?to_?all|reduce_scatter|monitored_barrier|batch_isend_irecv)\w*"
     # Words with other meanings too: a collective only when they are torch.distributed's or a process group's.
@@ -139,7 +139,7 @@ def private_names_of_torch_stand_in_compat(source: Source) -> Problems:
     ]
     for line, dotted in (*source.names, *source.strings(), *looked_up):
         if found := PRIVATE.match(dotted):
-            yield line, f"{found[0]} is private to torch: it belongs in a compat.py"
+            yield line, f"{found[0]} is private to torch: it belongs in torch_private/"
 
 
 def only_torch_is_needed(source: Source) -> Problems:
@@ -213,7 +213,7 @@ def test_no_module_imports_itself_through_others() -> None:
         (only_torch_is_needed, "engine/gather.py", "def f(): import tqdm"),
         (only_torch_is_needed, "hf/save.py", "import tqdm"),
         (only_torch_is_needed, "hf/save.py", "def f(): import safetensors"),
-        (only_torch_is_needed, "bridge/when_imported.py", "def f(): import torch"),
+        (only_torch_is_needed, "torch_private/when_imported.py", "def f(): import torch"),
         (no_path_of_one_machine, "engine/gather.py", "x = 1  # see /home/me/notes"),
     ],
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fsdp2.engine.streams import Transfers
+from fsdp2.devices.streams import Transfers
 from simulated_device import Stream
 
 

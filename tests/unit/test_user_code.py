@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2.engine.inputs import HandedInputs, move_to
-from fsdp2.engine.nested import tensors_in
+from fsdp2.calls.inputs import HandedInputs, move_to
+from fsdp2.calls.nested import tensors_in
 from fsdp2.engine.step import cast_floating
 
 BF16 = torch.bfloat16

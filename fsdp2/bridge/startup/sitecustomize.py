@@ -67,7 +67,7 @@ def run_hidden_sitecustomize() -> None:
 
 
 NAME = "_fsdp2_when_imported"
-tool = load(NAME, spec_from_file_location(NAME, join(PACKAGE, "bridge", "when_imported.py")))
+tool = load(NAME, spec_from_file_location(NAME, join(PACKAGE, "torch_private", "when_imported.py")))
 for name in ("torch.distributed.fsdp", REPLICATE, "torch.distributed.pipelining.stage"):
     tool.when_imported(name, patch)
 tool.when_imported("torch.optim.optimizer", watch_training)

@@ -1,0 +1,119 @@
+"""Lets modules of several fully_shard calls have one parameter (tied weights): one group owns it, all of them use it.
+
+The first call cuts the parameter. It can't know what other modules have it, so it leaves a mark on the original. When a
+later call meets the mark, its module gets the sharded parameter of the first, as one more slot. So there is one sharded
+parameter and one unsharded leaf, whose gradient autograd completes when the last of its users has had its backward, as
+in plain training. What remains is that the group is unsharded whenever any of its users runs: `connect_ties`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..engine.owners import Owned, all_groups
+from ..torch_private.beyond_step import Memory, memory_of
+from ..torch_private.compat import local_if_any
+
+if TYPE_CHECKING:
+    from ..engine.group import FSDPParamGroup
+    from ..engine.parameter import FSDPParam
+    from ..engine.state import FSDPState
+
+# The attribute of a parameter that was sharded which says so.
+MARK = "_fsdp2_original"
+
+
+@dataclass(eq=False)
+class Original:
+    """Says of a parameter, on which it stays, that it was sharded: under which name, and how it was then.
+
+    `content`: its version counter, and where it lies.
+    """
+
+    name: str
+    param: weakref.ref[FSDPParam]
+    content: tuple[int | None, Memory | None]
+    requires_grad: bool
+
+    def __reduce__(self) -> Any:
+        return str, (self.name,)  # a copy of the parameter is another one, and no original
+
+
+def mark_originals(
+    originals: Iterable[weakref.ref[Any]], params: Iterable[FSDPParam], root: str
+) -> list[weakref.ref[Any]]:
+    """Marks those parameters, of which `params` have been cut, that something else still holds: another module perhaps.
+    Returns weak references to them. `root`: the class of the call's module.
+    """
+    held = []
+    for reference, param in zip(originals, params, strict=True):
+        original = reference()
+        if original is not None and original is not param.sharded:
+            mark = Original(f"{root}'s {param.name}", weakref.ref(param), _content_of(original), original.requires_grad)
+            setattr(original, MARK, mark)
+            held.append(reference)
+    return held
+
+
+def original_of(parameter: Tensor) -> Original | None:
+    """Returns the mark of a parameter that an earlier call has sharded, or None."""
+    mark = getattr(parameter, MARK, None)
+    return mark if isinstance(mark, Original) else None
+
+
+def find_owner(mark: Original, inside: Iterable[FSDPState]) -> Owned | None:
+    """Returns what has become of a parameter that an earlier call has sharded: in the groups of `inside`, which are
+    looked at first, or in any other. None: its module is gone.
+    """
+    param = mark.param()
+    if param is None:
+        return None
+    groups = chain((group for state in inside for group in state.groups), all_groups())
+    return next((Owned(group, param) for group in groups if any(each is param for each in group.params)), None)
+
+
+def has_changed(parameter: Tensor, mark: Original, owner: FSDPParam) -> bool:
+    """Returns True if somebody has written to a parameter, moved or frozen it, since it was marked, and not to its
+    owner's.
+    """
+    is_frozen = parameter.requires_grad not in (mark.requires_grad, owner.sharded.requires_grad)
+    return is_frozen or mark.content != _content_of(parameter)
+
+
+def _content_of(parameter: Tensor) -> tuple[int | None, Memory | None]:
+    local = local_if_any(parameter)
+    # Without memory there is nothing to write to; without a version counter nothing shows it.
+    counts = not (local.is_meta or local.is_inference())
+    return local._version if counts else None, memory_of(local)
+
+
+def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
+    """Has each of `states`, of one root, use the groups that own parameters of its modules. Returns these groups.
+
+    It reads what slots parameters have, so that copies of a model are connected as the model is.
+    """
+    candidates = []
+    for state in states:
+        state.used = state.groups
+        for group in state.groups:
+            group.users = ()
+            num_slots = len(group.registration.watched[0])
+            if num_slots > len(group.params):
+                candidates.append(group)
+    if not candidates:
+        return []
+    # Parts come behind the states around them, whose modules they have.
+    state_of_module = {module: state for state in states for module in state.own_modules()}
+    for group in candidates:
+        slots = [slot for param in group.params for slot in param.slots]
+        found = dict.fromkeys(state_of_module.get(slot.module) for slot in slots)
+        group.users = tuple(state for state in found if state is not None and state is not group.state)
+        for state in group.users:
+            state.used = [*state.used, group]
+    return [group for group in candidates if group.users]
