@@ -58,7 +58,7 @@ def drop_calls(model: nn.Module) -> None:
 
 def drop_headers(model: nn.Module) -> None:
     """Drops the check, on gloo, that each message is the one that this rank expects."""
-    from fsdp2.comms.gloo import PairwiseComm
+    from fsdp2.collectives.gloo import PairwiseComm
     from fsdp2.engine.group import Comms
 
     for group in _groups(model):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .api import fully_shard, replicate, vocab_parallel_embedding
 from .calls.forward_method import register_fsdp_forward_method
 from .checks.observers import set_checks
-from .comms.meshes import DataParallelMeshDims, ShardPlacementResult
+from .collectives.meshes import DataParallelMeshDims, ShardPlacementResult
 from .engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
 from .install import install as _install
 from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx

@@ -12,7 +12,7 @@ from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.level import level
 from .checks.watch import start_early
-from .comms.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
+from .collectives.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
 from .devices.offload import OffloadChoice
 from .engine.build import Arguments, apply
 from .engine.codec import Compression

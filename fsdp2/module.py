@@ -15,7 +15,7 @@ from .bridge.torch_interface import require_torch_state
 from .calls.user_code import hides_modes
 from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
 from .codecs.replicas import CommHook
-from .comms import collectives
+from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions
 from .engine.module_class import class_attributes, class_lock, make_subclass

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, LIST = ROOT / "fsdp2", ROOT / "fsdp2" / "MODULES.md"
 # In the order in which a reader needs them.
-ROOMS = ("comms", "codecs", "devices", "parameters", "calls", "ranks")
+ROOMS = ("collectives", "codecs", "devices", "parameters", "calls", "ranks")
 """The folders around the engine that its files may import."""
 FOLDERS = (
     *("engine", *ROOMS, "torch_private"),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import DataParallelMeshDims, FSDPModule, fully_shard, replicate
-from fsdp2.comms.meshes import shared_data_mesh
+from fsdp2.collectives.meshes import shared_data_mesh
 from fsdp2.engine import buckets
 from helpers import NIGHTLY, alone, assert_same, end_of_part, own_rows, run_ranks, shard_batch
 from models import TinyModel

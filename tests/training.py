@@ -44,8 +44,8 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.comms.gloo import PairwiseComm
-from fsdp2.comms.meshes import shared_data_mesh
+from fsdp2.collectives.gloo import PairwiseComm
+from fsdp2.collectives.meshes import shared_data_mesh
 from fsdp2.compression import Compression, Rows, sum_decoded
 from fsdp2.devices.streams import AllWork
 from fsdp2.engine import buckets, codec

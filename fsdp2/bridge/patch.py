@@ -12,7 +12,7 @@ from typing import Any
 
 from ..api import fully_shard, replicate
 from ..calls.forward_method import register_fsdp_forward_method
-from ..comms.meshes import DataParallelMeshDims
+from ..collectives.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comms.meshes import described_data_mesh
+from ..collectives.meshes import described_data_mesh
 from ..devices.offload import check_offload
 from ..engine.policy import MixedPrecisionPolicy
 from ..engine.state import state_of

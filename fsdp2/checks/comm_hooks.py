@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comms.collectives import choice_of
+from ..collectives.choose import choice_of
 from ..engine.group import FSDPParamGroup
 from ..torch_private.compat import HOOKS_OF_FSDP1
 

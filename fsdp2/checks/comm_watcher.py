@@ -8,7 +8,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from ..comms.collectives import make_unchecked
+from ..collectives.choose import make_unchecked
 from ..engine.comm import Comm, Purpose
 from . import watch
 from .level import is_on

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comms.gloo import GATHERING, REDUCING, SUMMING
+from ..collectives.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.comm import Purpose
 from ..features.running_stats import AVERAGED
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comms.collectives import make_comm
-from ..comms.gloo import SUMMING, PairwiseComm
+from ..collectives.choose import make_comm
+from ..collectives.gloo import SUMMING, PairwiseComm
 from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, compare_first, divide_before
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..comms.collectives import choice_of, choose
+from ..collectives.choose import choice_of, choose
 from ..dtensor import optimizer_steps
 from ..engine.events import Observer, extend
 from ..engine.owners import roots_of_thread

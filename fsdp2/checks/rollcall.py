@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comms.gloo import GATHERING, REDUCING, SUMMING
+from ..collectives.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.comm import Comm, DelegatingComm, Rows, Work, all_gather_now
 from ..torch_private.beyond_step import has_backend
 from .conversation import tell_out_of_step

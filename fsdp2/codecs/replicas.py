@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comms.gloo import SUMMING
+from ..collectives.gloo import SUMMING
 from ..engine.codec import Encoder, Member, is_compressed
 from ..engine.comm import Comm, SumWork, Work, compare_first
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align, contiguous_stride

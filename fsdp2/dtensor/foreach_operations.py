@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from ..comms.meshes import sharding_axes
+from ..collectives.meshes import sharding_axes
 from ..engine.comm import Purpose
 from ..ranks.rank_facts import all_reduce_over
 from ..torch_private.compat import dtensor_spec, local_if_any

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..codecs.replicas import Part, ReplicaSum
-from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices import streams
 from ..devices.streams import costs_launches
 from ..torch_private import compat

@@ -19,7 +19,7 @@ from torch import Tensor
 # Imported by name: an extension may put other functions under these names in `dist`.
 from torch.distributed import all_reduce, all_to_all_single
 
-from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.streams import AllWork as AllWork
 from ..devices.streams import CopyWork as CopyWork
 from ..devices.streams import DividedWork as DividedWork

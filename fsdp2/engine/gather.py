@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.streams import Work, costs_launches
 from ..torch_private.compat import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..calls.user_code import are_in_force, outside, run_hidden
-from ..comms.collectives import make_comm
-from ..comms.subgroups import subgroup
+from ..collectives.choose import make_comm
+from ..collectives.subgroups import subgroup
 from ..devices.home_streams import GroupStreams
 from ..devices.streams import exist_on, make_transfers
 from ..parameters.empty_memory import EmptyTensors

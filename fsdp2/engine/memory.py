@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..comms.comm_memory import TORCH_MEMORY, CommMemory
+from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.streams import Transfer, Transfers, Work
 from ..torch_private import compat
 from ..torch_private.compat import storage_uses

@@ -18,7 +18,7 @@ from .codec import AS_IS, Cast, Codec, Compression, is_compressed
 
 if TYPE_CHECKING:
     from ..codecs.replicas import CommHook
-    from ..comms.collectives import CommChoice
+    from ..collectives.choose import CommChoice
     from .group import FSDPParamGroup
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..calls.compiled_backward import refuse_compiled_backward
 from ..calls.user_code import are_in_force, outside, run_hidden
-from ..comms.collectives import separate_where_usual
+from ..collectives.choose import separate_where_usual
 from ..devices.write_notices import notices
 from ..parameters.subclasses import take_methods_set_later
 from ..parameters.ties import connect_ties

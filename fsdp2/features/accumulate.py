@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..calls.user_code import hides_modes
-from ..comms.collectives import make_comm
+from ..collectives.choose import make_comm
 from ..devices import streams
 from ..devices.streams import Transfer
 from ..engine.comm import Purpose, Work

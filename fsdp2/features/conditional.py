@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ..calls.nested import map_tensors, tensors_in
-from ..comms.collectives import make_comm
-from ..comms.subgroups import subgroup
+from ..collectives.choose import make_comm
+from ..collectives.subgroups import subgroup
 from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.policy import ReduceWhen

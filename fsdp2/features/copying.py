@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..calls.user_code import hides_modes
-from ..comms.collectives import follow
+from ..collectives.choose import follow
 from ..engine.build import attach
 from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..calls.user_code import hides_modes
-from ..comms import collectives
-from ..comms.collectives import make_comm
+from ..collectives import choose as collectives
+from ..collectives.choose import make_comm
 from ..engine.comm import Purpose, compare_first
 from ..engine.root import Root
 from ..engine.state import modules_below, require_state

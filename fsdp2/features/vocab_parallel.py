@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..calls.user_code import hides_modes
-from ..comms.collectives import choice_of
+from ..collectives.choose import choice_of
 from ..engine.comm import compare_first
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.state import STATE

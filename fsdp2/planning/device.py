@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..calls.user_code import hidden
-from ..comms.gloo import GATHERING, PairwiseComm
+from ..collectives.gloo import GATHERING, PairwiseComm
 from ..devices.simulation import SimulatedGroup, simulated
 from ..devices.streams import AllWork, Transfers, Work
 from ..engine import events

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
-from ..comms.collectives import make_comm
+from ..collectives.choose import make_comm
 from ..devices.streams import AllWork, Work
 from ..engine.comm import SUM_ALL, Purpose, all_gather_now, compare_first
 from ..engine.mesh import DataMesh

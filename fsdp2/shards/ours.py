@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks.model_facts import find_written, known_of
-from ..comms.collectives import choice_of
+from ..collectives.choose import choice_of
 from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.arguments import check_mesh
-from ..comms.collectives import make_comm
-from ..comms.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
+from ..collectives.choose import make_comm
+from ..collectives.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
 from ..engine.comm import Comm, Purpose, Work, all_gather_now
 from ..engine.mesh import DataMesh
 from ..ranks import compare_ranks

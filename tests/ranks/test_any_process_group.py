@@ -37,8 +37,8 @@ from fsdp2 import (
     replicate,
     set_checks,
 )
-from fsdp2.comms.collectives import make_comm
-from fsdp2.comms.meshes import default_mesh
+from fsdp2.collectives.choose import make_comm
+from fsdp2.collectives.meshes import default_mesh
 from fsdp2.compression import Compression
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.comm import Purpose

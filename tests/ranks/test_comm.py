@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2 import fully_shard
 from fsdp2.checks.headers import HEADER_NBYTES
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.comms.any_group import FallbackComm
-from fsdp2.comms.collectives import make_comm
-from fsdp2.comms.gloo import PairwiseComm
+from fsdp2.collectives.any_group import FallbackComm
+from fsdp2.collectives.choose import make_comm
+from fsdp2.collectives.gloo import PairwiseComm
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.ranks import rank_facts

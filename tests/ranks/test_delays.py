@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPModule
-from fsdp2.comms.gloo import PairwiseComm
+from fsdp2.collectives.gloo import PairwiseComm
 from scenarios import Block, Net, Run, Wrap, blocks, check, leaves, loss_of, sgd
 
 LONGEST = 0.003

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.comms.comm_memory import TORCH_MEMORY
+from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import buckets, gather, reduce
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.buckets import ReducePlan, split_buckets

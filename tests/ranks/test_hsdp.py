@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comms import collectives
+from fsdp2.collectives import choose as collectives
 from fsdp2.engine import buckets
 from fsdp2.engine.comm import CoalescedComm, Purpose
 from fsdp2.engine.state import groups_below

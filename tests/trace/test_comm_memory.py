@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comms import collectives, comm_memory
+from fsdp2.collectives import choose as collectives
+from fsdp2.collectives import comm_memory
 from fsdp2.engine.comm import CoalescedComm
 from helpers import fake_world
 from known_memory import KnownMemory

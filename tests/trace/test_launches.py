@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.launches import LaunchMeter, count_group
 from benchmarks.libraries import load_library
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.comms import collectives
+from fsdp2.collectives import choose as collectives
 from fsdp2.engine import buckets, gather
 from fsdp2.engine.layout import MAX_OPERATIONS
 from fsdp2.engine.state import groups_of

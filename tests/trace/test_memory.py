@@ -24,7 +24,7 @@ from benchmarks.meters import AllocationMeter, CopyMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks import conversation, named_comm
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.comms.gloo import PairwiseComm
+from fsdp2.collectives.gloo import PairwiseComm
 from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups

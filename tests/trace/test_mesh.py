@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.comms.subgroups import subgroup
+from fsdp2.collectives.subgroups import subgroup
 from fsdp2.engine.mesh import DataMesh
 from helpers import fake_world
 

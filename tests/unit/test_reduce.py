@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.codecs.int8 import Int8
-from fsdp2.comms.comm_memory import TORCH_MEMORY
+from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder

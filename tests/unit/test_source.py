@@ -19,8 +19,8 @@ PATHS = sorted(PACKAGE.rglob("*.py"))
 # Where collectives are called; compat.py chooses between two names of one.
 COMMS = {
     "engine/comm.py",
-    "comms/any_group.py",
-    "comms/gloo.py",
+    "collectives/any_group.py",
+    "collectives/gloo.py",
     "ranks/rank_facts.py",
     "checks/named_comm.py",
     "features/vocab_parallel.py",
