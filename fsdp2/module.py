@@ -18,6 +18,7 @@ from .codecs.replicas import CommHook
 from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions
+from .engine.group_parameters import Change
 from .engine.module_class import class_attributes, class_lock, make_subclass
 from .engine.policy import Hold, check_bool
 from .engine.state import groups_below, groups_of, require_state, states_of
@@ -446,7 +447,7 @@ class FSDPModule:
             group.set(comm_hook=shared)
             if group.mesh.size > 1 and not group.mesh.replicate_axes:
                 collectives.follow(group)
-            group.parameters.follow_requires_grad()
+            group.parameters.rebuild(Change.TRAINABLE)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers the groups of this module by an object of yours, in one flat call for each group.

@@ -55,7 +55,7 @@ MUTATIONS = (
     # ---- gathers
     Mutation(
         "no wait for a gather",
-        r"(work, self\._work = self\._work, None\n) +if work is not None:\n +work\.wait\(\)\n( +del work)",
+        r"(work, self\.work = self\.work, None\n) +if work is not None:\n +work\.wait\(\)\n( +del work)",
         r"\1\2",
         (STREAMS, "tests/ranks/test_delays.py"),
     ),
@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "secondary shards are not filled",
-        r"self\.secondary\.fill\(\)",
+        r"self\._fill\(\)",
         "pass",
         (TRAINING,),
     ),
@@ -134,13 +134,13 @@ MUTATIONS = (
     ),
     Mutation(
         "a gathered copy of changed shards is used",
-        r"if self\.shard_versions\(\) != self\.gathered_at:\n",
+        r"if self\.registration\.versions\(\) != self\.gathered_at:\n",
         "if self.gathered_at is self:\n",
         (VIEW, "tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(
         "versions of freed parameters are not bumped",
-        r"increment_version\(self\.tensors\)",
+        r"increment_version\(self\.counted\)",
         "pass",
         ("tests/ranks/test_autograd.py",),
     ),

@@ -23,7 +23,7 @@ from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events
 from .gradients import GroupGradients
-from .group_parameters import GroupParameters
+from .group_parameters import Change, GroupParameters
 from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
@@ -117,10 +117,9 @@ class FSDPParamGroup:
         )
         self.comms = self.usual_comms = self._make_comms()
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
-        self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
-        self.parameters.neighbours = self.comms.post_forward
-        self.registration = self.parameters.registration
-        self.parameters.build(settings, self.comms.gathers)
+        self.parameters = GroupParameters(self, storage_device)
+        self.registration, self.unsharded = self.parameters.registration, self.parameters.unsharded
+        self.parameters.rebuild(Change.MEMORY)
 
     def __repr__(self) -> str:
         return self.purpose.label
@@ -154,7 +153,7 @@ class FSDPParamGroup:
         """Bytes of the memory in which the unsharded parameters lie while they are there: they themselves in compute
         dtypes, padding, and behind them what travels packed. Small parameters take twice their size.
         """
-        return self.parameters.nbytes
+        return self.unsharded.nbytes
 
     @property
     def is_unsharded(self) -> bool:
@@ -190,9 +189,9 @@ class FSDPParamGroup:
         """Changes settings of the group, between steps."""
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.gradients.use(self._reduction())
-        self.parameters.use(self.settings)
+        self.parameters.use_settings()
         if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
-            self.parameters.follow_requires_grad()  # plans buckets
+            self.parameters.rebuild(Change.TRAINABLE)
         if self.settings.restored_among != before.restored_among:
             self.use_comms(self.comms._replace(post_forward=self._neighbours()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
@@ -214,7 +213,7 @@ class FSDPParamGroup:
         compat.set_grad_dtype(param.sharded, dtype)
         param.grad_choice = compat.GradDtype(dtype)
         self.reshard()
-        self.parameters.build(self.settings, self.comms.gathers)
+        self.parameters.rebuild(Change.MEMORY)
         self.note_change()
 
     def note_change(self) -> None:
@@ -231,9 +230,8 @@ class FSDPParamGroup:
             [(each.direct_min_bytes, each.memory) for each in (now.gathers, now.reduces)] for now in (before, comms)
         ]
         if kinds[0] != kinds[1] or comms.post_forward is not before.post_forward:
-            self.parameters.neighbours = comms.post_forward
             self.reshard()
-            self.parameters.build(self.settings, comms.gathers)
+            self.parameters.rebuild(Change.MEMORY)
 
     def _make_comms(self) -> Comms:
         """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
@@ -294,7 +292,8 @@ class FSDPParamGroup:
         try:
             more = extension.start(self.comms.gathers) if extension is not None else ()
             if self.phase is SECONDARY:
-                self._pending = buffers.restore()
+                assert buffers.secondary is not None, "the group has kept some"
+                self._pending = buffers.secondary.restore()
             else:
                 self._pending = buffers.start_gather(self.comms.gathers, *more)
             self._become(GATHERING)
@@ -313,8 +312,8 @@ class FSDPParamGroup:
             self.start_unshard(for_backward, ahead=False)
         if self.phase is GATHERING:
             self._finish_gather()
-        if self.parameters.unsharded_versions.guards:
-            self.parameters.unsharded_versions.renew(self.shard_versions())
+        if self.unsharded.guards:
+            self.unsharded.renew(self.shard_versions())
         for notify in self.events.unsharded:
             notify(self)
         if registers:
@@ -336,11 +335,11 @@ class FSDPParamGroup:
                 self._locate(error)
             raise
         self._become(GATHERED)
-        self.parameters.readability.allow(True)
+        self.unsharded.allow_reads()
         if self.parameters.extension is not None:
             if self.parameters.extension.finish():
-                self.parameters.follow()
-            self.parameters.unsharded_versions.accept()  # it may have refilled them by operations that count
+                self.parameters.rebuild(Change.OBJECTS)
+            self.unsharded.accept_versions()  # it may have refilled them by operations that count
 
     def unshard_again(self) -> None:
         """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
@@ -389,7 +388,8 @@ class FSDPParamGroup:
         pending, self._pending, buffers = self._pending, None, self.parameters.buffers
         if keeps_secondary:
             assert buffers is not None, "a forward has just used it"
-            buffers.keep_secondary(refill=not self.mesh.has_outer_shard)
+            assert buffers.secondary is not None, "some ranks keep a part"
+            buffers.secondary.keep()
             if self.phase is not SECONDARY:
                 self._become(SECONDARY)
         elif self.phase is not SHARDED:
@@ -402,33 +402,31 @@ class FSDPParamGroup:
             buffers.secondary.drop()
         if not free:
             return
-        if self.parameters.unsharded_versions.guards and not buffers.keeps_storage:
-            self.parameters.unsharded_versions.expire()
         for notify in self.events.before_free:
             notify(self)
-        if self.parameters.readability.are_readable:
-            self.parameters.readability.allow(False)
-        if not buffers.free():
+        if not self.unsharded.free():
             if self.frees_viewed_storage:
-                buffers.free(although_viewed=True)
+                self.unsharded.free(although_viewed=True)
             elif self.root is not None:
                 self.root.viewed.add(self)
-        if self.parameters.extension is not None and not buffers.keeps_storage:
+        if self.parameters.extension is not None and not self.unsharded.keeps_storage:
             self.parameters.extension.free()
 
     def free_if_resharded(self) -> bool:
         """Frees memory of unsharded parameters that `reshard` had to leave, and no secondary shards. Returns False if
         something still uses it.
         """
-        if self.parameters.buffers is None or not self.is_resting:
-            return True
-        self.parameters.readability.allow(False)
-        return self.parameters.buffers.free()
+        return self.parameters.buffers is None or not self.is_resting or self.unsharded.free()
+
+    def holds_memory(self) -> bool:
+        """Returns True if resharding would give memory back: that of unsharded parameters, or secondary shards."""
+        buffers = self.parameters.buffers
+        keeps_secondary = buffers is not None and buffers.secondary is not None and buffers.secondary.is_filled
+        return self.unsharded.holds_memory or keeps_secondary
 
     def _holds_memory(self) -> bool:
         """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
+        return self.holds_memory() or self.gradients.is_pending()
 
     def begin_copies(self) -> None:
         """Notes that modules are about to get copies of the parameters, unless they have some."""
@@ -477,7 +475,9 @@ class FSDPParamGroup:
                 f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
                 "runs. Leave that block first."
             )
-        if self.shard_versions() != self.gathered_at:
+        for wait in self.writers:
+            wait(self)
+        if self.registration.versions() != self.gathered_at:
             self.reshard()  # also secondary shards
         parameters = self.parameters
         are_replaced = parameters.buffers is None or self.registration.is_replaced()
@@ -485,9 +485,9 @@ class FSDPParamGroup:
             self.reshard()
             found = find_replacements(self, accept_whole, may_be_untied)
             forget_cleared(self)
-            parameters.take(found)
+            parameters.adopt(found)
         elif parameters.trainable != self.registration.trainable():
-            parameters.follow_requires_grad()
+            parameters.rebuild(Change.TRAINABLE)
         if parameters.buffers is None and not may_be_meta:
             expected = parameters.storage_device
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
@@ -496,6 +496,12 @@ class FSDPParamGroup:
                 f"before its first forward: model.to_empty(device={expected.type!r}), then initialise or load."
             )
         return are_replaced
+
+    def guard_saved(self) -> None:
+        """Has autograd refuse weights that it has saved, and that were freed since, from now on."""
+        if not self.unsharded.guards:
+            gathered_at = self.gathered_at if self.is_unsharded else None
+            self.unsharded.guard(gathered_at or self.shard_versions())
 
     def is_up_to_date(self) -> bool:
         """Returns True if no parameter has changed, was replaced, frozen or unfrozen since the group was gathered."""
@@ -515,8 +521,8 @@ class FSDPParamGroup:
         if not in_backward and self.gathered_at != self.versions:
             assert self.gathered_at is not None, "noted at each gather for a forward"
             self.versions = self.gathered_at  # else the same object: no time to compare
-        if self.parameters.references is None:
-            self.parameters.are_kept()  # counts references for the first time
+        if self.unsharded.references is None:
+            self.unsharded.are_kept()  # counts references for the first time
 
     def before_unpack(self) -> None:
         """Calls `pre_backward` unless backward has reached the group: a saved weight is about to be unpacked."""
@@ -610,7 +616,7 @@ class FSDPParamGroup:
             self.unregister()
             return
         has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
-        is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
+        is_kept = has_run and backward_follows and self.unsharded.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
         frees = self.root.frees_memory and not is_kept
@@ -667,6 +673,14 @@ class FSDPParamGroup:
         if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
             self.reshard_if_idle(drops_secondary=False)
             self.hold = hold if hold is Hold.USER else self.hold
+
+    def leave_backward(self) -> None:
+        """Reshards at the end of backward, unless the last gradient has done it."""
+        if self.reached_by is not None:
+            self.needs_no_input_hooks = not self.params
+        is_freed = self.phase is SHARDED and self.parameters.buffers is not None and not self.unsharded.is_allocated
+        if self.reached_by is not None or self.hold is not Hold.NOTHING or not is_freed:
+            self.finish_backward()
 
     def post_backward(self, state: FSDPState) -> None:
         """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only

@@ -30,7 +30,7 @@ from .autograd import SavedTensors
 from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
-from .policy import SECONDARY, SHARDED, Hold, RootSettings
+from .policy import SECONDARY, Hold, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Root:
         self.events = Events(now)
         for group in self.groups:
             group.events = self.events
-            group.parameters.references = None  # observers may have some
+            group.unsharded.forget_references()  # observers may have some
         for each in now:
             if each not in before and type(each).attached is not Observer.attached:  # few do anything then
                 each.attached(self)
@@ -195,10 +195,7 @@ class Root:
         """Has autograd refuse weights that are freed: it may save some from now on where no hook sees them."""
         self.saves_unseen = True
         for group in self.groups:
-            versions = group.parameters.unsharded_versions
-            if not versions.guards:
-                gathered_at = group.gathered_at if group.is_unsharded else None
-                versions.guard(gathered_at or group.shard_versions())
+            group.guard_saved()
 
     def notify(self, follow: Iterable[Callable[[Root], None]]) -> None:
         """Tells observers of an event of the whole root: `notify(self.events.pass_began)`."""
@@ -348,7 +345,7 @@ class Root:
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
-        for storage in group.parameters.storage_ids:
+        for storage in group.unsharded.storage_ids:
             self.saved_tensors.owners[storage] = group
 
     def free_kept(self) -> None:
@@ -437,12 +434,7 @@ class Root:
                 group.gradients.end_backward()
             self.resume_reductions(reversed(self.groups))
             for group in self.groups:
-                if group.reached_by is not None and group.params:
-                    group.needs_no_input_hooks = False
-                buffers = group.parameters.buffers
-                is_freed = group.phase is SHARDED and buffers is not None and not buffers.is_allocated
-                if group.reached_by is not None or group.hold is not Hold.NOTHING or not is_freed:
-                    group.finish_backward()  # else its last gradient has resharded it
+                group.leave_backward()
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()

@@ -188,7 +188,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         return output
     outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
     for group in state.used:
-        weights = group.parameters.storage_ids
+        weights = group.unsharded.storage_ids
         if not weights.isdisjoint(
             [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
         ):

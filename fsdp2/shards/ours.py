@@ -26,6 +26,7 @@ from ..engine.parameter import FSDPParam, fqn
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.policy import GroupSettings
 from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
+from ..engine.unsharded import UnshardedParameters
 from ..features.conditional import is_conditional
 from ..features.large_submodules import is_read_outside
 from ..features.module_repr import dtype_text
@@ -322,7 +323,7 @@ class OurGroup:
         comm, mesh = group.comms.gathers, group.mesh
         with torch.inference_mode(False), torch.no_grad():
             layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
-            buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
+            buffers = Memory(layout, mesh.rank, mesh.device, UnshardedParameters(), group.transfers)
             buffers.move_into_shards([param.local for param in chosen])
             buffers.start_gather(comm).finish()
             return buffers.unsharded_parameters()

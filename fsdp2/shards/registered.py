@@ -54,7 +54,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
                         ahead.start_unshard()
             write_checks = [_WriteCheck(group) for group in groups if not in_backward]
         for group in groups:
-            group.parameters.references = None  # the user gets some
+            group.unsharded.forget_references()  # the user gets some
         yield unsharded_of
         failed = False
     finally:
@@ -62,7 +62,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
             for handle in handles:
                 handle.remove()
             for group in groups:
-                group.parameters.references = None
+                group.unsharded.forget_references()
             written = _written(write_checks)
             for state in reversed(used):
                 if not in_backward:
@@ -133,7 +133,7 @@ class _WriteCheck:
 
     def written(self, changes: Sequence[int]) -> list[str]:
         """Returns the names of parameters that were written to. `changes`: the numbers of `changes()`, on the host."""
-        written = self._group.parameters.unsharded_versions.take_written()
+        written = self._group.unsharded.written()
         return self._moved or written or ([] if self._content is None else self._content.named(changes))
 
 
