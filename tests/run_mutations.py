@@ -116,14 +116,14 @@ MUTATIONS = (
     ),
     Mutation(
         "parameters that backward needs at once do not stay",
-        r"if backward_follows and keeps:",
-        "if backward_follows and keeps and choice is False:",
+        r"elif choice is None:\n( +)keeps = root",
+        r"elif choice is False:\n\1keeps = root",
         (SCHEDULE,),
     ),
     Mutation(
         "a hold is ignored between passes",
-        r"if hold is not Hold\.NOTHING and not \(hold >= Hold\.NEXT_PASS and self\.is_up_to_date\(\)\):",
-        "if hold is not Hold.NOTHING:",
+        r"if until is KeepUntil\.END_OF_USE or \(until >= KeepUntil\.NEXT_PASS and self\.is_up_to_date\(\)\):",
+        "if until is KeepUntil.END_OF_USE:",
         ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", VIEW),
     ),
     Mutation(
@@ -134,8 +134,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a gathered copy of changed shards is used",
-        r"if self\.registration\.versions\(\) != self\.gathered_at:\n",
-        "if self.gathered_at is self:\n",
+        r"if self\.registration\.versions\(\) != self\.gathered_versions:\n",
+        "if self.gathered_versions is self:\n",
         (VIEW, "tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(

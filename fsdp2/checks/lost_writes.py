@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
 from ..engine.gather import view_bytes
-from ..engine.group import FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup, KeepUntil
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam
 from ..engine.root import Root
@@ -230,7 +230,7 @@ class UnseenWrites(ForwardCheck):
 
     def before_forward(self, group: FSDPParamGroup) -> None:
         content = self._content[group] = UnshardedContent(group)
-        if group.hold >= Hold.NEXT_PASS:
+        if group.keep_until >= KeepUntil.NEXT_PASS:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, _refuse_differing))
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
@@ -284,7 +284,6 @@ def _judge(
     """Raises what `refuse` does to the parameters whose flag is set, and reshards."""
     names = content.named(flags)
     if names:
-        group.hold = min(group.hold, Hold.NEXT_PASS)
         group.reshard_if_idle()
         refuse(names)
 

@@ -111,7 +111,7 @@ class SavedTensors:
         if owner is not None:
             index = owner.unsharded.indices.get(id(tensor))
             if index is not None:
-                return (index, owner.versions, owner)
+                return (index, owner.backward_versions, owner)
             if storage == owner.unsharded.described_storage and (
                 kind is Tensor or isinstance(tensor, DTensor) or compat.is_only_of_class(tensor)
             ):
@@ -119,13 +119,13 @@ class SavedTensors:
                 local = tensor if spec is None else local_of(tensor)
                 place = local.dtype, local.shape, local.stride(), local.storage_offset()
                 view = place if kind is Tensor else (*place, kind, spec)
-                return (view, owner.versions, owner)
+                return (view, owner.backward_versions, owner)
         elif self._others is not None:
             pack, unpack = self._others
             return (run_shown(pack, tensor), unpack, _OTHERS)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.is_leaf else tensor.detach()
-        return (kept, kept._version, None) if owner is None else (kept, owner.versions, owner)
+        return (kept, kept._version, None) if owner is None else (kept, owner.backward_versions, owner)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if num_function_modes() and are_in_force():
@@ -140,7 +140,7 @@ class SavedTensors:
         else:
             if owner.reached_by is None or owner.streams is not None:
                 owner.before_unpack()
-            now = owner.versions
+            now = owner.backward_versions
             if now is not before and now != before:
                 names = owner.unsharded.changed_names(kept, before, now)
                 if names:

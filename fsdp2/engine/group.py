@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ..collectives.subgroups import subgroup
 from ..devices.home_streams import GroupStreams
 from ..devices.streams import exist_on, make_transfers
 from ..parameters.empty_memory import EmptyTensors
-from ..parameters.replacements import find_replacements
+from ..parameters.replacements import Accept, find_replacements
 from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
@@ -28,7 +28,19 @@ from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .placeholders import forget_cleared, leaves_gradients
-from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .policy import (
+    COPIED,
+    GATHERED,
+    GATHERING,
+    SECONDARY,
+    SHARDED,
+    UNSHARDED,
+    AfterForward,
+    Ending,
+    GroupSettings,
+    KeepUntil,
+    Phase,
+)
 from .reduce import Reduction
 
 if TYPE_CHECKING:
@@ -37,84 +49,107 @@ if TYPE_CHECKING:
     from .schedule import ReductionQueue
     from .state import FSDPState
 
-__all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
+__all__ = [
+    "COPIED",
+    "GATHERED",
+    "GATHERING",
+    "SECONDARY",
+    "SHARDED",
+    "UNSHARDED",
+    "FSDPParamGroup",
+    "KeepUntil",
+    "Phase",
+]
 
 
 class Comms(NamedTuple):
-    """The Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
-    parameters from secondary shards.
-    """
+    """How the ranks of a group communicate."""
 
     gathers: Comm
     reduces: Comm
+    # Sums between replicas. None: there are none.
     replicas: Comm | None = None
+    # Gathers among the ranks that keep secondary shards. None: none are kept.
     post_forward: Comm | None = None
 
 
 class FSDPParamGroup:
     """Unshards and reshards, as one, the parameters that one `fully_shard` call shards together on one mesh.
 
-    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. It alone changes `phase`, and calls
-    Memory and Registration; features and checks read its attributes, and change choices by `set` and `use_comms`.
-
-    `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
-    `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
-    `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
-    `begun`: if there are users, the states whose backward has begun, and not ended.
-    `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
-        have the sharded ones, even if the unsharded ones' data is there.
-    `gathered_at`: versions of the shards that were gathered last; None if that was for a backward: users may not change
-        parameters between a forward and its backward, so that nothing is compared.
-    `versions`: version counters of the shards when they were last gathered for a forward, or when backward last reached
-        the group; SavedTensors compares saved weights with them.
-    `reached_by`: the BackwardPass that has reached the group, until it reshards; else None.
-    `needs_no_input_hooks`: the last backward resharded the group as soon as all gradients had been counted.
-    `streams`: orders the streams that use the group's memory; None where the device has none.
-    `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
-    `parameters`: their memory, and what is built over it; `registration`: which of them modules have.
-    `gradients`: those that have arrived, and how they are reduced; `transfers`: copies of offloaded shards.
-    `empty`: those of its tensors that were given memory without values. `writers`: those of the root.
-    `events`: whom to tell; `purpose`: its name in errors.
+    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. Features and checks read its
+    attributes, and change them by its methods: `set`, `use_comms`, `keep`, `reshard_if_idle`.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[FSDPParam],
+        mesh: DataMesh,
+        settings: GroupSettings,
+        name: str | None = None,
     ) -> None:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
+        # The FQN of the first module, and how errors call the group.
+        self.name = type(modules[0]).__name__ if name is None else name
+        self.purpose = Purpose(self.name)
+
+        # ---- around it
+        # The state of the modules.
         self.state: FSDPState
+        # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
         self.users: tuple[FSDPState, ...] = ()
+        # If there are users, the states whose backward has begun, and not ended.
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
-        # Typed as if there always were one: nothing runs without.
+        # The root that the group runs under, and its reductions. Typed as if there always were one: nothing runs
+        # without.
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]
-        self.name = type(modules[0]).__name__
-        self.purpose = Purpose(self.name)
+        self.events: Events = NO_EVENTS
+        # What may write to shards beside the host: those of the root.
+        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+
+        # ---- where the parameters are
+        # Outside of forward and backward modules have the sharded ones, even if the unsharded ones' data is there.
         self.phase = SHARDED
+        self.keep_until = KeepUntil.END_OF_USE
         self._pending: PendingGather | None = None
-        self.hold = Hold.NOTHING
-        self.gathered_at: tuple[int, ...] | None = None
-        self.versions: tuple[int, ...] = ()
+        # Versions of the shards that were gathered last; None if that was for a backward: users may not change
+        # parameters between a forward and its backward, so that nothing is compared.
+        self.gathered_versions: tuple[int, ...] | None = None
+        # Versions of the shards when they were last gathered for a forward, or when backward last reached the group.
+        # SavedTensors compares saved weights with them.
+        self.backward_versions: tuple[int, ...] = ()
+
+        # ---- backward
+        # The pass that has reached the group, until it reshards.
         self.reached_by: BackwardPass | None = None
+        # True if the last backward resharded the group as soon as all gradients had been counted.
         self.needs_no_input_hooks = not params
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
-        self.backward_hooks: list[dict[int, Any]] = []
+        self._backward_hooks: list[dict[int, Any]] = []
         # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
         self.placeholders: set[int] = set()
-        # Tied parameters of which several objects were registered when users' replacements were last looked for.
-        self.untied: list[FSDPParam] = []
+
+        # ---- what users do to parameters
+        # Tied parameters of which several objects were registered when replacements were last looked for.
+        self._untied: Collection[FSDPParam] = ()
         # How many blocks of full_params have used it outside of forwards.
-        self.num_blocks = 0
-        self.events: Events = NO_EVENTS
+        self._num_blocks = 0
+        # Those of its tensors that were given memory without values.
         self.empty = EmptyTensors()
-        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+
+        # ---- its parts
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
+        # Copies offloaded shards.
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
+        # Orders the streams that use the group's memory. None: the device has no streams.
         self.streams = (
             GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
         )
+        # How its ranks communicate, and how they would, had the user chosen nothing.
         self.comms = self.usual_comms = self._make_comms()
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self, storage_device)
@@ -133,6 +168,16 @@ class FSDPParamGroup:
         if phase not in self.phase.may_become:
             raise RuntimeError(f"{self}: {self.phase.name} cannot become {phase.name}")
         self.phase = phase
+
+    # ---- around it
+
+    def join(self, root: Root) -> None:
+        """Runs under `root` from now on."""
+        self.root, self.queue, self._backward_hooks = root, root.queue, []
+
+    def share_with(self, users: tuple[FSDPState, ...]) -> None:
+        """Gives the parameters to the modules of these states as well, and to no others besides its own."""
+        self.users = users
 
     # ---- settings
 
@@ -181,9 +226,10 @@ class FSDPParamGroup:
                 prefix = names.get(slot.module)
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
-        self.name = self.purpose.name = self.purpose.label = names.get(self.modules[0], "") or "root"
+        self.name = label = names.get(self.modules[0], "") or "root"
         if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
-            self.purpose.label = f'{type(self.modules[0]).__name__} "{self.name}"'
+            label = f'{type(self.modules[0]).__name__} "{self.name}"'
+        self.purpose.rename(self.name, label)
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""
@@ -192,7 +238,9 @@ class FSDPParamGroup:
         self.parameters.use_settings()
         if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
             self.parameters.rebuild(Change.TRAINABLE)
-        if self.settings.restored_among != before.restored_among:
+        if self.settings.reduce_unused is not before.reduce_unused:
+            self.needs_no_input_hooks = False
+        if self.settings.secondary_size != before.secondary_size:
             self.use_comms(self.comms._replace(post_forward=self._neighbours()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
@@ -210,8 +258,7 @@ class FSDPParamGroup:
         if is_running or self.gradients.is_pending():
             why = "a forward or backward runs" if is_running else "gradients of its group are not synchronised yet"
             raise RuntimeError(f"{param.name}: its grad_dtype can't be set while {why}. Set it between steps.")
-        compat.set_grad_dtype(param.sharded, dtype)
-        param.grad_choice = compat.GradDtype(dtype)
+        param.choose_grad_dtype(dtype)
         self.reshard()
         self.parameters.rebuild(Change.MEMORY)
         self.note_change()
@@ -250,7 +297,7 @@ class FSDPParamGroup:
         """Returns the Comm of those neighbouring ranks that restore the parameters from secondary shards, if any do."""
         if self.mesh.has_outer_shard:
             return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
-        count, group = self.settings.restored_among, self.mesh.shard_group
+        count, group = self.settings.secondary_size, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
             return None
         return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
@@ -287,8 +334,8 @@ class FSDPParamGroup:
         buffers, extension = self.parameters.buffers, self.parameters.extension
         assert buffers is not None, "shards are on the device"
         if self.phase is not SECONDARY:  # else it stands for what was gathered before
-            stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
-            self.gathered_at = self.registration.versions() if stays or not for_backward else None
+            stays = self.keep_until >= KeepUntil.NEXT_PASS or not self.settings.reshard_after_backward
+            self.gathered_versions = self.registration.versions() if stays or not for_backward else None
         try:
             more = extension.start(self.comms.gathers) if extension is not None else ()
             if self.phase is SECONDARY:
@@ -340,6 +387,15 @@ class FSDPParamGroup:
             if self.parameters.extension.finish():
                 self.parameters.rebuild(Change.OBJECTS)
             self.unsharded.accept_versions()  # it may have refilled them by operations that count
+
+    def join_gather(self) -> None:
+        """Joins an all-gather of the group that other ranks need, and this one does not."""
+        if not self.is_resting:
+            self.unshard_again()
+            return
+        self.unshard(registers=False)
+        self.keep_until = KeepUntil.END_OF_USE
+        self.reshard(self.root.frees_memory)
 
     def unshard_again(self) -> None:
         """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
@@ -451,22 +507,16 @@ class FSDPParamGroup:
             wait(self)
         return self.registration.versions()
 
-    def adopt_replacements(
-        self, accept_whole: bool = False, may_be_meta: bool = True, may_be_untied: bool = False
-    ) -> bool:
-        """Takes what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
-
-        Returns True if there was any. `accept_whole`: also plain tensors of whole parameters. `may_be_meta`: parameters
-        may be on the meta device. `may_be_untied`: tied parameters may be several objects for a while.
+    def adopt_replacements(self, accepted: Accept = Accept.META) -> bool:
+        """Adopts what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
+        Returns True if there was any.
         """
         if self.phase is COPIED:
             return False
         self.reshard()
-        return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
+        return self._notice_changes(accepted)
 
-    def _notice_changes(
-        self, accept_whole: bool = False, may_be_meta: bool = False, may_be_untied: bool = False
-    ) -> bool:
+    def _notice_changes(self, accepted: Accept = Accept.SHARDED) -> bool:
         """Follows what a user did to the parameters, and drops what was gathered before that. Returns True if some were
         replaced.
         """
@@ -477,18 +527,18 @@ class FSDPParamGroup:
             )
         for wait in self.writers:
             wait(self)
-        if self.registration.versions() != self.gathered_at:
+        if self.registration.versions() != self.gathered_versions:
             self.reshard()  # also secondary shards
         parameters = self.parameters
         are_replaced = parameters.buffers is None or self.registration.is_replaced()
         if are_replaced:
             self.reshard()
-            found = find_replacements(self, accept_whole, may_be_untied)
+            found, self._untied = find_replacements(self.params, accepted, self._untied)
             forget_cleared(self)
             parameters.adopt(found)
         elif parameters.trainable != self.registration.trainable():
             parameters.rebuild(Change.TRAINABLE)
-        if parameters.buffers is None and not may_be_meta:
+        if parameters.buffers is None and Accept.META not in accepted:
             expected = parameters.storage_device
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
             raise RuntimeError(
@@ -500,13 +550,18 @@ class FSDPParamGroup:
     def guard_saved(self) -> None:
         """Has autograd refuse weights that it has saved, and that were freed since, from now on."""
         if not self.unsharded.guards:
-            gathered_at = self.gathered_at if self.is_unsharded else None
-            self.unsharded.guard(gathered_at or self.shard_versions())
+            made_of = self.gathered_versions if self.is_unsharded else None
+            self.unsharded.guard(made_of or self.shard_versions())
+
+    def count_block(self) -> int:
+        """Counts a block of full_params that uses the group outside of forwards, and returns its number, from 1 on."""
+        self._num_blocks += 1
+        return self._num_blocks
 
     def is_up_to_date(self) -> bool:
         """Returns True if no parameter has changed, was replaced, frozen or unfrozen since the group was gathered."""
         is_replaced = self.phase is not UNSHARDED and self.registration.is_replaced()
-        is_changed = self.shard_versions() != self.gathered_at
+        is_changed = self.shard_versions() != self.gathered_versions
         return not (is_replaced or is_changed or self.registration.trainable() != self.parameters.trainable)
 
     # ---- use
@@ -518,9 +573,9 @@ class FSDPParamGroup:
             self.pre_backward(recomputes=True)  # gradients follow at once
         self.unshard(for_backward=root.backward is not None)
         root.use(self)
-        if not in_backward and self.gathered_at != self.versions:
-            assert self.gathered_at is not None, "noted at each gather for a forward"
-            self.versions = self.gathered_at  # else the same object: no time to compare
+        if not in_backward and self.gathered_versions != self.backward_versions:
+            assert self.gathered_versions is not None, "noted at each gather for a forward"
+            self.backward_versions = self.gathered_versions  # else the same object: no time to compare
         if self.unsharded.references is None:
             self.unsharded.are_kept()  # counts references for the first time
 
@@ -544,8 +599,8 @@ class FSDPParamGroup:
             for wait in self.writers:
                 wait(self)
             now = self.registration.versions()
-            if now != self.versions:
-                self.versions = now
+            if now != self.backward_versions:
+                self.backward_versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
             for ahead in root.prefetcher.in_backward(self):
@@ -574,7 +629,7 @@ class FSDPParamGroup:
         assert backward is not None, "a gradient has arrived"
         if all(self.parameters.trainable) and backward.task == compat.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
-            has_hooks = any(self.backward_hooks or self._find_backward_hooks())
+            has_hooks = any(self._backward_hooks or self._find_backward_hooks())
             # Those of users tell when to reshard in between: the last gradient of a tied parameter comes late.
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
             if not has_hooks:
@@ -582,70 +637,80 @@ class FSDPParamGroup:
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
-        self.backward_hooks = [*own, compat.hooks_of_all_modules]
-        return self.backward_hooks
+        self._backward_hooks = [*own, compat.hooks_of_all_modules]
+        return self._backward_hooks
 
     # ---- after use
 
-    def post_forward(
-        self, backward_follows: bool, failed: bool = False, keeps: bool = False, has_run: bool = False
-    ) -> None:
-        """Reshards after a forward, or keeps the unsharded parameters or secondary shards, by `hold` and settings.
+    def keep(self, until: KeepUntil) -> None:
+        """Keeps the unsharded parameters until then at least. `reshard_if_idle` ends that."""
+        self.keep_until = max(self.keep_until, until)
 
-        Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
-        would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
-        `keeps`: keep them for backward if the user has not set `reshard_after_forward`. `has_run`: a module's own code
-        has run. If it has left a weight where something else can read it in backward (`ctx.weight = weight` in an
-        autograd function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then:
-        nothing would gather for such a reader. Ranks communicate as ever, since others may have left none.
+    def post_forward(self, ending: Ending, has_run: bool = False) -> None:
+        """Reshards after a forward, or keeps the unsharded parameters or secondary shards.
+
+        `has_run`: a module's own code has run. If it has left a weight where something else can read it in backward
+        (`ctx.weight = weight` in an autograd function, hooks of a user's own for saved tensors, a list), their memory
+        stays as it is until then: nothing would gather for such a reader. Ranks communicate as ever, since others may
+        have left none.
         """
-        choice = self.settings.frees_after_forward
-        if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
-            if self.hold is not Hold.USER:
-                self.hold = Hold.NEXT_PASS
+        stays, backward_follows = self._after_forward(ending), ending is Ending.TRAINING
+        if stays is AfterForward.KEEP:
+            if backward_follows or self.keep_until is not KeepUntil.USER:
+                for_backward = backward_follows and self.settings.reshard_after_backward
+                self.keep_until = max(self.keep_until, KeepUntil.BACKWARD if for_backward else KeepUntil.NEXT_PASS)
                 self.unregister()
-            return
-        if choice is None:
-            is_of_root = self.root.group is self or self.root.state in self.users
-            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward or self.root.runs_for_loss
-        else:
-            keeps = choice is False
-        if backward_follows and keeps:
-            stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
-            self.hold = max(self.hold, stays)
-            self.unregister()
             return
         has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
         is_kept = has_run and backward_follows and self.unsharded.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
-        frees = self.root.frees_memory and not is_kept
-        if self.mesh.has_outer_shard:
-            self.hold = Hold.BACKWARD if backward_follows else Hold.NOTHING
-            self.reshard(frees, keeps_secondary=not failed and self._may_keep_secondary())
-        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
-            self.hold = Hold.BACKWARD
-            self.reshard(frees, keeps_secondary=True)
-        else:
-            self.hold = Hold.NOTHING
-            self.reshard(frees)
+        keeps_secondary = stays is AfterForward.SECONDARY
+        self.keep_until = KeepUntil.BACKWARD if keeps_secondary and backward_follows else KeepUntil.END_OF_USE
+        self.reshard(self.root.frees_memory and not is_kept, keeps_secondary)
 
-    def _may_keep_secondary(self) -> bool:
-        """Returns True if secondary shards are to stay until a write, and the group has what they consist of."""
-        is_there = self.phase is SECONDARY or self.is_unsharded
-        return self.mesh.has_outer_shard and is_there and self.gathered_at is not None and self.root.frees_memory
+    def _after_forward(self, ending: Ending) -> AfterForward:
+        """Decides what stays after a forward: by the settings, by the user's calls, and by what backward needs first.
+
+        Without a backward, parameters stay until a weight changes if the user wants that: each token that a model
+        generates would take a gather of each group otherwise.
+        """
+        root, choice = self.root, self.settings.after_forward
+        if ending is Ending.FAILED:
+            return AfterForward.FREE
+        keeps = choice is AfterForward.KEEP
+        if ending is Ending.EVALUATION:
+            keeps = keeps or self.keep_until is KeepUntil.USER
+        elif choice is None:
+            keeps = root.group is self or root.state in self.users or root.runs_for_loss
+            keeps = keeps or self in root.prefetcher.first_in_backward or self in root.read_outside
+        if keeps:
+            return AfterForward.KEEP
+        if self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING):
+            return AfterForward.SECONDARY
+        return AfterForward.FREE
+
+    def _may_keep_secondary(self, backward_follows: bool = False) -> bool:
+        """Returns True if secondary shards are to stay, and the group has what they consist of."""
+        if not self.root.frees_memory:
+            return False
+        if self.mesh.has_outer_shard:  # they stay until a write
+            return (self.phase is SECONDARY or self.is_unsharded) and self.gathered_versions is not None
+        return backward_follows and self.is_unsharded
 
     def reshard_if_idle(self, drops_secondary: bool = True) -> None:
-        """Reshards and clears `hold`, unless a forward or a full_params block uses the group.
+        """Reshards, although somebody has asked to keep the parameters; if a forward or a full_params block uses the
+        group, at the end of that, unless its settings keep them.
 
         `drops_secondary=False`: secondary shards that last until a write stay.
         """
         self.reached_by = None
         self.begun.clear()
         if self.state.running or (self.users and self.num_running):
-            self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
+            is_left = self.keep_until is KeepUntil.BACKWARD
+            self.keep_until = KeepUntil.END_OF_USE if is_left else min(self.keep_until, KeepUntil.NEXT_PASS)
         else:
-            self.hold = Hold.NOTHING
+            self.keep_until = KeepUntil.END_OF_USE
             keeps = self.mesh.has_outer_shard and not drops_secondary and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
@@ -653,33 +718,33 @@ class FSDPParamGroup:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
         is_running = self.state.running or (self.users and self.num_running)
         if self.settings.reshard_after_backward or is_running or not self.is_unsharded:
-            if self.hold is Hold.USER:
-                self.hold = Hold.NEXT_PASS
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
             self.begun.clear()
-            self.hold = max(self.hold, Hold.NEXT_PASS)
+            self.keep(KeepUntil.NEXT_PASS)
             self.unregister()
 
     def reshard_stale(self) -> None:
-        """Reshards, between passes, unless `hold` is NEXT_PASS or more and nothing has changed. Keeps Hold.USER. Drops
-        secondary shards of parameters that were written to.
+        """Reshards between passes, unless the parameters are kept until the next pass or longer, and nothing has
+        changed. What a user has asked for stays in force. Drops secondary shards of parameters that were written to.
         """
         self.root.is_in_backward()  # one that has failed is over
-        hold = self.hold
-        if self.phase is SECONDARY and self.shard_versions() != self.gathered_at:
+        until = self.keep_until
+        if self.phase is SECONDARY and self.shard_versions() != self.gathered_versions:
             self.reshard()
-        if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
-            self.reshard_if_idle(drops_secondary=False)
-            self.hold = hold if hold is Hold.USER else self.hold
+        if until is KeepUntil.END_OF_USE or (until >= KeepUntil.NEXT_PASS and self.is_up_to_date()):
+            return
+        self.reshard_if_idle(drops_secondary=False)
+        if until is KeepUntil.USER:
+            self.keep(until)
 
     def leave_backward(self) -> None:
         """Reshards at the end of backward, unless the last gradient has done it."""
         if self.reached_by is not None:
             self.needs_no_input_hooks = not self.params
         is_freed = self.phase is SHARDED and self.parameters.buffers is not None and not self.unsharded.is_allocated
-        if self.reached_by is not None or self.hold is not Hold.NOTHING or not is_freed:
+        if self.reached_by is not None or self.keep_until is not KeepUntil.END_OF_USE or not is_freed:
             self.finish_backward()
 
     def post_backward(self, state: FSDPState) -> None:

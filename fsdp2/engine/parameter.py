@@ -103,7 +103,7 @@ class FSDPParam:
             self.gathered_shape = (mesh.size,)
         self.bounds = bounds_of(self.gathered_shape[self.dim], mesh.size, mesh.rank)
         self.unsharded = NOT_BUILT
-        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks, and resets it.
+        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks.
         self.num_added = 0
         self.sharded = self.cut(original)
         # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
@@ -212,6 +212,11 @@ class FSDPParam:
         """Delivers gradients of that dtype from now on."""
         kind, self.delivered_dtype = self.distribution, dtype
         self.gradient_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, dtype)
+
+    def choose_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Delivers gradients in that dtype, or in any if it is None, as soon as the group is built anew."""
+        compat.set_grad_dtype(self.sharded, dtype)
+        self.grad_choice = GradDtype(dtype)
 
     def put_gradient(self, gradient: Tensor | None) -> None:
         """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
@@ -358,6 +363,10 @@ class FSDPParam:
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
         self.num_added += 1
+
+    def forget_added(self) -> None:
+        """Counts from zero how often a gradient is added to an earlier one."""
+        self.num_added = 0
 
 
 def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:

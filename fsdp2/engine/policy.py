@@ -233,17 +233,29 @@ class Phase(Enum):
     SECONDARY = "secondary"
 
 
-class Hold(IntEnum):
-    """How long the unsharded parameters of a group stay after the forward or backward that uses them.
+class KeepUntil(IntEnum):
+    """How long the unsharded parameters of a group stay."""
 
-    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
-    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
-    """
+    END_OF_USE = 0  # no longer than the forward or backward that uses them
+    BACKWARD = 1  # until the backward of the forward that has left them
+    NEXT_PASS = 2  # until a parameter changes, or a pass ends that reshards
+    USER = 3  # until the user calls `reshard`, or a pass with grad ends that reshards
 
-    NOTHING = 0
-    BACKWARD = 1
-    NEXT_PASS = 2
-    USER = 3
+
+class AfterForward(Enum):
+    """What stays of the unsharded parameters of a group after a forward."""
+
+    FREE = auto()  # nothing
+    KEEP = auto()  # all of them
+    SECONDARY = auto()  # 1/k of them on each rank: secondary shards
+
+
+class Ending(Enum):
+    """How a forward, or a block of full_params, has ended."""
+
+    TRAINING = auto()  # a backward follows
+    EVALUATION = auto()  # none follows
+    FAILED = auto()  # the unsharded parameters may have been written to
 
 
 SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED, SECONDARY = Phase
@@ -329,15 +341,20 @@ class GroupSettings:
     vocab_parallel: bool = False
     collectives: CommChoice | None = None
     optimizer_in_backward: object | None = None
-    # What reshard_after_forward comes to: whether a forward frees, and among how many ranks secondary shards restore.
-    frees_after_forward: bool | None = field(init=False, repr=False)
-    restored_among: int | None = field(init=False, repr=False)
+    # What `reshard_after_forward` says. None: what backward needs first stays.
+    after_forward: AfterForward | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        choice = self.reshard_after_forward
-        is_plain = choice is None or isinstance(choice, bool)
-        object.__setattr__(self, "frees_after_forward", choice if is_plain else choice != 1)
-        object.__setattr__(self, "restored_among", None if is_plain or choice == 1 else choice)
+        choice, chosen = self.reshard_after_forward, None
+        if choice is not None:
+            chosen = AfterForward.FREE if choice is True else AfterForward.SECONDARY
+            chosen = AfterForward.KEEP if choice is False or (choice == 1 and choice is not True) else chosen
+        object.__setattr__(self, "after_forward", chosen)
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Among how many ranks secondary shards are cut. None: there are none."""
+        return self.reshard_after_forward if self.after_forward is AfterForward.SECONDARY else None
 
 
 @dataclass(frozen=True)

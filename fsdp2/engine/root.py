@@ -30,7 +30,7 @@ from .autograd import SavedTensors
 from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
-from .policy import SECONDARY, Hold, RootSettings
+from .policy import SECONDARY, Ending, KeepUntil, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ForwardPass:
     has_grad: bool
     thread: int
     finished: dict[FSDPState, set[nn.Module]] = field(default_factory=dict)
-    unfinished: dict[FSDPState, bool] = field(default_factory=dict)
+    unfinished: dict[FSDPState, Ending] = field(default_factory=dict)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Root:
         for group in self.groups:
             for wait in group.writers:  # which the root before knew
                 wait(group)
-            group.root, group.queue, group.backward_hooks = self, self.queue, []
+            group.join(self)
             group.writers = self.writers
             group.rename(names)
             group.purpose.root = weakref.ref(self)
@@ -256,7 +256,7 @@ class Root:
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([g.settings.max_reductions or 1 for g in self.groups]), sent)
         for group in self.groups:
-            if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
+            if group.keep_until is not KeepUntil.END_OF_USE or group.phase is SECONDARY:
                 group.reshard_stale()
 
     def _why_not_captured(self) -> str:
@@ -276,7 +276,7 @@ class Root:
         """Frees what was left for a graph that a backward pass has built: a later one has read it."""
         self.frees_memory, self._graph_was_read = True, False
         for group in self.groups:
-            if group.hold < Hold.NEXT_PASS:
+            if group.keep_until < KeepUntil.NEXT_PASS:
                 group.reshard_if_idle()
 
     def note_out_of_step(self) -> None:
@@ -332,8 +332,8 @@ class Root:
             state = self.running.pop()
             state.running = self.running.count(state)
         if not self.running:
-            for state, backward_follows in self.forward.unfinished.items():
-                state.post_forward(backward_follows, has_run=True)
+            for state, ending in self.forward.unfinished.items():
+                state.post_forward(ending, has_run=True)
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()

@@ -11,7 +11,7 @@ from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from .policy import Hold, Phase, RootSettings
+from .policy import KeepUntil, Phase, RootSettings
 from .reduce import Pending
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Prefetcher:
         the next one: the iterator looks at phases, and then counts the group among `prefetched`.
         """
         self._order_now.append(group)
-        self._num_gathered += group.hold < Hold.NEXT_PASS
+        self._num_gathered += group.keep_until < KeepUntil.NEXT_PASS
         num_left = self._forward.visit(group)
         if num_left is not None and num_left < self._num_last:
             self.first_in_backward.add(group)

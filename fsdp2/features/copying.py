@@ -97,8 +97,7 @@ class _GroupDescription:
 
     def build(self) -> FSDPParamGroup:
         params = [_copied_param(each) for each in self.params]
-        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings)
-        group.name = self.name
+        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings, self.name)
         follow(group)
         return group
 

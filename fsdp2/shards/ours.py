@@ -33,6 +33,7 @@ from ..features.module_repr import dtype_text
 from ..features.optimizer_in_backward import steps_of
 from ..features.passes import finalize, reset
 from ..parameters.empty_memory import find_unwritten, mark
+from ..parameters.replacements import Accept
 from ..parameters.subclasses import gathers_itself
 from ..parameters.tensor_parallel import TensorParallel
 from ..ranks.rank_facts import is_first, ranks_of
@@ -256,11 +257,11 @@ class OurGroup:
         group = self.engine_group
         if reshard:
             group.reshard_stale()
-            group.reshard_if_idle()
-            group.adopt_replacements(may_be_meta=may_be_meta, may_be_untied=may_be_untied)
-        elif group.phase is not UNSHARDED and group.registration.is_replaced():
-            group.reshard_if_idle()
-            group.adopt_replacements(may_be_meta=may_be_meta, may_be_untied=may_be_untied)
+        elif group.phase is UNSHARDED or not group.registration.is_replaced():
+            return
+        group.reshard_if_idle()
+        meta = Accept.META if may_be_meta else Accept.SHARDED
+        group.adopt_replacements(meta | Accept.UNTIED if may_be_untied else meta)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
