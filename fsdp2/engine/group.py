@@ -36,6 +36,7 @@ from .policy import (
     SHARDED,
     UNSHARDED,
     AfterForward,
+    Demand,
     Ending,
     GroupSettings,
     KeepUntil,
@@ -241,7 +242,7 @@ class FSDPParamGroup:
         if self.settings.reduce_unused is not before.reduce_unused:
             self.needs_no_input_hooks = False
         if self.settings.secondary_size != before.secondary_size:
-            self.use_comms(self.comms._replace(post_forward=self._neighbours()))
+            self.use_comms(self.comms._replace(post_forward=self._secondary_comm()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
         self.note_change()
@@ -287,20 +288,20 @@ class FSDPParamGroup:
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
         )
         if self.mesh.has_outer_shard:
-            inner = self._neighbours()
+            inner = self._secondary_comm()
             assert inner is not None, "several ranks shard"
             return Comms(shards, inner, replicas, inner)
         has_replicas = self.mesh.replicas_may_grow or replicas.size > 1
-        return Comms(shards, shards, replicas if has_replicas else None, self._neighbours())
+        return Comms(shards, shards, replicas if has_replicas else None, self._secondary_comm())
 
-    def _neighbours(self) -> Comm | None:
-        """Returns the Comm of those neighbouring ranks that restore the parameters from secondary shards, if any do."""
+    def _secondary_comm(self) -> Comm | None:
+        """Returns the Comm of those of the ranks that shard which keep secondary shards, if any do."""
         if self.mesh.has_outer_shard:
             return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
-        count, group = self.settings.secondary_size, self.mesh.shard_group
-        if count is None or group is None or count >= self.mesh.size:
+        size, group = self.settings.secondary_size, self.mesh.shard_group
+        if size is None or group is None or size >= self.mesh.size:
             return None
-        return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
+        return make_comm(subgroup(group, size), self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:
         """Returns how gradients are summed by the present Comms and settings."""
@@ -312,17 +313,14 @@ class FSDPParamGroup:
 
     # ---- sharded -> unsharded -> sharded
 
-    def start_unshard(self, for_backward: bool = False, ahead: bool = True, again: bool = False) -> None:
-        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order.
-
-        `ahead`: before the modules need it, which may run on another stream. `again`: also if it is done.
-        """
-        if self.phase is not SHARDED and self.phase is not SECONDARY and not again:
+    def start_unshard(self, for_backward: bool = False, demand: Demand = Demand.AHEAD) -> None:
+        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order."""
+        if self.phase is not SHARDED and self.phase is not SECONDARY and demand is not Demand.OTHERS:
             return
         streams = self.streams
-        if streams is not None and streams.choose_home(ahead, self._holds_memory):
+        if streams is not None and streams.choose_home(demand is Demand.AHEAD, self._holds_memory):
             with streams.at_home(joins=False):
-                return self.start_unshard(for_backward, again=again)
+                return self.start_unshard(for_backward, demand)
         if self.parameters.buffers is None:
             self._notice_changes()
         for wait in self.writers:
@@ -356,7 +354,7 @@ class FSDPParamGroup:
         if not for_backward and self.phase is not UNSHARDED:
             self._notice_changes()
         if self.phase is SHARDED or self.phase is SECONDARY:
-            self.start_unshard(for_backward, ahead=False)
+            self.start_unshard(for_backward, Demand.NOW)
         if self.phase is GATHERING:
             self._finish_gather()
         if self.unsharded.guards:
@@ -407,7 +405,7 @@ class FSDPParamGroup:
         if was_registered:  # modules keep the unsharded parameters, unless it fails
             self._become(GATHERED)
         try:
-            self.start_unshard(for_backward=True, ahead=False, again=True)
+            self.start_unshard(for_backward=True, demand=Demand.OTHERS)
             self.unshard(for_backward=True, registers=False)
         except BaseException:
             self.registration.register(unsharded=False)
@@ -476,9 +474,8 @@ class FSDPParamGroup:
 
     def holds_memory(self) -> bool:
         """Returns True if resharding would give memory back: that of unsharded parameters, or secondary shards."""
-        buffers = self.parameters.buffers
-        keeps_secondary = buffers is not None and buffers.secondary is not None and buffers.secondary.is_filled
-        return self.unsharded.holds_memory or keeps_secondary
+        secondary = self.parameters.secondary
+        return self.unsharded.holds_memory or (secondary is not None and secondary.is_filled)
 
     def _holds_memory(self) -> bool:
         """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
@@ -686,15 +683,15 @@ class FSDPParamGroup:
             keeps = keeps or self in root.prefetcher.first_in_backward or self in root.read_outside
         if keeps:
             return AfterForward.KEEP
-        if self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING):
-            return AfterForward.SECONDARY
-        return AfterForward.FREE
+        may_keep = self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING)
+        return AfterForward.SECONDARY if may_keep else AfterForward.FREE
 
     def _may_keep_secondary(self, backward_follows: bool = False) -> bool:
         """Returns True if secondary shards are to stay, and the group has what they consist of."""
-        if not self.root.frees_memory:
+        secondary = self.parameters.secondary
+        if secondary is None or not self.root.frees_memory:
             return False
-        if self.mesh.has_outer_shard:  # they stay until a write
+        if secondary.level.until_write:
             return (self.phase is SECONDARY or self.is_unsharded) and self.gathered_versions is not None
         return backward_follows and self.is_unsharded
 
@@ -711,7 +708,7 @@ class FSDPParamGroup:
             self.keep_until = KeepUntil.END_OF_USE if is_left else min(self.keep_until, KeepUntil.NEXT_PASS)
         else:
             self.keep_until = KeepUntil.END_OF_USE
-            keeps = self.mesh.has_outer_shard and not drops_secondary and self._may_keep_secondary()
+            keeps = not drops_secondary and self.comms.post_forward is not None and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:

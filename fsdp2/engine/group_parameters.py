@@ -19,7 +19,7 @@ from ..parameters.subclasses import SubclassGather, refuse_secondary_shards
 from ..torch_private import compat
 from ..torch_private.compat import peek_local, requires_grad_of, version_of
 from .layout import GatherLayout, ParamSpec, gather_layout
-from .memory import Memory, SecondaryLevel
+from .memory import Memory, SecondaryLevel, SecondaryShards
 from .owners import note_shards
 from .parameter import FSDPParam
 from .unsharded import UnshardedParameters
@@ -181,6 +181,11 @@ class GroupParameters:
     def plain(self) -> Sequence[FSDPParam]:
         """The parameters that lie in the buffers: those that do not say themselves how they are gathered."""
         return self.params[: len(self.buffers.layout.specs)] if self.buffers is not None else ()
+
+    @property
+    def secondary(self) -> SecondaryShards | None:
+        """The secondary shards. None: no rank keeps any."""
+        return None if self.buffers is None else self.buffers.secondary
 
     # ---- building
 

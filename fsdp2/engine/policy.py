@@ -213,24 +213,17 @@ class OffloadBudget:
 
 
 class Phase(Enum):
-    """Where the parameters of a group are.
+    """Where the parameters of a group are."""
 
-    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
-    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. COPIED: modules
-    have copies (full_params), and the group can't be gathered. SECONDARY: shards are there, and this rank's part of the
-    unsharded parameters, from which backward gathers (`reshard_after_forward=k`).
-
-    `may_become`: the phases that may follow, by TRANSITIONS.
-    """
-
+    # The phases that may follow, by TRANSITIONS.
     may_become: tuple[Phase, ...]
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-    UNSHARDED = "unsharded"
-    COPIED = "copied"
-    SECONDARY = "secondary"
+    SHARDED = "sharded"  # only shards are there
+    GATHERING = "gathering"  # an all-gather is in flight
+    GATHERED = "gathered"  # the unsharded parameters' data is there, and modules have the sharded parameters
+    UNSHARDED = "unsharded"  # modules have the unsharded parameters
+    COPIED = "copied"  # modules have copies (full_params), and the group can't be gathered
+    SECONDARY = "secondary"  # shards are there, and secondary shards, from which the next gather is
 
 
 class KeepUntil(IntEnum):
@@ -240,6 +233,14 @@ class KeepUntil(IntEnum):
     BACKWARD = 1  # until the backward of the forward that has left them
     NEXT_PASS = 2  # until a parameter changes, or a pass ends that reshards
     USER = 3  # until the user calls `reshard`, or a pass with grad ends that reshards
+
+
+class Demand(Enum):
+    """What needs an all-gather that begins."""
+
+    AHEAD = auto()  # modules that run later, perhaps on another stream
+    NOW = auto()
+    OTHERS = auto()  # other ranks: the group gathers although its parameters are there
 
 
 class AfterForward(Enum):
@@ -275,15 +276,11 @@ for _phase, _later in TRANSITIONS.items():
 
 
 class ReduceWhen(Enum):
-    """When a group's gradients are reduced in backward.
+    """When a group's gradients are reduced in backward."""
 
-    BUCKET: a bucket, as soon as its gradients are complete. GROUP: all buckets, when all gradients are complete. ASKED:
-    like GROUP, and an extension reduces them on ranks that have none, if another rank has some.
-    """
-
-    BUCKET = auto()
-    GROUP = auto()
-    ASKED = auto()
+    BUCKET = auto()  # a bucket, as soon as its gradients are complete
+    GROUP = auto()  # all buckets, when all gradients are complete
+    ASKED = auto()  # like GROUP, and an extension reduces them on ranks that have none, if another rank has some
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
     if conditional:
         refuse_beside_conditional(root.groups)
     for group in dict.fromkeys(group for module in state.modules for group in groups_below(module) if conditional):
-        if group.comms.post_forward is not None or group.mesh.has_outer_shard:
+        if group.comms.post_forward is not None:
             raise NotImplementedError(
                 f"{group} has an int for reshard_after_forward, or outer_shard, and can't be conditional: ranks that "
                 "leave it out have no part to keep. Pass a bool, or None."

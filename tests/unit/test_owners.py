@@ -46,12 +46,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("features/passes.py", "running"): "to go",
     ("features/large_submodules.py", "runs_for_loss"): "to go",
     ("dtensor/fixes.py", "sees_operations"): "to go",
-    ("features/copying.py", "sharded"): "to go",
     ("engine/state.py", "state"): "to go",
     ("checks/step_history.py", "steps"): "to go",
     ("features/optimizer_in_backward.py", "steps"): "to go",
     ("checks/equal_inputs.py", "take_inputs"): "to go",
-    ("features/copying.py", "unsharded"): "to go",
     ("engine/build.py", "used"): "to go",
     ("parameters/ties.py", "used"): "to go",
 }
