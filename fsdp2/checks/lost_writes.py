@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
 from ..engine.gather import view_bytes
-from ..engine.group import FSDPParamGroup, KeepUntil
+from ..engine.group import FSDPParamGroup
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam
+from ..engine.policy import KeepUntil
 from ..engine.root import Root
 from ..engine.state import FSDPState
 from ..engine.unsharded import refuse_written

@@ -50,17 +50,7 @@ if TYPE_CHECKING:
     from .schedule import ReductionQueue
     from .state import FSDPState
 
-__all__ = [
-    "COPIED",
-    "GATHERED",
-    "GATHERING",
-    "SECONDARY",
-    "SHARDED",
-    "UNSHARDED",
-    "FSDPParamGroup",
-    "KeepUntil",
-    "Phase",
-]
+__all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup"]
 
 
 class Comms(NamedTuple):

@@ -36,8 +36,7 @@ class Registration:
     """Swaps sharded and unsharded parameters in the modules that own them, and reads version counters.
 
     A tensor counts the in-place operations on it, together with those on its views. A gathered copy is stale when the
-    counters have moved on since. `watched`: in which dicts of modules, under which names, the sharded parameters were
-    registered, with which local tensors.
+    counters have moved on since.
     """
 
     def __init__(self) -> None:
@@ -194,18 +193,19 @@ class GroupParameters:
 
         `replaced`: the parameters that users have replaced, with what they have put in their place.
         """
-        if change is not Change.TRAINABLE:
-            self.unsharded.allow_reads()
-            if change is not Change.OBJECTS and not self._build_memory(change is Change.MEMORY):
-                self.drop_memory(replaced)
-                return
-            self._watch(replaced)
+        if change is Change.TRAINABLE:
+            self._plan_gradients()
+            return
+        self.unsharded.allow_reads()
+        if change is not Change.OBJECTS and not self._build_memory(change is Change.MEMORY):
+            self.drop_memory(replaced)
+            return
+        assert self.buffers is not None, "the memory is there"
+        self._watch(replaced)
         self._plan_gradients()
-        if change is not Change.TRAINABLE:
-            self.registration.prepare(self.params)
-            assert self.buffers is not None, "unsharded parameters are there"
-            self.unsharded.prepare(self.params, self.buffers.layout, self.extension)
-            self.use_settings()
+        self.registration.prepare(self.params)
+        self.unsharded.prepare(self.params, self.buffers.layout, self.extension)
+        self.use_settings()
 
     def use_settings(self) -> None:
         """Follows the settings of the group, which say whether the memory of unsharded parameters is freed."""

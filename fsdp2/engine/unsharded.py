@@ -77,7 +77,6 @@ class UnshardedParameters:
         # True if autograd refuses parameters that it has saved, and that were freed since: those of graphs that a
         # backward builds (create_graph=True), or all of them where saved-tensor hooks are off.
         self.guards = False
-        self.is_expired = False
         # The tensors whose version counters are compared, and the counters that they must have now.
         self.counted: tuple[Tensor, ...] = ()
         self.expected: tuple[int, ...] = ()
@@ -172,7 +171,8 @@ class UnshardedParameters:
         also then. Reading such a view then reads freed memory.
         """
         if self.guards and not self.is_expired and not self.keeps_storage:
-            self._expire()
+            self.expected = tuple(each + 1 for each in self._valid)
+            increment_version(self.counted)
         if self.are_readable:
             self.are_readable = False
             for parameter, _, refusing in self._classes:
@@ -212,6 +212,11 @@ class UnshardedParameters:
 
     # ---- writes
 
+    @property
+    def is_expired(self) -> bool:
+        """True if autograd refuses what it has saved of the parameters, because they were freed, until `renew`."""
+        return self.expected is not self._valid
+
     def written(self) -> list[str]:
         """Returns the names of the parameters that were written to since the last call: resharding would undo it."""
         before, now = self.expected, self._versions()
@@ -230,7 +235,6 @@ class UnshardedParameters:
 
     def accept_versions(self) -> None:
         """Expects the counters to be as they are now."""
-        self.is_expired = False
         self._valid = self.expected = self._versions()
 
     def renew(self, made_of: tuple[int, ...]) -> None:
@@ -246,13 +250,8 @@ class UnshardedParameters:
             self._valid = tuple(valid + 2 * (i in changed) for i, valid in rows)
         elif not self.is_expired:
             return
-        self.is_expired, self.expected = False, self._valid
+        self.expected = self._valid
         set_versions(self.counted, self._valid)
-
-    def _expire(self) -> None:
-        """Has autograd refuse what it has saved of the parameters, until `renew`."""
-        self.is_expired, self.expected = True, tuple(each + 1 for each in self._valid)
-        increment_version(self.counted)
 
     def _versions(self) -> tuple[int, ...]:
         with no_torch_function():  # also of parameters that refuse reads
