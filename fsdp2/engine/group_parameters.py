@@ -210,7 +210,7 @@ class GroupParameters:
     def use_settings(self) -> None:
         """Follows the settings of the group, which say whether the memory of unsharded parameters is freed."""
         if self.buffers is not None:
-            self.unsharded.use_settings(self._group.settings.keep_storage, self.buffers.layout)
+            self.unsharded.use_settings(self._group.settings.keep_storage)
 
     def adopt(self, found: Sequence[tuple[FSDPParam, nn.Parameter]]) -> None:
         """Adopts what users have registered in place of parameters, and rebuilds."""

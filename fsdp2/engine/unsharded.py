@@ -91,6 +91,8 @@ class UnshardedParameters:
         # Tensors over the memory, which share the parameters' version counters; and the bytes at which they begin.
         self._bases: list[Tensor] = []
         self._offsets: tuple[int, ...] = ()
+        # Some are complex numbers, of which views may be conjugated.
+        self._are_complex = False
         # The views that were made again: the next step saves the same ones.
         self.views: dict[Place, Tensor] = {}
 
@@ -122,22 +124,22 @@ class UnshardedParameters:
         inside = self.parameters[: len(layout.specs)] if self._resize is not None else []
         self._bases = [each.detach() if type(each) is nn.Parameter else _plain_base(each) for each in inside]
         self._offsets = layout.unsharded_offsets
+        self._are_complex = any(spec.compute_dtype.is_complex for spec in layout.specs)
         self.note_uses()
 
     def note_uses(self) -> None:
         """Counts what uses the storage now as the engine's own: unsharded parameters, and prepared views."""
         self._num_uses = storage_uses(self.storage._cdata)
 
-    def use_settings(self, keep_storage: bool, layout: GatherLayout) -> None:
+    def use_settings(self, keep_storage: bool) -> None:
         """Prepares to free the memory, unless the user wants to keep it (`keep_storage`), and to refuse reads then."""
         self.allow_reads()
         self.keeps_storage, self.is_freed_at_times = keep_storage, self._resize is not None and not keep_storage
-        inside = self.parameters[: len(layout.specs)] if self.is_freed_at_times else []
+        inside = self.parameters[: len(self._offsets)] if self.is_freed_at_times else []
         kinds = {kind: freed_class(kind) for kind in dict.fromkeys(map(type, inside))}
         rows = [(each, type(each), kinds[type(each)]) for each in inside]
         self._classes = [(each, kind, refusing) for each, kind, refusing in rows if refusing is not None]
-        is_complex = any(spec.compute_dtype.is_complex for spec in layout.specs)  # views may be conjugated
-        self.described_storage = self.storage_id if self.is_freed_at_times and not is_complex else None
+        self.described_storage = self.storage_id if self.is_freed_at_times and not self._are_complex else None
         if not self.is_allocated:
             self.free()
 
