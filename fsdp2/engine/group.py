@@ -22,9 +22,9 @@ from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events
+from .gather import PendingGather
 from .gradients import GroupGradients
 from .group_parameters import Change, GroupParameters
-from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .placeholders import forget_cleared, leaves_gradients

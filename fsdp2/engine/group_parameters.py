@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..parameters.cast_buffers import CastBuffers
+from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards
 from ..parameters.subclasses import SubclassGather, refuse_secondary_shards
 from ..torch_private import compat
 from ..torch_private.compat import peek_local, requires_grad_of, version_of
 from .layout import GatherLayout, ParamSpec, gather_layout
-from .memory import Memory, SecondaryLevel, SecondaryShards
+from .memory import Memory
 from .owners import note_shards
 from .parameter import FSDPParam
 from .unsharded import UnshardedParameters
@@ -53,7 +54,11 @@ class Registration:
         self._locals: list[Tensor] = []
         self._replacements = torch.empty(0, device="cpu")
         # Casts buffers that were replaced, if the policy has a dtype for them.
-        self.buffers: CastBuffers | None = None
+        self._cast_buffers: CastBuffers | None = None
+
+    def use_cast_buffers(self, cast_buffers: CastBuffers | None) -> None:
+        """Has `cast_buffers` cast what users put in place of buffers, in each forward."""
+        self._cast_buffers = cast_buffers
 
     # ---- swapping
 
@@ -76,8 +81,8 @@ class Registration:
                     entries[name] = parameter
         for module, name, parameter in self._setattr_slots[unsharded]:
             setattr(module, name, parameter)
-        if unsharded and self.buffers is not None:
-            self.buffers.cast()
+        if unsharded and self._cast_buffers is not None:
+            self._cast_buffers.cast()
 
     def prepare(self, params: Sequence[FSDPParam]) -> None:
         """Prepares to swap the parameters that `params` have now. None of them: there is nothing to swap."""

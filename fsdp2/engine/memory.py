@@ -1,63 +1,23 @@
-"""Owns the shards of one group, and secondary shards, and gathers its unsharded parameters from them.
-
-Secondary shards are 1/k of the unsharded parameters, which each rank keeps after forward, so that later gathers are
-among k neighbours only. They last until backward (`reshard_after_forward=k`, the secondary partition of ZeRO++ hpZ), or
-until a write, where replicas share one set of shards (`Use.OUTER_SHARD`).
-"""
+"""Owns the shards of one group, and gathers its unsharded parameters from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
-from ..devices.streams import Transfer, Transfers, Work
+from ..devices.staged_shards import StagedShards
+from ..devices.streams import Transfers
+from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards, layout_among
 from ..torch_private import compat
 from .comm import Comm
-from .gather import Copies, GatherPlan, group_copies, leaves_over, own_storage_view, view_bytes
-from .layout import GatherLayout, gather_layout
+from .gather import GatherPlan, PendingGather, leaves_over, own_storage_view
+from .layout import GatherLayout
 from .unsharded import UnshardedParameters
-
-
-@dataclass(eq=False)
-class PendingGather:
-    """An all-gather in flight. The memory must stay until `finish` or `abandon`."""
-
-    unsharded: UnshardedParameters
-    plan: GatherPlan
-    # None: nothing is to be waited for any more.
-    work: Work | None
-    # They must stay alive while the all-gather reads them.
-    inputs: Sequence[Tensor] = ()
-
-    def finish(self) -> None:
-        """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
-        work, self.work = self.work, None
-        if work is not None:
-            work.wait()
-        del work  # and memory of its own
-        if not self.plan.arrives_in_place:
-            self.unsharded.allocate()
-        self.plan.finish()
-        self.inputs = ()
-        if self.plan.has_memory and not self.unsharded.keeps_storage:
-            self.plan.free()
-
-    def abandon(self) -> None:
-        """Waits until the all-gather no longer writes to the memory, so that it can be freed. Frees what has arrived
-        apart from the unsharded parameters.
-        """
-        work, self.work = self.work, None
-        if work is not None:
-            work.wait()
-        self.inputs = ()
-        if self.plan.has_memory and not self.unsharded.keeps_storage:
-            self.plan.free()
 
 
 class Memory:
@@ -87,10 +47,10 @@ class Memory:
     ) -> None:
         self.layout = layout if transfers is None else replace(layout, aliased=False)
         self._rank, self._device, self._transfers, self._source = rank, device, transfers, source
-        self._stage: _Stage | None = None
+        self._stage: StagedShards | None = None
         self._nbytes, restored = self.layout.unsharded_nbytes, None
         if secondary is not None:
-            restored = _layout_among(self.layout, secondary.comm)
+            restored = layout_among(self.layout, secondary.comm)
             self._nbytes = max(self._nbytes, restored.unsharded_nbytes)
         self._unsharded = unsharded
         if not self.layout.aliased:
@@ -121,7 +81,7 @@ class Memory:
             self.shards = source = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         else:
             self.shards = self._transfers.allocate(nbytes, torch.uint8).zero_()
-            self._stage = _Stage(self.shards, self._device, self._transfers)
+            self._stage = StagedShards(self.shards, self._device, self._transfers)
             source = self._stage.memory
         if self.layout.aliased:
             self._unsharded.use_memory(self.shards, None)
@@ -179,108 +139,3 @@ class Memory:
             self._stage.start(partial(plan.start, comm, more_outputs, more_inputs), comm.follows_stream)
             return PendingGather(self._unsharded, plan, self._stage, more_inputs)
         return PendingGather(self._unsharded, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)
-
-
-class _Stage:
-    """A copy of offloaded shards on the device, from which an all-gather reads. It is that all-gather's Work.
-
-    It is allocated at first, for a plan to be made of it.
-    """
-
-    def __init__(self, shards: Tensor, device: torch.device, transfers: Transfers) -> None:
-        self._shards, self._transfers = shards, transfers
-        self.memory = torch.empty_like(shards, device=device)
-        self._storage = self.memory.untyped_storage()
-        self._copy: Transfer[Work | None] | None = None
-        self._follows = False
-
-    def start(self, start_gather: Callable[[], Work | None], follows: bool) -> None:
-        """Begins to copy the shards, and to gather behind that, beside what the device computes. `follows`: whoever
-        waits for the gather has waited for the copy.
-        """
-        self._storage.resize_(self._shards.nbytes)
-        self._copy = self._transfers.start_in(self.memory, self._shards, start_gather)
-        self._follows = follows
-
-    def wait(self) -> None:
-        copy, self._copy = self._copy, None
-        assert copy is not None, "a gather is waited for once"
-        work = copy.pass_on() if self._follows else copy.wait()
-        if work is not None:
-            work.wait()
-        elif self._follows:
-            copy.wait()
-        self.free()
-
-    def free(self) -> None:
-        self._storage.resize_(0)
-
-
-class SecondaryLevel(NamedTuple):
-    """The ranks that keep secondary shards, among which later gathers are, and for how long they keep them."""
-
-    comm: Comm
-    # True: until a parameter is written to (`Use.OUTER_SHARD`). False: until backward (`reshard_after_forward=k`).
-    until_write: bool
-
-
-class SecondaryShards:
-    """This rank's part of the unsharded parameters, in compute dtypes, which stays when they are freed."""
-
-    def __init__(self, layout: GatherLayout, level: SecondaryLevel, unsharded: UnshardedParameters) -> None:
-        self.level, self._unsharded, self._nbytes = level, unsharded, layout.shard_nbytes
-        self.is_filled = False
-        memory = unsharded.memory
-        self._shards = torch.empty(self._nbytes, dtype=torch.uint8, device=memory.device)
-        self._storage = self._shards.untyped_storage()
-        self._plan = GatherPlan(layout, level.comm.rank, self._shards, memory)
-        self._copies = group_copies(self._plan_fill(layout, level.comm.rank, memory))
-        self._storage.resize_(0)
-
-    def _plan_fill(self, layout: GatherLayout, rank: int, unsharded: Tensor) -> Copies:
-        copies = []
-        rows = zip(layout.specs, layout.shard_offsets, layout.unsharded_offsets, strict=True)
-        for spec, offset, start in rows:
-            shape, (first, last) = spec.local_shape(rank), spec.rows(rank)
-            whole = view_bytes(unsharded, start, spec.numel, spec.compute_dtype).view(spec.shape)
-            own = whole.narrow(spec.dim, first, last - first)
-            copies.append((view_bytes(self._shards, offset, own.numel(), spec.compute_dtype).view(shape), own))
-        return copies
-
-    def keep(self) -> None:
-        """Keeps this rank's part of the unsharded parameters, which may be freed then. A part that is kept until a
-        write stays as it is.
-        """
-        if not (self.is_filled and self.level.until_write):
-            self._fill()
-
-    def _fill(self) -> None:
-        self.is_filled = True
-        self._storage.resize_(self._nbytes)
-        for copies in self._copies:
-            compat.copy_all(*copies)
-
-    def drop(self) -> None:
-        """Frees the secondary shards: the next gather is from the shards again."""
-        if self.is_filled:
-            self.is_filled = False
-            self._storage.resize_(0)
-
-    def restore(self) -> PendingGather:
-        """Begins to fill the unsharded parameters from the secondary shards. Every rank that keeps some must call it,
-        in order.
-        """
-        if self._plan.arrives_in_place:
-            self._unsharded.allocate()
-        return PendingGather(self._unsharded, self._plan, self._plan.start(self.level.comm))
-
-
-def _layout_among(layout: GatherLayout, comm: Comm) -> GatherLayout:
-    """Returns the layout of parameters cut among fewer ranks, in compute dtypes, into the same unsharded storage.
-
-    Chunks of fewer ranks need no more padding, so that they fit into the same bytes. Packed segments follow them.
-    """
-    among = comm.size
-    specs = tuple(replace(s, storage_dtype=s.compute_dtype, world_size=among, gather_codec=None) for s in layout.specs)
-    own = gather_layout(specs, comm.size, comm.direct_min_bytes)
-    return replace(own, unsharded_offsets=layout.unsharded_offsets, packed_start=layout.packed_start)

@@ -64,7 +64,7 @@ class FSDPState:
         for group in groups:
             group.state = self
         self.cast_buffers = None if policy.buffer_dtype is None else CastBuffers(self, policy.buffer_dtype)
-        groups[0].registration.buffers = self.cast_buffers
+        groups[0].registration.use_cast_buffers(self.cast_buffers)
 
     def __repr__(self) -> str:
         return str(self.groups[0])

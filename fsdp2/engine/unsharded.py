@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from ..parameters.freed import freed_class
 from ..torch_private import compat
 from ..torch_private.beyond_step import set_versions
 from ..torch_private.compat import local_of, no_torch_function, storage_uses, version_of
-from .freed import freed_class
 
 if TYPE_CHECKING:
     from ..parameters.subclasses import SubclassGather

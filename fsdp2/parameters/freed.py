@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..engine.owners import names_of_unsharded
 from ..torch_private import compat
-from .owners import names_of_unsharded
 
 
 class FreedParameter(nn.Parameter):
