@@ -18,8 +18,9 @@ from .codecs.replicas import CommHook
 from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions
+from .engine.group_parameters import Change
 from .engine.module_class import class_attributes, class_lock, make_subclass
-from .engine.policy import Hold, check_bool
+from .engine.policy import KeepUntil, check_bool
 from .engine.state import groups_below, groups_of, require_state, states_of
 from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
@@ -78,7 +79,7 @@ class FSDPModule:
         groups = groups_of(self)
         for group in groups:
             group.reshard_stale()
-            group.hold = max(group.hold, Hold.NEXT_PASS)
+            group.keep(KeepUntil.NEXT_PASS)
             group.start_unshard()
         handle = UnshardHandle(groups)
         if async_op:
@@ -104,7 +105,6 @@ class FSDPModule:
                     notify(group)
         finally:
             for group in groups:
-                group.hold = min(group.hold, Hold.NEXT_PASS)
                 group.reshard_if_idle()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -246,8 +246,7 @@ class FSDPModule:
             recurse: True, the default, also sets it for the sharded modules inside this one.
         """
         check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in set_groups(self, recurse, reduce_unused=reduce_scatter_unused_params):
-            group.needs_no_input_hooks = False
+        set_groups(self, recurse, reduce_unused=reduce_scatter_unused_params)
 
     @hides_modes
     def set_conditional(self, conditional: bool = True) -> None:
@@ -446,7 +445,7 @@ class FSDPModule:
             group.set(comm_hook=shared)
             if group.mesh.size > 1 and not group.mesh.replicate_axes:
                 collectives.follow(group)
-            group.parameters.follow_requires_grad()
+            group.parameters.rebuild(Change.TRAINABLE)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers the groups of this module by an object of yours, in one flat call for each group.
@@ -823,11 +822,11 @@ class UnshardHandle:
         """
         groups, self._groups = self._groups, []
         for group in groups:
-            if group.hold < Hold.NEXT_PASS:  # a forward, or reshard(), has given it up since
+            if group.keep_until < KeepUntil.NEXT_PASS:  # a forward, or reshard(), has given it up since
                 continue
             group.unshard(for_backward=group.root.backward is not None)
             group.root.use(group)
-            group.hold = Hold.USER
+            group.keep(KeepUntil.USER)
             group.root.settle_transfers()
 
 

@@ -55,7 +55,7 @@ MUTATIONS = (
     # ---- gathers
     Mutation(
         "no wait for a gather",
-        r"(work, self\._work = self\._work, None\n) +if work is not None:\n +work\.wait\(\)\n( +del work)",
+        r"(work, self\.work = self\.work, None\n) +if work is not None:\n +work\.wait\(\)\n( +del work)",
         r"\1\2",
         (STREAMS, "tests/ranks/test_delays.py"),
     ),
@@ -97,7 +97,7 @@ MUTATIONS = (
     ),
     Mutation(
         "secondary shards are not filled",
-        r"self\.secondary\.fill\(\)",
+        r"self\._fill\(\)",
         "pass",
         (TRAINING,),
     ),
@@ -116,14 +116,14 @@ MUTATIONS = (
     ),
     Mutation(
         "parameters that backward needs at once do not stay",
-        r"if backward_follows and keeps:",
-        "if backward_follows and keeps and choice is False:",
+        r"elif choice is None:\n( +)keeps = root",
+        r"elif choice is False:\n\1keeps = root",
         (SCHEDULE,),
     ),
     Mutation(
         "a hold is ignored between passes",
-        r"if hold is not Hold\.NOTHING and not \(hold >= Hold\.NEXT_PASS and self\.is_up_to_date\(\)\):",
-        "if hold is not Hold.NOTHING:",
+        r"if until is KeepUntil\.END_OF_USE or \(until >= KeepUntil\.NEXT_PASS and self\.is_up_to_date\(\)\):",
+        "if until is KeepUntil.END_OF_USE:",
         ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", VIEW),
     ),
     Mutation(
@@ -134,13 +134,13 @@ MUTATIONS = (
     ),
     Mutation(
         "a gathered copy of changed shards is used",
-        r"if self\.shard_versions\(\) != self\.gathered_at:\n",
-        "if self.gathered_at is self:\n",
+        r"if self\.registration\.versions\(\) != self\.gathered_versions:\n",
+        "if self.gathered_versions is self:\n",
         (VIEW, "tests/ranks/test_changes_in_a_pass.py", "tests/ranks/test_evaluation.py"),
     ),
     Mutation(
         "versions of freed parameters are not bumped",
-        r"increment_version\(self\.tensors\)",
+        r"increment_version\(self\.counted\)",
         "pass",
         ("tests/ranks/test_autograd.py",),
     ),

@@ -164,8 +164,8 @@ def simulated_device() -> Iterator[SimulatedTransfers]:
     """
     transfers = SimulatedTransfers()
 
-    def on_cpu(params: Any, gradients: Any, mesh: Any, device: Any, transfers: Any) -> Any:
-        return GroupParameters(params, gradients, mesh, torch.device("cpu"), transfers)
+    def on_cpu(group: Any, storage_device: Any) -> Any:
+        return GroupParameters(group, torch.device("cpu"))
 
     with (
         mock.patch.object(DataMesh, "device", DEVICE),

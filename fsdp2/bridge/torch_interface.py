@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
-from ..engine.policy import Hold
+from ..engine.policy import AfterForward, KeepUntil
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..features.passes import finalize, reduce_unsynchronized
@@ -113,11 +113,11 @@ class TorchParamGroup:
         Programs assign to it what torch's `_get_post_forward_mesh_info` returns, to change `reshard_after_forward`.
         """
         settings = self._groups[0].settings
-        if settings.restored_among is not None:
+        if settings.secondary_size is not None:
             return import_module(f"{_INTERNAL}_fsdp_init")._get_post_forward_mesh_info(
-                settings.restored_among, self.mesh_info
+                settings.secondary_size, self.mesh_info
             )
-        return None if settings.frees_after_forward is False else self.mesh_info
+        return None if settings.after_forward is AfterForward.KEEP else self.mesh_info
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, info: Any) -> None:
@@ -231,7 +231,7 @@ class ForwardsNeedAllRanks:
 
 
 def _may_gather(group: FSDPParamGroup) -> bool:
-    is_lent = group.phase is COPIED or group.num_running > 0 or group.hold is Hold.USER
+    is_lent = group.phase is COPIED or group.num_running > 0 or group.keep_until is KeepUntil.USER
     return bool(group.params) and group.mesh.size > 1 and not is_lent
 
 

@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
 from ..engine.gather import view_bytes
-from ..engine.group import FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam
+from ..engine.policy import KeepUntil
 from ..engine.root import Root
 from ..engine.state import FSDPState
-from ..engine.unsharded_versions import refuse_written
+from ..engine.unsharded import refuse_written
 from ..parameters.checksum import bits_of
 from ..parameters.ties import original_of
 from ..torch_private.beyond_step import replace_hooks
@@ -36,19 +37,18 @@ class WrittenParameters(Check):
 
     def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
         # Each forward comes here, so this calls no function.
-        counters = group.parameters.unsharded_versions
-        expected = counters.expired if counters.is_expired else counters.valid
-        if tuple(map(version_of, counters.tensors)) != expected:
-            refuse_written(counters.take_written())
+        unsharded = group.unsharded
+        if tuple(map(version_of, unsharded.counted)) != unsharded.expected:
+            refuse_written(unsharded.written())
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         groups = _resharded_with(group)
-        written = [name for each in groups for name in each.parameters.unsharded_versions.take_written()]
+        written = [name for each in groups for name in each.unsharded.written()]
         _refuse_lost([*written, *(name for each in groups for name in take_moved(each))])
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
         if group.root.backward is None:
-            group.parameters.unsharded_versions.take_written()  # which is lost, as all that the forward did
+            group.unsharded.written()  # which is lost, as all that the forward did
 
 
 def _resharded_with(group: FSDPParamGroup) -> list[FSDPParamGroup]:
@@ -86,7 +86,7 @@ class _UnshardedPlaces:
         self.are_distributed = DTensor in map(type, self.tensors)
         self.shapes = [tensor.shape for tensor in self.find_tensors()]
         self.numels = [*map(torch.Size.numel, self.shapes)]
-        self.storage = buffers.storage
+        self.storage = group.unsharded.storage
         self.base, self.pointers = 0, self.offsets
 
     def find_tensors(self) -> list[Tensor]:
@@ -181,12 +181,13 @@ class UnshardedContent:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
         self._params, self._buffers = [*group.parameters.plain], buffers
+        self._unsharded = group.unsharded
         self._held = self._read()
 
     def _read(self) -> Tensor:
         """Returns sums modulo 2 ** 64: another value at one index shows, an exchange of values does not."""
         # No view is kept: the memory could not be freed.
-        memory, layout = self._buffers.unsharded, self._buffers.layout
+        memory, layout = self._unsharded.memory, self._buffers.layout
         words = view_bytes(memory, 0, memory.numel() // _WORD, torch.int64)
         rows = zip(layout.specs, layout.unsharded_offsets, strict=True)
         sums = [words.as_strided((-(-spec.nbytes // _WORD),), (1,), at // _WORD).sum() for spec, at in rows]
@@ -230,7 +231,7 @@ class UnseenWrites(ForwardCheck):
 
     def before_forward(self, group: FSDPParamGroup) -> None:
         content = self._content[group] = UnshardedContent(group)
-        if group.hold >= Hold.NEXT_PASS:
+        if group.keep_until >= KeepUntil.NEXT_PASS:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, _refuse_differing))
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
@@ -284,7 +285,6 @@ def _judge(
     """Raises what `refuse` does to the parameters whose flag is set, and reshards."""
     names = content.named(flags)
     if names:
-        group.hold = min(group.hold, Hold.NEXT_PASS)
         group.reshard_if_idle()
         refuse(names)
 

@@ -161,7 +161,7 @@ def _take_added(root: Root) -> dict[str, int]:
     params = [param for group in groups_of_all_ranks(root) for param in group.params if param.num_added]
     added = {param.name: param.num_added for param in params if not may_be_empty(cast(DTensor, param.sharded))}
     for param in params:
-        param.num_added = 0
+        param.forget_added()
     return added if root.steps is None else {}  # steps in backward clear gradients, perhaps in another thread
 
 

@@ -157,7 +157,7 @@ def _explain(error: RuntimeError, outputs: Any) -> None:
 
 def _is_expired(group: FSDPParamGroup) -> bool:
     """Returns True if autograd refuses what it has saved of the group's unsharded parameters, which were freed."""
-    return bool(group.parameters.unsharded_versions.is_expired)
+    return bool(group.unsharded.is_expired)
 
 
 def _add_unsharded(inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -109,23 +109,23 @@ class SavedTensors:
             storage = -1
         owner = self.owners.get(storage)
         if owner is not None:
-            index = owner.parameters.indices.get(id(tensor))
+            index = owner.unsharded.indices.get(id(tensor))
             if index is not None:
-                return (index, owner.versions, owner)
-            if storage == owner.parameters.described_storage and (
+                return (index, owner.backward_versions, owner)
+            if storage == owner.unsharded.described_storage and (
                 kind is Tensor or isinstance(tensor, DTensor) or compat.is_only_of_class(tensor)
             ):
                 spec = spec_of(tensor) if kind is not Tensor and isinstance(tensor, DTensor) else None
                 local = tensor if spec is None else local_of(tensor)
                 place = local.dtype, local.shape, local.stride(), local.storage_offset()
                 view = place if kind is Tensor else (*place, kind, spec)
-                return (view, owner.versions, owner)
+                return (view, owner.backward_versions, owner)
         elif self._others is not None:
             pack, unpack = self._others
             return (run_shown(pack, tensor), unpack, _OTHERS)
         # A node that saves its own output would keep itself alive through the tensor's grad_fn; autograd restores that.
         kept = tensor if tensor.is_leaf else tensor.detach()
-        return (kept, kept._version, None) if owner is None else (kept, owner.versions, owner)
+        return (kept, kept._version, None) if owner is None else (kept, owner.backward_versions, owner)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         if num_function_modes() and are_in_force():
@@ -140,22 +140,22 @@ class SavedTensors:
         else:
             if owner.reached_by is None or owner.streams is not None:
                 owner.before_unpack()
-            now = owner.versions
+            now = owner.backward_versions
             if now is not before and now != before:
-                names = owner.parameters.changed_names(kept, before, now)
+                names = owner.unsharded.changed_names(kept, before, now)
                 if names:
-                    weight = owner.parameters.unsharded[kept] if type(kept) is int else kept
+                    weight = owner.unsharded.parameters[kept] if type(kept) is int else kept
                     shape = weight[1] if type(weight) is tuple else weight.shape
                     _refuse(names[0] if len(names) == 1 else f"a parameter (of {owner})", shape, _DO_LATER)
             if type(kept) is int:
-                return owner.parameters.unsharded[kept]  # type: ignore[no-any-return]
+                return owner.unsharded.parameters[kept]  # type: ignore[no-any-return]
             if type(kept) is tuple:
                 if num_dispatch_modes() and are_in_force():
                     return run_hidden(self._unpack, saved)
-                place, wrapper, parameters = kept[:4], kept[4:], owner.parameters
-                view: Tensor | None = parameters.views.get(place)
+                place, wrapper, unsharded = kept[:4], kept[4:], owner.unsharded
+                view: Tensor | None = unsharded.views.get(place)
                 if view is None:
-                    view = parameters.make_view(place)
+                    view = unsharded.make_view(place)
                 if not wrapper:
                     return view
                 kind, spec = wrapper

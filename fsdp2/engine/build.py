@@ -22,6 +22,7 @@ from ..parameters.ties import MARK, find_owner, mark_originals, original_of
 from ..torch_private.compat import backend_name
 from .events import extensions
 from .group import FSDPParamGroup
+from .group_parameters import Change
 from .mesh import DataMesh, Distribution, data_mesh
 from .owners import Owned
 from .parameter import FSDPParam, Slot, fqn
@@ -153,7 +154,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
                 param.names = own
                 if len(own) < len(param.slots):
                     del param.slots[len(own) :]
-                    group.parameters.follow_slots()
+                    group.parameters.rebuild(Change.SHARDS)
         for state in states:
             for group in state.groups:
                 group.root = None  # type: ignore[assignment]
@@ -320,6 +321,6 @@ def _join_owners(plan: Plan, state: FSDPState) -> None:
         group, param = each.owner
         group.reshard_if_idle()
         param.add_slots(each.slots, each.name)
-        group.parameters.follow_slots()
+        group.parameters.rebuild(Change.SHARDS)
         if group not in state.tied_to:
             state.tied_to.append(group)

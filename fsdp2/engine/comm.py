@@ -57,6 +57,10 @@ class Purpose:
         self.root: Callable[[], Root | None] = lambda: None
         self.named_comms: WeakSet[NamedComm] = WeakSet()
 
+    def rename(self, name: str, label: str) -> None:
+        """Names the group anew."""
+        self.name, self.label = name, label
+
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank ("forward", "backward", "by hand"), and how many backwards have ended."""
         root = self.root()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from ..torch_private.compat import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode
 from .comm import Comm
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
+
+if TYPE_CHECKING:
+    from .unsharded import UnshardedParameters
 
 # ---- views and copies
 
@@ -315,3 +320,39 @@ class GatherPlan:
 
     def _own_part(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]
+
+
+@dataclass(eq=False)
+class PendingGather:
+    """An all-gather in flight. The memory must stay until `finish` or `abandon`."""
+
+    unsharded: UnshardedParameters
+    plan: GatherPlan
+    # None: nothing is to be waited for any more.
+    work: Work | None
+    # They must stay alive while the all-gather reads them.
+    inputs: Sequence[Tensor] = ()
+
+    def finish(self) -> None:
+        """Makes the current stream (on CPU: the caller) wait until the unsharded parameters are there."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+        del work  # and memory of its own
+        if not self.plan.arrives_in_place:
+            self.unsharded.allocate()
+        self.plan.finish()
+        self.inputs = ()
+        if self.plan.has_memory and not self.unsharded.keeps_storage:
+            self.plan.free()
+
+    def abandon(self) -> None:
+        """Waits until the all-gather no longer writes to the memory, so that it can be freed. Frees what has arrived
+        apart from the unsharded parameters.
+        """
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+        self.inputs = ()
+        if self.plan.has_memory and not self.unsharded.keeps_storage:
+            self.plan.free()

@@ -317,7 +317,7 @@ class GroupGradients:
         if self.group.settings.reduce_unused:
             return
         bucket.missing, bucket.completed = bucket.size, bucket.completed + 1
-        is_last = all(each.completed for each in self.buckets)
+        is_last = 0 not in [each.completed for each in self.buckets]
         if self.group.settings.reduce_when is ReduceWhen.BUCKET:
             gradients = self._take(bucket.indices)
             if is_last:  # it gives memory back before packing takes some

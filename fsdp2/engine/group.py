@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,18 +17,31 @@ from ..collectives.subgroups import subgroup
 from ..devices.home_streams import GroupStreams
 from ..devices.streams import exist_on, make_transfers
 from ..parameters.empty_memory import EmptyTensors
-from ..parameters.replacements import find_replacements
+from ..parameters.replacements import Accept, find_replacements
 from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events
+from .gather import PendingGather
 from .gradients import GroupGradients
-from .group_parameters import GroupParameters
-from .memory import PendingGather
+from .group_parameters import Change, GroupParameters
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
 from .placeholders import forget_cleared, leaves_gradients
-from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
+from .policy import (
+    COPIED,
+    GATHERED,
+    GATHERING,
+    SECONDARY,
+    SHARDED,
+    UNSHARDED,
+    AfterForward,
+    Demand,
+    Ending,
+    GroupSettings,
+    KeepUntil,
+    Phase,
+)
 from .reduce import Reduction
 
 if TYPE_CHECKING:
@@ -37,90 +50,102 @@ if TYPE_CHECKING:
     from .schedule import ReductionQueue
     from .state import FSDPState
 
-__all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
+__all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup"]
 
 
 class Comms(NamedTuple):
-    """The Comms of a group: to gather, to reduce, between replicas, and among the ranks that restore the
-    parameters from secondary shards.
-    """
+    """How the ranks of a group communicate."""
 
     gathers: Comm
     reduces: Comm
+    # Sums between replicas. None: there are none.
     replicas: Comm | None = None
+    # Gathers among the ranks that keep secondary shards. None: none are kept.
     post_forward: Comm | None = None
 
 
 class FSDPParamGroup:
     """Unshards and reshards, as one, the parameters that one `fully_shard` call shards together on one mesh.
 
-    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. It alone changes `phase`, and calls
-    Memory and Registration; features and checks read its attributes, and change choices by `set` and `use_comms`.
-
-    `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
-    `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
-    `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
-    `begun`: if there are users, the states whose backward has begun, and not ended.
-    `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
-        have the sharded ones, even if the unsharded ones' data is there.
-    `gathered_at`: versions of the shards that were gathered last; None if that was for a backward: users may not change
-        parameters between a forward and its backward, so that nothing is compared.
-    `versions`: version counters of the shards when they were last gathered for a forward, or when backward last reached
-        the group; SavedTensors compares saved weights with them.
-    `reached_by`: the BackwardPass that has reached the group, until it reshards; else None.
-    `needs_no_input_hooks`: the last backward resharded the group as soon as all gradients had been counted.
-    `streams`: orders the streams that use the group's memory; None where the device has none.
-    `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
-    `parameters`: their memory, and what is built over it; `registration`: which of them modules have.
-    `gradients`: those that have arrived, and how they are reduced; `transfers`: copies of offloaded shards.
-    `empty`: those of its tensors that were given memory without values. `writers`: those of the root.
-    `events`: whom to tell; `purpose`: its name in errors.
+    Hooks (step.py, autograd.py), gradients, the Prefetcher and Root call its steps. Features and checks read its
+    attributes, and change them by its methods: `set`, `use_comms`, `keep`, `reshard_if_idle`.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], mesh: DataMesh, settings: GroupSettings
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[FSDPParam],
+        mesh: DataMesh,
+        settings: GroupSettings,
+        name: str | None = None,
     ) -> None:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
+        # The FQN of the first module, and how errors call the group.
+        self.name = type(modules[0]).__name__ if name is None else name
+        self.purpose = Purpose(self.name)
+
+        # ---- around it
+        # The state of the modules.
         self.state: FSDPState
+        # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
         self.users: tuple[FSDPState, ...] = ()
+        # If there are users, the states whose backward has begun, and not ended.
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
-        # Typed as if there always were one: nothing runs without.
+        # The root that the group runs under, and its reductions. Typed as if there always were one: nothing runs
+        # without.
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]
-        self.name = type(modules[0]).__name__
-        self.purpose = Purpose(self.name)
+        self.events: Events = NO_EVENTS
+        # What may write to shards beside the host: those of the root.
+        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+
+        # ---- where the parameters are
+        # Outside of forward and backward modules have the sharded ones, even if the unsharded ones' data is there.
         self.phase = SHARDED
+        self.keep_until = KeepUntil.END_OF_USE
         self._pending: PendingGather | None = None
-        self.hold = Hold.NOTHING
-        self.gathered_at: tuple[int, ...] | None = None
-        self.versions: tuple[int, ...] = ()
+        # Versions of the shards that were gathered last; None if that was for a backward: users may not change
+        # parameters between a forward and its backward, so that nothing is compared.
+        self.gathered_versions: tuple[int, ...] | None = None
+        # Versions of the shards when they were last gathered for a forward, or when backward last reached the group.
+        # SavedTensors compares saved weights with them.
+        self.backward_versions: tuple[int, ...] = ()
+
+        # ---- backward
+        # The pass that has reached the group, until it reshards.
         self.reached_by: BackwardPass | None = None
+        # True if the last backward resharded the group as soon as all gradients had been counted.
         self.needs_no_input_hooks = not params
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
-        self.backward_hooks: list[dict[int, Any]] = []
+        self._backward_hooks: list[dict[int, Any]] = []
         # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
         self.placeholders: set[int] = set()
-        # Tied parameters of which several objects were registered when users' replacements were last looked for.
-        self.untied: list[FSDPParam] = []
+
+        # ---- what users do to parameters
+        # Tied parameters of which several objects were registered when replacements were last looked for.
+        self._untied: Collection[FSDPParam] = ()
         # How many blocks of full_params have used it outside of forwards.
-        self.num_blocks = 0
-        self.events: Events = NO_EVENTS
+        self._num_blocks = 0
+        # Those of its tensors that were given memory without values.
         self.empty = EmptyTensors()
-        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+
+        # ---- its parts
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
+        # Copies offloaded shards.
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
+        # Orders the streams that use the group's memory. None: the device has no streams.
         self.streams = (
             GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
         )
+        # How its ranks communicate, and how they would, had the user chosen nothing.
         self.comms = self.usual_comms = self._make_comms()
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
-        self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
-        self.parameters.neighbours = self.comms.post_forward
-        self.registration = self.parameters.registration
-        self.parameters.build(settings, self.comms.gathers)
+        self.parameters = GroupParameters(self, storage_device)
+        self.registration, self.unsharded = self.parameters.registration, self.parameters.unsharded
+        self.parameters.rebuild(Change.MEMORY)
 
     def __repr__(self) -> str:
         return self.purpose.label
@@ -134,6 +159,16 @@ class FSDPParamGroup:
         if phase not in self.phase.may_become:
             raise RuntimeError(f"{self}: {self.phase.name} cannot become {phase.name}")
         self.phase = phase
+
+    # ---- around it
+
+    def join(self, root: Root) -> None:
+        """Runs under `root` from now on."""
+        self.root, self.queue, self._backward_hooks = root, root.queue, []
+
+    def share_with(self, users: tuple[FSDPState, ...]) -> None:
+        """Gives the parameters to the modules of these states as well, and to no others besides its own."""
+        self.users = users
 
     # ---- settings
 
@@ -154,7 +189,7 @@ class FSDPParamGroup:
         """Bytes of the memory in which the unsharded parameters lie while they are there: they themselves in compute
         dtypes, padding, and behind them what travels packed. Small parameters take twice their size.
         """
-        return self.parameters.nbytes
+        return self.unsharded.nbytes
 
     @property
     def is_unsharded(self) -> bool:
@@ -182,19 +217,22 @@ class FSDPParamGroup:
                 prefix = names.get(slot.module)
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
-        self.name = self.purpose.name = self.purpose.label = names.get(self.modules[0], "") or "root"
+        self.name = label = names.get(self.modules[0], "") or "root"
         if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
-            self.purpose.label = f'{type(self.modules[0]).__name__} "{self.name}"'
+            label = f'{type(self.modules[0]).__name__} "{self.name}"'
+        self.purpose.rename(self.name, label)
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.gradients.use(self._reduction())
-        self.parameters.use(self.settings)
+        self.parameters.use_settings()
         if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
-            self.parameters.follow_requires_grad()  # plans buckets
-        if self.settings.restored_among != before.restored_among:
-            self.use_comms(self.comms._replace(post_forward=self._neighbours()))
+            self.parameters.rebuild(Change.TRAINABLE)
+        if self.settings.reduce_unused is not before.reduce_unused:
+            self.needs_no_input_hooks = False
+        if self.settings.secondary_size != before.secondary_size:
+            self.use_comms(self.comms._replace(post_forward=self._secondary_comm()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
         self.note_change()
@@ -211,10 +249,9 @@ class FSDPParamGroup:
         if is_running or self.gradients.is_pending():
             why = "a forward or backward runs" if is_running else "gradients of its group are not synchronised yet"
             raise RuntimeError(f"{param.name}: its grad_dtype can't be set while {why}. Set it between steps.")
-        compat.set_grad_dtype(param.sharded, dtype)
-        param.grad_choice = compat.GradDtype(dtype)
+        param.choose_grad_dtype(dtype)
         self.reshard()
-        self.parameters.build(self.settings, self.comms.gathers)
+        self.parameters.rebuild(Change.MEMORY)
         self.note_change()
 
     def note_change(self) -> None:
@@ -231,9 +268,8 @@ class FSDPParamGroup:
             [(each.direct_min_bytes, each.memory) for each in (now.gathers, now.reduces)] for now in (before, comms)
         ]
         if kinds[0] != kinds[1] or comms.post_forward is not before.post_forward:
-            self.parameters.neighbours = comms.post_forward
             self.reshard()
-            self.parameters.build(self.settings, comms.gathers)
+            self.parameters.rebuild(Change.MEMORY)
 
     def _make_comms(self) -> Comms:
         """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
@@ -242,20 +278,20 @@ class FSDPParamGroup:
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
         )
         if self.mesh.has_outer_shard:
-            inner = self._neighbours()
+            inner = self._secondary_comm()
             assert inner is not None, "several ranks shard"
             return Comms(shards, inner, replicas, inner)
         has_replicas = self.mesh.replicas_may_grow or replicas.size > 1
-        return Comms(shards, shards, replicas if has_replicas else None, self._neighbours())
+        return Comms(shards, shards, replicas if has_replicas else None, self._secondary_comm())
 
-    def _neighbours(self) -> Comm | None:
-        """Returns the Comm of those neighbouring ranks that restore the parameters from secondary shards, if any do."""
+    def _secondary_comm(self) -> Comm | None:
+        """Returns the Comm of those of the ranks that shard which keep secondary shards, if any do."""
         if self.mesh.has_outer_shard:
             return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
-        count, group = self.settings.restored_among, self.mesh.shard_group
-        if count is None or group is None or count >= self.mesh.size:
+        size, group = self.settings.secondary_size, self.mesh.shard_group
+        if size is None or group is None or size >= self.mesh.size:
             return None
-        return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
+        return make_comm(subgroup(group, size), self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:
         """Returns how gradients are summed by the present Comms and settings."""
@@ -267,17 +303,14 @@ class FSDPParamGroup:
 
     # ---- sharded -> unsharded -> sharded
 
-    def start_unshard(self, for_backward: bool = False, ahead: bool = True, again: bool = False) -> None:
-        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order.
-
-        `ahead`: before the modules need it, which may run on another stream. `again`: also if it is done.
-        """
-        if self.phase is not SHARDED and self.phase is not SECONDARY and not again:
+    def start_unshard(self, for_backward: bool = False, demand: Demand = Demand.AHEAD) -> None:
+        """Begins to gather, unless that is under way or done. Every rank must call it, in the same order."""
+        if self.phase is not SHARDED and self.phase is not SECONDARY and demand is not Demand.OTHERS:
             return
         streams = self.streams
-        if streams is not None and streams.choose_home(ahead, self._holds_memory):
+        if streams is not None and streams.choose_home(demand is Demand.AHEAD, self._holds_memory):
             with streams.at_home(joins=False):
-                return self.start_unshard(for_backward, again=again)
+                return self.start_unshard(for_backward, demand)
         if self.parameters.buffers is None:
             self._notice_changes()
         for wait in self.writers:
@@ -289,12 +322,13 @@ class FSDPParamGroup:
         buffers, extension = self.parameters.buffers, self.parameters.extension
         assert buffers is not None, "shards are on the device"
         if self.phase is not SECONDARY:  # else it stands for what was gathered before
-            stays = self.hold >= Hold.NEXT_PASS or not self.settings.reshard_after_backward
-            self.gathered_at = self.registration.versions() if stays or not for_backward else None
+            stays = self.keep_until >= KeepUntil.NEXT_PASS or not self.settings.reshard_after_backward
+            self.gathered_versions = self.registration.versions() if stays or not for_backward else None
         try:
             more = extension.start(self.comms.gathers) if extension is not None else ()
             if self.phase is SECONDARY:
-                self._pending = buffers.restore()
+                assert buffers.secondary is not None, "the group has kept some"
+                self._pending = buffers.secondary.restore()
             else:
                 self._pending = buffers.start_gather(self.comms.gathers, *more)
             self._become(GATHERING)
@@ -310,11 +344,11 @@ class FSDPParamGroup:
         if not for_backward and self.phase is not UNSHARDED:
             self._notice_changes()
         if self.phase is SHARDED or self.phase is SECONDARY:
-            self.start_unshard(for_backward, ahead=False)
+            self.start_unshard(for_backward, Demand.NOW)
         if self.phase is GATHERING:
             self._finish_gather()
-        if self.parameters.unsharded_versions.guards:
-            self.parameters.unsharded_versions.renew(self.shard_versions())
+        if self.unsharded.guards:
+            self.unsharded.renew(self.shard_versions())
         for notify in self.events.unsharded:
             notify(self)
         if registers:
@@ -336,11 +370,20 @@ class FSDPParamGroup:
                 self._locate(error)
             raise
         self._become(GATHERED)
-        self.parameters.readability.allow(True)
+        self.unsharded.allow_reads()
         if self.parameters.extension is not None:
             if self.parameters.extension.finish():
-                self.parameters.follow()
-            self.parameters.unsharded_versions.accept()  # it may have refilled them by operations that count
+                self.parameters.rebuild(Change.OBJECTS)
+            self.unsharded.accept_versions()  # it may have refilled them by operations that count
+
+    def join_gather(self) -> None:
+        """Joins an all-gather of the group that other ranks need, and this one does not."""
+        if not self.is_resting:
+            self.unshard_again()
+            return
+        self.unshard(registers=False)
+        self.keep_until = KeepUntil.END_OF_USE
+        self.reshard(self.root.frees_memory)
 
     def unshard_again(self) -> None:
         """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
@@ -352,7 +395,7 @@ class FSDPParamGroup:
         if was_registered:  # modules keep the unsharded parameters, unless it fails
             self._become(GATHERED)
         try:
-            self.start_unshard(for_backward=True, ahead=False, again=True)
+            self.start_unshard(for_backward=True, demand=Demand.OTHERS)
             self.unshard(for_backward=True, registers=False)
         except BaseException:
             self.registration.register(unsharded=False)
@@ -389,7 +432,8 @@ class FSDPParamGroup:
         pending, self._pending, buffers = self._pending, None, self.parameters.buffers
         if keeps_secondary:
             assert buffers is not None, "a forward has just used it"
-            buffers.keep_secondary(refill=not self.mesh.has_outer_shard)
+            assert buffers.secondary is not None, "some ranks keep a part"
+            buffers.secondary.keep()
             if self.phase is not SECONDARY:
                 self._become(SECONDARY)
         elif self.phase is not SHARDED:
@@ -402,33 +446,30 @@ class FSDPParamGroup:
             buffers.secondary.drop()
         if not free:
             return
-        if self.parameters.unsharded_versions.guards and not buffers.keeps_storage:
-            self.parameters.unsharded_versions.expire()
         for notify in self.events.before_free:
             notify(self)
-        if self.parameters.readability.are_readable:
-            self.parameters.readability.allow(False)
-        if not buffers.free():
+        if not self.unsharded.free():
             if self.frees_viewed_storage:
-                buffers.free(although_viewed=True)
+                self.unsharded.free(although_viewed=True)
             elif self.root is not None:
                 self.root.viewed.add(self)
-        if self.parameters.extension is not None and not buffers.keeps_storage:
+        if self.parameters.extension is not None and not self.unsharded.keeps_storage:
             self.parameters.extension.free()
 
     def free_if_resharded(self) -> bool:
         """Frees memory of unsharded parameters that `reshard` had to leave, and no secondary shards. Returns False if
         something still uses it.
         """
-        if self.parameters.buffers is None or not self.is_resting:
-            return True
-        self.parameters.readability.allow(False)
-        return self.parameters.buffers.free()
+        return self.parameters.buffers is None or not self.is_resting or self.unsharded.free()
+
+    def holds_memory(self) -> bool:
+        """Returns True if resharding would give memory back: that of unsharded parameters, or secondary shards."""
+        secondary = self.parameters.secondary
+        return self.unsharded.holds_memory or (secondary is not None and secondary.is_filled)
 
     def _holds_memory(self) -> bool:
         """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
-        buffers = self.parameters.buffers
-        return (buffers is not None and buffers.hold_memory()) or self.gradients.is_pending()
+        return self.holds_memory() or self.gradients.is_pending()
 
     def begin_copies(self) -> None:
         """Notes that modules are about to get copies of the parameters, unless they have some."""
@@ -453,22 +494,16 @@ class FSDPParamGroup:
             wait(self)
         return self.registration.versions()
 
-    def adopt_replacements(
-        self, accept_whole: bool = False, may_be_meta: bool = True, may_be_untied: bool = False
-    ) -> bool:
-        """Takes what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
-
-        Returns True if there was any. `accept_whole`: also plain tensors of whole parameters. `may_be_meta`: parameters
-        may be on the meta device. `may_be_untied`: tied parameters may be several objects for a while.
+    def adopt_replacements(self, accepted: Accept = Accept.META) -> bool:
+        """Adopts what a user has put in place of parameters or their local tensors (`.to`, loading, assignment).
+        Returns True if there was any.
         """
         if self.phase is COPIED:
             return False
         self.reshard()
-        return self._notice_changes(accept_whole, may_be_meta, may_be_untied)
+        return self._notice_changes(accepted)
 
-    def _notice_changes(
-        self, accept_whole: bool = False, may_be_meta: bool = False, may_be_untied: bool = False
-    ) -> bool:
+    def _notice_changes(self, accepted: Accept = Accept.SHARDED) -> bool:
         """Follows what a user did to the parameters, and drops what was gathered before that. Returns True if some were
         replaced.
         """
@@ -477,18 +512,20 @@ class FSDPParamGroup:
                 f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
                 "runs. Leave that block first."
             )
-        if self.shard_versions() != self.gathered_at:
+        for wait in self.writers:
+            wait(self)
+        if self.registration.versions() != self.gathered_versions:
             self.reshard()  # also secondary shards
         parameters = self.parameters
         are_replaced = parameters.buffers is None or self.registration.is_replaced()
         if are_replaced:
             self.reshard()
-            found = find_replacements(self, accept_whole, may_be_untied)
+            found, self._untied = find_replacements(self.params, accepted, self._untied)
             forget_cleared(self)
-            parameters.take(found)
+            parameters.adopt(found)
         elif parameters.trainable != self.registration.trainable():
-            parameters.follow_requires_grad()
-        if parameters.buffers is None and not may_be_meta:
+            parameters.rebuild(Change.TRAINABLE)
+        if parameters.buffers is None and Accept.META not in accepted:
             expected = parameters.storage_device
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
             raise RuntimeError(
@@ -497,10 +534,21 @@ class FSDPParamGroup:
             )
         return are_replaced
 
+    def guard_saved(self) -> None:
+        """Has autograd refuse weights that it has saved, and that were freed since, from now on."""
+        if not self.unsharded.guards:
+            made_of = self.gathered_versions if self.is_unsharded else None
+            self.unsharded.guard(made_of or self.shard_versions())
+
+    def count_block(self) -> int:
+        """Counts a block of full_params that uses the group outside of forwards, and returns its number, from 1 on."""
+        self._num_blocks += 1
+        return self._num_blocks
+
     def is_up_to_date(self) -> bool:
         """Returns True if no parameter has changed, was replaced, frozen or unfrozen since the group was gathered."""
         is_replaced = self.phase is not UNSHARDED and self.registration.is_replaced()
-        is_changed = self.shard_versions() != self.gathered_at
+        is_changed = self.shard_versions() != self.gathered_versions
         return not (is_replaced or is_changed or self.registration.trainable() != self.parameters.trainable)
 
     # ---- use
@@ -512,11 +560,11 @@ class FSDPParamGroup:
             self.pre_backward(recomputes=True)  # gradients follow at once
         self.unshard(for_backward=root.backward is not None)
         root.use(self)
-        if not in_backward and self.gathered_at != self.versions:
-            assert self.gathered_at is not None, "noted at each gather for a forward"
-            self.versions = self.gathered_at  # else the same object: no time to compare
-        if self.parameters.references is None:
-            self.parameters.are_kept()  # counts references for the first time
+        if not in_backward and self.gathered_versions != self.backward_versions:
+            assert self.gathered_versions is not None, "noted at each gather for a forward"
+            self.backward_versions = self.gathered_versions  # else the same object: no time to compare
+        if self.unsharded.references is None:
+            self.unsharded.are_kept()  # counts references for the first time
 
     def before_unpack(self) -> None:
         """Calls `pre_backward` unless backward has reached the group: a saved weight is about to be unpacked."""
@@ -538,8 +586,8 @@ class FSDPParamGroup:
             for wait in self.writers:
                 wait(self)
             now = self.registration.versions()
-            if now != self.versions:
-                self.versions = now
+            if now != self.backward_versions:
+                self.backward_versions = now
             self.unshard(for_backward=root.backward is not None)
             root.use(self)
             for ahead in root.prefetcher.in_backward(self):
@@ -568,7 +616,7 @@ class FSDPParamGroup:
         assert backward is not None, "a gradient has arrived"
         if all(self.parameters.trainable) and backward.task == compat.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
-            has_hooks = any(self.backward_hooks or self._find_backward_hooks())
+            has_hooks = any(self._backward_hooks or self._find_backward_hooks())
             # Those of users tell when to reshard in between: the last gradient of a tied parameter comes late.
             self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
             if not has_hooks:
@@ -576,97 +624,115 @@ class FSDPParamGroup:
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
-        self.backward_hooks = [*own, compat.hooks_of_all_modules]
-        return self.backward_hooks
+        self._backward_hooks = [*own, compat.hooks_of_all_modules]
+        return self._backward_hooks
 
     # ---- after use
 
-    def post_forward(
-        self, backward_follows: bool, failed: bool = False, keeps: bool = False, has_run: bool = False
-    ) -> None:
-        """Reshards after a forward, or keeps the unsharded parameters or secondary shards, by `hold` and settings.
+    def keep(self, until: KeepUntil) -> None:
+        """Keeps the unsharded parameters until then at least. `reshard_if_idle` ends that."""
+        self.keep_until = max(self.keep_until, until)
 
-        Without a backward, they stay until a weight changes if the user wants that: each token that a model generates
-        would take a gather of each group otherwise. `failed`: the forward has raised, perhaps after writing to them.
-        `keeps`: keep them for backward if the user has not set `reshard_after_forward`. `has_run`: a module's own code
-        has run. If it has left a weight where something else can read it in backward (`ctx.weight = weight` in an
-        autograd function, hooks of a user's own for saved tensors, a list), their memory stays as it is until then:
-        nothing would gather for such a reader. Ranks communicate as ever, since others may have left none.
+    def post_forward(self, ending: Ending, has_run: bool = False) -> None:
+        """Reshards after a forward, or keeps the unsharded parameters or secondary shards.
+
+        `has_run`: a module's own code has run. If it has left a weight where something else can read it in backward
+        (`ctx.weight = weight` in an autograd function, hooks of a user's own for saved tensors, a list), their memory
+        stays as it is until then: nothing would gather for such a reader. Ranks communicate as ever, since others may
+        have left none.
         """
-        choice = self.settings.frees_after_forward
-        if not backward_follows and not failed and (self.hold is Hold.USER or choice is False):
-            if self.hold is not Hold.USER:
-                self.hold = Hold.NEXT_PASS
+        stays, backward_follows = self._after_forward(ending), ending is Ending.TRAINING
+        if stays is AfterForward.KEEP:
+            if backward_follows or self.keep_until is not KeepUntil.USER:
+                for_backward = backward_follows and self.settings.reshard_after_backward
+                self.keep_until = max(self.keep_until, KeepUntil.BACKWARD if for_backward else KeepUntil.NEXT_PASS)
                 self.unregister()
             return
-        if choice is None:
-            is_of_root = self.root.group is self or self.root.state in self.users
-            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward or self.root.runs_for_loss
-        else:
-            keeps = choice is False
-        if backward_follows and keeps:
-            stays = Hold.BACKWARD if self.settings.reshard_after_backward else Hold.NEXT_PASS
-            self.hold = max(self.hold, stays)
-            self.unregister()
-            return
         has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
-        is_kept = has_run and backward_follows and self.parameters.are_kept() and not self.frees_viewed_storage
+        is_kept = has_run and backward_follows and self.unsharded.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.kept.add(self)
-        frees = self.root.frees_memory and not is_kept
-        if self.mesh.has_outer_shard:
-            self.hold = Hold.BACKWARD if backward_follows else Hold.NOTHING
-            self.reshard(frees, keeps_secondary=not failed and self._may_keep_secondary())
-        elif backward_follows and self.comms.post_forward is not None and self.is_unsharded and self.root.frees_memory:
-            self.hold = Hold.BACKWARD
-            self.reshard(frees, keeps_secondary=True)
-        else:
-            self.hold = Hold.NOTHING
-            self.reshard(frees)
+        keeps_secondary = stays is AfterForward.SECONDARY
+        self.keep_until = KeepUntil.BACKWARD if keeps_secondary and backward_follows else KeepUntil.END_OF_USE
+        self.reshard(self.root.frees_memory and not is_kept, keeps_secondary)
 
-    def _may_keep_secondary(self) -> bool:
-        """Returns True if secondary shards are to stay until a write, and the group has what they consist of."""
-        is_there = self.phase is SECONDARY or self.is_unsharded
-        return self.mesh.has_outer_shard and is_there and self.gathered_at is not None and self.root.frees_memory
+    def _after_forward(self, ending: Ending) -> AfterForward:
+        """Decides what stays after a forward: by the settings, by the user's calls, and by what backward needs first.
+
+        Without a backward, parameters stay until a weight changes if the user wants that: each token that a model
+        generates would take a gather of each group otherwise.
+        """
+        root, choice = self.root, self.settings.after_forward
+        if ending is Ending.FAILED:
+            return AfterForward.FREE
+        keeps = choice is AfterForward.KEEP
+        if ending is Ending.EVALUATION:
+            keeps = keeps or self.keep_until is KeepUntil.USER
+        elif choice is None:
+            keeps = root.group is self or root.state in self.users or root.runs_for_loss
+            keeps = keeps or self in root.prefetcher.first_in_backward or self in root.read_outside
+        if keeps:
+            return AfterForward.KEEP
+        may_keep = self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING)
+        return AfterForward.SECONDARY if may_keep else AfterForward.FREE
+
+    def _may_keep_secondary(self, backward_follows: bool = False) -> bool:
+        """Returns True if secondary shards are to stay, and the group has what they consist of."""
+        secondary = self.parameters.secondary
+        if secondary is None or not self.root.frees_memory:
+            return False
+        if secondary.level.until_write:
+            return (self.phase is SECONDARY or self.is_unsharded) and self.gathered_versions is not None
+        return backward_follows and self.is_unsharded
 
     def reshard_if_idle(self, drops_secondary: bool = True) -> None:
-        """Reshards and clears `hold`, unless a forward or a full_params block uses the group.
+        """Reshards, although somebody has asked to keep the parameters; if a forward or a full_params block uses the
+        group, at the end of that, unless its settings keep them.
 
         `drops_secondary=False`: secondary shards that last until a write stay.
         """
         self.reached_by = None
         self.begun.clear()
         if self.state.running or (self.users and self.num_running):
-            self.hold = Hold.NOTHING if self.hold is Hold.BACKWARD else self.hold
+            is_left = self.keep_until is KeepUntil.BACKWARD
+            self.keep_until = KeepUntil.END_OF_USE if is_left else min(self.keep_until, KeepUntil.NEXT_PASS)
         else:
-            self.hold = Hold.NOTHING
-            keeps = self.mesh.has_outer_shard and not drops_secondary and self._may_keep_secondary()
+            self.keep_until = KeepUntil.END_OF_USE
+            keeps = not drops_secondary and self.comms.post_forward is not None and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
         is_running = self.state.running or (self.users and self.num_running)
         if self.settings.reshard_after_backward or is_running or not self.is_unsharded:
-            if self.hold is Hold.USER:
-                self.hold = Hold.NEXT_PASS
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
             self.begun.clear()
-            self.hold = max(self.hold, Hold.NEXT_PASS)
+            self.keep(KeepUntil.NEXT_PASS)
             self.unregister()
 
     def reshard_stale(self) -> None:
-        """Reshards, between passes, unless `hold` is NEXT_PASS or more and nothing has changed. Keeps Hold.USER. Drops
-        secondary shards of parameters that were written to.
+        """Reshards between passes, unless the parameters are kept until the next pass or longer, and nothing has
+        changed. What a user has asked for stays in force. Drops secondary shards of parameters that were written to.
         """
         self.root.is_in_backward()  # one that has failed is over
-        hold = self.hold
-        if self.phase is SECONDARY and self.shard_versions() != self.gathered_at:
+        until = self.keep_until
+        if self.phase is SECONDARY and self.shard_versions() != self.gathered_versions:
             self.reshard()
-        if hold is not Hold.NOTHING and not (hold >= Hold.NEXT_PASS and self.is_up_to_date()):
-            self.reshard_if_idle(drops_secondary=False)
-            self.hold = hold if hold is Hold.USER else self.hold
+        if until is KeepUntil.END_OF_USE or (until >= KeepUntil.NEXT_PASS and self.is_up_to_date()):
+            return
+        self.reshard_if_idle(drops_secondary=False)
+        if until is KeepUntil.USER:
+            self.keep(until)
+
+    def leave_backward(self) -> None:
+        """Reshards at the end of backward, unless the last gradient has done it."""
+        if self.reached_by is not None:
+            self.needs_no_input_hooks = not self.params
+        is_freed = self.phase is SHARDED and self.parameters.buffers is not None and not self.unsharded.is_allocated
+        if self.reached_by is not None or self.keep_until is not KeepUntil.END_OF_USE or not is_freed:
+            self.finish_backward()
 
     def post_backward(self, state: FSDPState) -> None:
         """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only

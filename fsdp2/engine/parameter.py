@@ -46,27 +46,26 @@ def fqn(prefix: str, name: str) -> str:
 NOT_BUILT = nn.Parameter(torch.empty(0, device="cpu"))
 
 
+# The attributes of a parameter that a copy builds anew.
+_TENSORS = {
+    *("unsharded", "sharded", "dtensor_spec", "gradient_spec", "delivered_dtype", "local_shape", "local_stride"),
+    *("tensor_class", "_attributes"),
+}
 # The key of a user's class among the attributes of a sharded parameter.
 USER_CLASS = "_fsdp2_user_class"
 
 
 class FSDPParam:
-    """One distinct parameter, however often registered.
+    """One distinct parameter, however often registered."""
 
-    `sharded`: nn.Parameter, a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
-        rank's rows without padding. It is the same object until a user replaces it.
-    `unsharded`: nn.Parameter, a leaf over the group's storage, whose data is there from unshard to reshard; a plain
-        tensor, or the DTensor of tensor parallelism. `leaf_class`: its class, which is the user's own subclass of
-        nn.Parameter or Tensor if the parameter had one, with values in memory of its own.
-    `shape`: of the whole parameter; `gathered_shape`: of what the ranks of `mesh` share of it, which is less under
-        tensor parallelism. `bounds`: this rank's first row along `dim` of that, and the one after its last.
-    `grad_choice`: the dtype that `.grad` is to have, and in which autograd accumulates the unsharded gradient, as the
-        user has chosen it by `parameter.grad_dtype` or by the policy. None: nobody has. `delivered_dtype`: that of
-        `.grad`.
-    `names`: FQNs of its slots; errors call it by the first.
-    """
-
+    # The dtype that `.grad` is to have, and in which autograd accumulates the unsharded gradient, as the user has
+    # chosen it by `parameter.grad_dtype` or by the policy. None: nobody has.
     grad_choice: GradDtype | None = None
+    # The dtype of `.grad`.
+    delivered_dtype: torch.dtype
+    # The one that users see: a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
+    # rank's rows without padding. It is the same object until a user replaces it.
+    sharded: nn.Parameter
 
     def __init__(
         self,
@@ -83,6 +82,7 @@ class FSDPParam:
         self.storage_device = storage_device
         # It computes in its own dtype, whatever the policy says of the others.
         self._keeps_dtype = keeps_dtype is True
+        # FQNs of the slots; errors call it by the first.
         self.names = [name] * len(slots)
         original = slots[0].get()
         chosen = compat.chosen_grad_dtype(original)
@@ -93,7 +93,10 @@ class FSDPParam:
         if type(original) is not nn.Parameter:
             original = _on_device(original, mesh.device)
             self._user_class = _user_class(original)
+        # The class of the unsharded parameter: the user's own subclass of nn.Parameter or Tensor, if the parameter had
+        # one, with values in memory of its own.
         self.leaf_class: type[Tensor] = self._user_class
+        # The shape of the whole parameter, and of what the ranks of `mesh` share of it: less under tensor parallelism.
         self.shape = self.gathered_shape = tuple(original.shape)
         if isinstance(original, DTensor):  # of tensor parallelism
             self.gathered_shape = tuple(local_of(original).shape)
@@ -101,17 +104,38 @@ class FSDPParam:
         self.is_scalar = self.shape == ()
         if self.is_scalar:
             self.gathered_shape = (mesh.size,)
+        # This rank's first row along `dim` of what the ranks share, and the one after its last.
         self.bounds = bounds_of(self.gathered_shape[self.dim], mesh.size, mesh.rank)
+        # The one that modules compute with: a leaf over the group's storage, whose data is there from unshard to
+        # reshard; a plain tensor, or the DTensor of tensor parallelism.
         self.unsharded = NOT_BUILT
-        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks, and resets it.
+        # How often a gradient was added to an earlier one in `.grad`. A check compares it between ranks.
         self.num_added = 0
         self.sharded = self.cut(original)
         # The attributes of the sharded parameter, also when `.to` and `to_empty` have given it others.
         self._attributes = vars(self.sharded)
         self.register(self.sharded)
 
+    def description(self) -> dict[str, Any]:
+        """Returns what `copied` takes: everything but the tensors."""
+        return {name: value for name, value in vars(self).items() if name not in _TENSORS}
+
+    @classmethod
+    def copied(cls, description: dict[str, Any]) -> FSDPParam:
+        """Returns the parameter of a copied module. `description`: that of the original, whose slots are copied."""
+        param = object.__new__(cls)
+        vars(param).update(description)
+        sharded: Any = param.slots[0].get()
+        if type(sharded) is DTensor:
+            sharded.__class__ = extensions().tensor_class
+        param.unsharded, param.sharded, param._attributes = NOT_BUILT, sharded, vars(sharded)
+        param.put_gradient(None)  # as copies of plain parameters have none
+        param.prepare_gradients(param.local)
+        return param
+
     @property
     def name(self) -> str:
+        """The FQN by which errors call it."""
         return self.names[0]
 
     @property
@@ -212,6 +236,11 @@ class FSDPParam:
         """Delivers gradients of that dtype from now on."""
         kind, self.delivered_dtype = self.distribution, dtype
         self.gradient_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, dtype)
+
+    def choose_grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """Delivers gradients in that dtype, or in any if it is None, as soon as the group is built anew."""
+        compat.set_grad_dtype(self.sharded, dtype)
+        self.grad_choice = GradDtype(dtype)
 
     def put_gradient(self, gradient: Tensor | None) -> None:
         """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
@@ -358,6 +387,10 @@ class FSDPParam:
             self.sharded.grad = accumulated = accumulated.redistribute(placements=gradient.placements)
         local_of(accumulated).add_(local_of(gradient))
         self.num_added += 1
+
+    def forget_added(self) -> None:
+        """Counts from zero how often a gradient is added to an earlier one."""
+        self.num_added = 0
 
 
 def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:

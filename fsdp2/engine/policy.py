@@ -213,37 +213,50 @@ class OffloadBudget:
 
 
 class Phase(Enum):
-    """Where the parameters of a group are.
+    """Where the parameters of a group are."""
 
-    SHARDED: only shards are there. GATHERING: an all-gather is in flight. GATHERED: the unsharded parameters' data is
-    there, and modules have the sharded parameters. UNSHARDED: modules have the unsharded parameters. COPIED: modules
-    have copies (full_params), and the group can't be gathered. SECONDARY: shards are there, and this rank's part of the
-    unsharded parameters, from which backward gathers (`reshard_after_forward=k`).
-
-    `may_become`: the phases that may follow, by TRANSITIONS.
-    """
-
+    # The phases that may follow, by TRANSITIONS.
     may_become: tuple[Phase, ...]
 
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
-    UNSHARDED = "unsharded"
-    COPIED = "copied"
-    SECONDARY = "secondary"
+    SHARDED = "sharded"  # only shards are there
+    GATHERING = "gathering"  # an all-gather is in flight
+    GATHERED = "gathered"  # the unsharded parameters' data is there, and modules have the sharded parameters
+    UNSHARDED = "unsharded"  # modules have the unsharded parameters
+    COPIED = "copied"  # modules have copies (full_params), and the group can't be gathered
+    SECONDARY = "secondary"  # shards are there, and secondary shards, from which the next gather is
 
 
-class Hold(IntEnum):
-    """How long the unsharded parameters of a group stay after the forward or backward that uses them.
+class KeepUntil(IntEnum):
+    """How long the unsharded parameters of a group stay."""
 
-    NOTHING: no longer. BACKWARD: until the backward of the forward that has left them. NEXT_PASS: until a parameter
-    changes, or a pass ends that reshards. USER: until the user calls `reshard`, or a pass with grad ends that reshards.
-    """
+    END_OF_USE = 0  # no longer than the forward or backward that uses them
+    BACKWARD = 1  # until the backward of the forward that has left them
+    NEXT_PASS = 2  # until a parameter changes, or a pass ends that reshards
+    USER = 3  # until the user calls `reshard`, or a pass with grad ends that reshards
 
-    NOTHING = 0
-    BACKWARD = 1
-    NEXT_PASS = 2
-    USER = 3
+
+class Demand(Enum):
+    """What needs an all-gather that begins."""
+
+    AHEAD = auto()  # modules that run later, perhaps on another stream
+    NOW = auto()
+    OTHERS = auto()  # other ranks: the group gathers although its parameters are there
+
+
+class AfterForward(Enum):
+    """What stays of the unsharded parameters of a group after a forward."""
+
+    FREE = auto()  # nothing
+    KEEP = auto()  # all of them
+    SECONDARY = auto()  # 1/k of them on each rank: secondary shards
+
+
+class Ending(Enum):
+    """How a forward, or a block of full_params, has ended."""
+
+    TRAINING = auto()  # a backward follows
+    EVALUATION = auto()  # none follows
+    FAILED = auto()  # the unsharded parameters may have been written to
 
 
 SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED, SECONDARY = Phase
@@ -263,98 +276,97 @@ for _phase, _later in TRANSITIONS.items():
 
 
 class ReduceWhen(Enum):
-    """When a group's gradients are reduced in backward.
+    """When a group's gradients are reduced in backward."""
 
-    BUCKET: a bucket, as soon as its gradients are complete. GROUP: all buckets, when all gradients are complete. ASKED:
-    like GROUP, and an extension reduces them on ranks that have none, if another rank has some.
-    """
-
-    BUCKET = auto()
-    GROUP = auto()
-    ASKED = auto()
+    BUCKET = auto()  # a bucket, as soon as its gradients are complete
+    GROUP = auto()  # all buckets, when all gradients are complete
+    ASKED = auto()  # like GROUP, and an extension reduces them on ranks that have none, if another rank has some
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The settings of one group, by `fully_shard` and by methods of FSDPModule, which name each field.
+    """The settings of one group, by `fully_shard` and by methods of FSDPModule, which name each field."""
 
-    Args:
-        policy: dtypes of compute and reduction.
-        reshard_after_forward: as the user has chosen it. True: free the unsharded parameters after forward. None:
-            except for the root, and for what backward needs first. An int k: keep 1/k of them on each rank.
-        reshard_after_backward: free the unsharded parameters after backward.
-        unshard_in_backward: gather when backward reaches the module; else only when a parameter is read.
-        forward_prefetch, backward_prefetch: the groups to gather ahead, instead of the recorded order.
-        reduce_gradients: reduce in the next backward passes. False: accumulate unsynchronized gradients.
-        all_reduce: also sum between replica groups in the next backward passes.
-        reduce_unused: reduce zeros for parameters without a gradient.
-        reduce_when: chosen by extensions.
-        bucket_bytes: gradients are reduced in buckets of so many bytes. None: as buckets.py chooses for the device.
-        max_reductions: how many reductions may be in flight while the next is packed. None: one.
-        divide_factor: what the sum over all ranks is divided by. None: their number.
-        divide_late: divides each flat tensor of complete sums, in place, by a number that is not known before; in place
-            of `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
-        reduce_hook: called with each reduced flat tensor, in the reduce dtype.
-        comm_hook: how replicas sum, as a user's hook does, in place of the policy's compression; without replicas,
-            how the ranks that shard do.
-        keep_storage: keep the memory of the unsharded parameters when they are resharded.
-        free_viewed_storage: free it although something outside the engine has kept a view of it.
-        pin_memory: keep offloaded shards in page-locked memory.
-        conditional: ranks may leave the group's module out (features/conditional.py).
-        vocab_parallel: the group is not gathered: its module looks rows up (features/vocab_parallel.py).
-        collectives: how the group communicates, where a user has chosen that (collectives.py).
-        optimizer_in_backward: a StepsInBackward (features/optimizer_in_backward.py), which copies do not get.
-    """
-
+    # Dtypes of compute and reduction.
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    # As the user has chosen it. True: free the unsharded parameters after forward. None: except for the root, and for
+    # what backward needs first. An int k: keep 1/k of them on each rank.
     reshard_after_forward: bool | int | None = None
+    # Free the unsharded parameters after backward.
     reshard_after_backward: bool = True
+    # Gather when backward reaches the module; else only when a parameter is read.
     unshard_in_backward: bool = True
+    # The groups to gather ahead, instead of the recorded order.
     forward_prefetch: tuple[FSDPParamGroup, ...] | None = None
     backward_prefetch: tuple[FSDPParamGroup, ...] | None = None
+    # Reduce in the next backward passes. False: accumulate unsynchronized gradients.
     reduce_gradients: bool = True
+    # Also sum between replica groups in the next backward passes.
     all_reduce: bool = True
+    # Reduce zeros for parameters without a gradient.
     reduce_unused: bool = False
+    # Chosen by extensions.
     reduce_when: ReduceWhen = ReduceWhen.BUCKET
+    # How large the buckets of gradients are. None: as buckets.py chooses for the device.
     bucket_bytes: int | None = None
+    # How many reductions may be in flight while the next is packed. None: one.
     max_reductions: int | None = None
+    # What the sum over all ranks is divided by. None: their number.
     divide_factor: float | None = None
+    # Divides each flat tensor of complete sums, in place, by a number that is not known before; in place of
+    # `divide_factor`. While `all_reduce` is False, shards then wait for a later reduction on any mesh.
     divide_late: Callable[[Tensor], None] | None = None
+    # Called with each reduced flat tensor, in the reduce dtype.
     reduce_hook: Callable[[Tensor], None] | None = None
+    # How replicas sum, as a user's hook does, in place of the policy's compression; without replicas, how the ranks
+    # that shard do.
     comm_hook: CommHook | None = None
+    # Keep the memory of the unsharded parameters when they are resharded.
     keep_storage: bool = False
+    # Free it although something outside the engine has kept a view of it.
     free_viewed_storage: bool = False
+    # Keep offloaded shards in page-locked memory.
     pin_memory: bool = False
+    # Ranks may leave the group's module out (features/conditional.py).
     conditional: bool = False
+    # The group is not gathered: its module looks rows up (features/vocab_parallel.py).
     vocab_parallel: bool = False
+    # How the group communicates, where a user has chosen that (collectives/choose.py).
     collectives: CommChoice | None = None
+    # A StepsInBackward (features/optimizer_in_backward.py), which copies do not get.
     optimizer_in_backward: object | None = None
-    # What reshard_after_forward comes to: whether a forward frees, and among how many ranks secondary shards restore.
-    frees_after_forward: bool | None = field(init=False, repr=False)
-    restored_among: int | None = field(init=False, repr=False)
+    # What `reshard_after_forward` says. None: what backward needs first stays.
+    after_forward: AfterForward | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        choice = self.reshard_after_forward
-        is_plain = choice is None or isinstance(choice, bool)
-        object.__setattr__(self, "frees_after_forward", choice if is_plain else choice != 1)
-        object.__setattr__(self, "restored_among", None if is_plain or choice == 1 else choice)
+        object.__setattr__(self, "after_forward", _meaning_of(self.reshard_after_forward))
+
+    @property
+    def secondary_size(self) -> int | None:
+        """Among how many ranks secondary shards are cut. None: there are none."""
+        return self.reshard_after_forward if self.after_forward is AfterForward.SECONDARY else None
+
+
+def _meaning_of(reshard_after_forward: bool | int | None) -> AfterForward | None:
+    if reshard_after_forward is None:
+        return None
+    if isinstance(reshard_after_forward, bool):
+        return AfterForward.FREE if reshard_after_forward else AfterForward.KEEP
+    return AfterForward.KEEP if reshard_after_forward == 1 else AfterForward.SECONDARY
 
 
 @dataclass(frozen=True)
 class RootSettings:
-    """The settings of all groups under one root, by the methods of FSDPModule.
+    """The settings of all groups under one root, by the methods of FSDPModule."""
 
-    Args:
-        prefetch_budget: bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or
-            several that together are no larger than a typical one.
-        is_last_backward: forget which forwards have run when a backward ends.
-        finalize_backward: finish the reductions at the end of each backward.
-        averages_running_stats: running statistics of BatchNorm are those of all ranks (features/running_stats.py).
-    """
-
+    # Bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or several that together
+    # are no larger than a typical one.
     prefetch_budget: int | None = None
+    # Forget which forwards have run when a backward ends.
     is_last_backward: bool = True
+    # Finish the reductions at the end of each backward.
     finalize_backward: bool = True
+    # Running statistics of BatchNorm are those of all ranks (features/running_stats.py).
     averages_running_stats: bool = True
 
 

@@ -30,7 +30,7 @@ from .autograd import SavedTensors
 from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
 from .owners import note_root
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
-from .policy import SECONDARY, SHARDED, Hold, RootSettings
+from .policy import SECONDARY, Ending, KeepUntil, RootSettings
 from .schedule import Prefetcher, ReductionQueue
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ForwardPass:
     has_grad: bool
     thread: int
     finished: dict[FSDPState, set[nn.Module]] = field(default_factory=dict)
-    unfinished: dict[FSDPState, bool] = field(default_factory=dict)
+    unfinished: dict[FSDPState, Ending] = field(default_factory=dict)
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Root:
         for group in self.groups:
             for wait in group.writers:  # which the root before knew
                 wait(group)
-            group.root, group.queue, group.backward_hooks = self, self.queue, []
+            group.join(self)
             group.writers = self.writers
             group.rename(names)
             group.purpose.root = weakref.ref(self)
@@ -164,7 +164,7 @@ class Root:
         self.events = Events(now)
         for group in self.groups:
             group.events = self.events
-            group.parameters.references = None  # observers may have some
+            group.unsharded.forget_references()  # observers may have some
         for each in now:
             if each not in before and type(each).attached is not Observer.attached:  # few do anything then
                 each.attached(self)
@@ -195,10 +195,7 @@ class Root:
         """Has autograd refuse weights that are freed: it may save some from now on where no hook sees them."""
         self.saves_unseen = True
         for group in self.groups:
-            versions = group.parameters.unsharded_versions
-            if not versions.guards:
-                gathered_at = group.gathered_at if group.is_unsharded else None
-                versions.guard(gathered_at or group.shard_versions())
+            group.guard_saved()
 
     def notify(self, follow: Iterable[Callable[[Root], None]]) -> None:
         """Tells observers of an event of the whole root: `notify(self.events.pass_began)`."""
@@ -259,7 +256,7 @@ class Root:
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([g.settings.max_reductions or 1 for g in self.groups]), sent)
         for group in self.groups:
-            if group.hold is not Hold.NOTHING or group.phase is SECONDARY:
+            if group.keep_until is not KeepUntil.END_OF_USE or group.phase is SECONDARY:
                 group.reshard_stale()
 
     def _why_not_captured(self) -> str:
@@ -279,7 +276,7 @@ class Root:
         """Frees what was left for a graph that a backward pass has built: a later one has read it."""
         self.frees_memory, self._graph_was_read = True, False
         for group in self.groups:
-            if group.hold < Hold.NEXT_PASS:
+            if group.keep_until < KeepUntil.NEXT_PASS:
                 group.reshard_if_idle()
 
     def note_out_of_step(self) -> None:
@@ -335,8 +332,8 @@ class Root:
             state = self.running.pop()
             state.running = self.running.count(state)
         if not self.running:
-            for state, backward_follows in self.forward.unfinished.items():
-                state.post_forward(backward_follows, has_run=True)
+            for state, ending in self.forward.unfinished.items():
+                state.post_forward(ending, has_run=True)
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()
@@ -348,7 +345,7 @@ class Root:
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
-        for storage in group.parameters.storage_ids:
+        for storage in group.unsharded.storage_ids:
             self.saved_tensors.owners[storage] = group
 
     def free_kept(self) -> None:
@@ -437,12 +434,7 @@ class Root:
                 group.gradients.end_backward()
             self.resume_reductions(reversed(self.groups))
             for group in self.groups:
-                if group.reached_by is not None and group.params:
-                    group.needs_no_input_hooks = False
-                buffers = group.parameters.buffers
-                is_freed = group.phase is SHARDED and buffers is not None and not buffers.is_allocated
-                if group.reached_by is not None or group.hold is not Hold.NOTHING or not is_freed:
-                    group.finish_backward()  # else its last gradient has resharded it
+                group.leave_backward()
             self.prefetcher.drop()
             if self.settings.finalize_backward:
                 self.deliver()

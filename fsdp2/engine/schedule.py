@@ -11,7 +11,7 @@ from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from .policy import Hold, Phase, RootSettings
+from .policy import KeepUntil, Phase, RootSettings
 from .reduce import Pending
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Prefetcher:
         """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
         if self._num_gathered:
             self._order = self._order_now
-        budget, sizes = self.settings.prefetch_budget, [group.parameters.nbytes for group in self._groups]
+        budget, sizes = self.settings.prefetch_budget, [group.unsharded.nbytes for group in self._groups]
         self._budget = (median_low(sizes), True) if budget is None else (budget, False)
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
@@ -157,7 +157,7 @@ class Prefetcher:
         the next one: the iterator looks at phases, and then counts the group among `prefetched`.
         """
         self._order_now.append(group)
-        self._num_gathered += group.hold < Hold.NEXT_PASS
+        self._num_gathered += group.keep_until < KeepUntil.NEXT_PASS
         num_left = self._forward.visit(group)
         if num_left is not None and num_left < self._num_last:
             self.first_in_backward.add(group)
@@ -231,7 +231,7 @@ class Prefetcher:
         """Returns the bytes of `group` that count against the budget of gathers ahead in backward; 0 skips it."""
         if not group.settings.unshard_in_backward:
             return 0
-        return group.parameters.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
+        return group.unsharded.nbytes if group in self.first_in_backward else _bytes_to_gather(group)
 
 
 _RESTING = (Phase.SHARDED, Phase.SECONDARY)
@@ -240,11 +240,11 @@ _NOT_GATHERED = (*_RESTING, Phase.GATHERING)
 
 def _bytes_to_gather(group: FSDPParamGroup) -> int:
     """Returns the bytes of `group` that count against the budget in forward. It is 0 if the data is there already."""
-    return group.parameters.nbytes if group.phase in _NOT_GATHERED else 0
+    return group.unsharded.nbytes if group.phase in _NOT_GATHERED else 0
 
 
 def _bytes_of(group: FSDPParamGroup) -> int:
-    return max(1, group.parameters.nbytes)  # a group without parameters counts, too
+    return max(1, group.unsharded.nbytes)  # a group without parameters counts, too
 
 
 # ---- reductions

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from ..parameters.cast_buffers import CastBuffers
-from .policy import MixedPrecisionPolicy
+from .policy import Ending, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
@@ -64,40 +64,34 @@ class FSDPState:
         for group in groups:
             group.state = self
         self.cast_buffers = None if policy.buffer_dtype is None else CastBuffers(self, policy.buffer_dtype)
-        groups[0].registration.buffers = self.cast_buffers
+        groups[0].registration.use_cast_buffers(self.cast_buffers)
 
     def __repr__(self) -> str:
         return str(self.groups[0])
 
-    def post_forward(
-        self,
-        backward_follows: bool,
-        failed: bool = False,
-        module: nn.Module | None = None,
-        has_run: bool = False,
-    ) -> None:
+    def post_forward(self, ending: Ending, module: nn.Module | None = None, has_run: bool = False) -> None:
         """Reshards the groups, or keeps them for backward, when a forward has ended.
 
         `module`: whose forward it was, of a list that shares the groups, which may need them for the others. `has_run`:
         the code of modules has run, see FSDPParamGroup.post_forward.
         """
-        if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
+        if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, ending)):
             return
         for group in self.used:
             if not (group.users and group.runs_beside(self)):
-                group.post_forward(backward_follows, failed, has_run=has_run)
+                group.post_forward(ending, has_run)
         if self.root.read_outside:
             for group in [group for part in self.parts for group in part.used if group in self.root.read_outside]:
+                group.post_forward(ending)
                 self.root.read_outside.discard(group)
-                group.post_forward(backward_follows, failed, keeps=True)
 
-    def _waits(self, module: nn.Module, backward_follows: bool) -> bool:
+    def _waits(self, module: nn.Module, ending: Ending) -> bool:
         """Returns True if other modules of the list are still to run in this pass."""
         forward = self.root.forward
         finished = forward.finished.setdefault(self, set())
         finished.add(module)
         if len(self.root.running) > 1 and not finished.issuperset(self.modules):
-            forward.unfinished[self] = backward_follows
+            forward.unfinished[self] = ending
             return True
         finished.clear()
         forward.unfinished.pop(self, None)

@@ -61,6 +61,7 @@ from ..torch_private.compat import (
     storage_address,
 )
 from .autograd import after_leaf, after_tensors, cast
+from .policy import Ending
 from .state import FSDPState
 
 _ONLY_TENSORS = {Tensor}
@@ -133,7 +134,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
         for notify in root.events.pass_failed:
             notify(root, False)
     if not in_backward:
-        state.post_forward(backward_follows=False, failed=True, module=module)
+        state.post_forward(Ending.FAILED, module)
 
 
 def before_forward(
@@ -188,7 +189,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
         return output
     outputs, has_run = [output] if type(output) is Tensor else tensors_in(output), True
     for group in state.used:
-        weights = group.parameters.storage_ids
+        weights = group.unsharded.storage_ids
         if not weights.isdisjoint(
             [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
         ):
@@ -204,7 +205,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     if differentiable or (root.forward.has_grad and not is_grad_enabled):
         for group in state.used:
             root.prefetcher.ran.append(group)
-    state.post_forward(differentiable, module=module, has_run=has_run)
+    state.post_forward(Ending.TRAINING if differentiable else Ending.EVALUATION, module, has_run)
     return output
 
 

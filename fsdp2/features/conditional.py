@@ -30,7 +30,7 @@ from ..calls.nested import map_tensors, tensors_in
 from ..collectives.choose import make_comm
 from ..collectives.subgroups import subgroup
 from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
-from ..engine.group import FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
 from ..engine.schedule import Cursor, Prefetcher
@@ -286,12 +286,8 @@ class Consensus:
         try:
             if kind == REDUCE:
                 group.gradients.reduce_with_zeros()
-            elif not group.is_resting:
-                group.unshard_again()
             else:
-                group.unshard(registers=False)
-                group.hold = Hold.NOTHING
-                group.reshard(free=group.root.frees_memory)
+                group.join_gather()
         finally:
             self._is_joining = False
 
@@ -335,7 +331,7 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
     if conditional:
         refuse_beside_conditional(root.groups)
     for group in dict.fromkeys(group for module in state.modules for group in groups_below(module) if conditional):
-        if group.comms.post_forward is not None or group.mesh.has_outer_shard:
+        if group.comms.post_forward is not None:
             raise NotImplementedError(
                 f"{group} has an int for reshard_after_forward, or outer_shard, and can't be conditional: ranks that "
                 "leave it out have no part to keep. Pass a bool, or None."

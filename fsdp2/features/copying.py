@@ -13,24 +13,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..calls.user_code import hides_modes
 from ..collectives.choose import follow
 from ..engine.build import attach
-from ..engine.events import extensions
 from ..engine.group import COPIED, FSDPParamGroup
-from ..engine.parameter import NOT_BUILT, FSDPParam
+from ..engine.parameter import FSDPParam
 from ..engine.policy import GroupSettings
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..parameters.saved_shards import refuse_others
-
-# The attributes that a copied parameter builds anew.
-_BUILT = (
-    *("unsharded", "sharded", "dtensor_spec", "gradient_spec", "delivered_dtype", "local_shape", "local_stride"),
-    *("tensor_class", "_attributes"),
-)
 
 
 class Description:
@@ -91,30 +83,14 @@ class _GroupDescription:
         )
         if self.settings.divide_late is not None:  # inside of accumulate, which the copy is not
             self.settings = replace(self.settings, divide_late=None, reduce_gradients=True, all_reduce=True)
-        self.params = [
-            {name: value for name, value in vars(param).items() if name not in _BUILT} for param in group.params
-        ]
+        self.params = [param.description() for param in group.params]
 
     def build(self) -> FSDPParamGroup:
-        params = [_copied_param(each) for each in self.params]
-        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings)
-        group.name = self.name
+        refuse_others([(each["names"][0], each["slots"][0].get()) for each in self.params])
+        params = [FSDPParam.copied(each) for each in self.params]
+        group = FSDPParamGroup(self.modules, params, self.mesh, self.settings, self.name)
         follow(group)
         return group
-
-
-def _copied_param(described: dict[str, Any]) -> FSDPParam:
-    param = object.__new__(FSDPParam)
-    vars(param).update(described)
-    param.unsharded, param.sharded = NOT_BUILT, param.slots[0].get()
-    refuse_others([(param.name, param.sharded)])
-    sharded: Any = param.sharded
-    if type(sharded) is DTensor:
-        sharded.__class__ = extensions().tensor_class
-    param._attributes = vars(sharded)
-    param.put_gradient(None)  # as copies of plain parameters have none
-    param.prepare_gradients(param.local)
-    return param
 
 
 class _BeingCopied:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..engine.group import FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup
 from ..engine.placeholders import drop_placeholders
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def reset(root: Root) -> None:
     for group in root.groups:
         group.gradients.unsynchronized.clear()
         group.gradients.partial.clear()
-        group.hold = min(group.hold, Hold.NEXT_PASS)
     drop_placeholders(root)
     for state in root.running:
         state.running = 0

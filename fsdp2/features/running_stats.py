@@ -17,7 +17,7 @@ from ..engine.comm import Purpose
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
-from ..engine.policy import Hold
+from ..engine.policy import KeepUntil
 from ..engine.root import Root
 from ..engine.state import names_below
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, RankObserver, connects, groups_of_all_ranks
@@ -121,7 +121,7 @@ class RunningStats(RankObserver):
 
     def _is_with_others(self) -> bool:
         """Returns True if all ranks run this pass. One may be alone with parameters that a user has gathered."""
-        by_hand = (group.hold is Hold.USER or group.phase is COPIED for group in self._groups)
+        by_hand = (group.keep_until is KeepUntil.USER or group.phase is COPIED for group in self._groups)
         return self._has_gathered or not any(by_hand)
 
     def _find_counters(self) -> list[Tensor]:

@@ -23,6 +23,7 @@ from ..collectives.choose import choice_of
 from ..engine.comm import compare_first
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.state import STATE
+from ..parameters.replacements import Accept
 from ..ranks.rank_facts import all_reduce_now
 from ..torch_private.compat import new_dtensor, peek_local, untraced
 
@@ -77,7 +78,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
         raise TypeError(f"{group}: expected ids of dtype torch.int64 or torch.int32, got {ids.dtype}")
     _refuse(group)
     if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
-        group.adopt_replacements(may_be_meta=False)
+        group.adopt_replacements(Accept.SHARDED)
     group.root.prefetcher.ran_alone(group)
     for wait in group.writers:
         wait(group)

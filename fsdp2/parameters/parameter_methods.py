@@ -15,6 +15,7 @@ from ..engine.parameter import USER_CLASS, FSDPParam
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.state import STATE, groups_below, groups_of, modules_below, require_state, states_of
 from .empty_memory import mark
+from .replacements import Accept
 from .saved_shards import refuse_others
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
             _put_gradients(kept)
             raise
         for group, params in zip(groups, empty, strict=True):
-            group.adopt_replacements(may_be_untied=True)
+            group.adopt_replacements(Accept.META | Accept.UNTIED)
             group.empty.note_parameters(params)
         _put_gradients(kept)
         return self
@@ -209,6 +210,6 @@ def _drop_attributes(module: nn.Module, state_dict: dict[str, Any], prefix: str,
 def _after_load(module: nn.Module, _: Any) -> None:
     _swap_buffers(module, exact=False)
     for group in _groups_within(module):
-        if group.adopt_replacements(accept_whole=True, may_be_untied=True):
+        if group.adopt_replacements(Accept.META | Accept.UNTIED | Accept.WHOLE):
             for notify in group.events.loaded:
                 notify(group)

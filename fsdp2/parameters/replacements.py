@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from enum import Flag, auto
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,32 +16,50 @@ from ..torch_private.compat import local_of
 from .checksum import are_alike
 from .tensor_parallel import TensorParallel
 
-if TYPE_CHECKING:
-    from ..engine.group import FSDPParamGroup
-
 REPLACE_BEFORE = (
     "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the "
     "rest."
 )
 
 
-def find_replacements(
-    group: FSDPParamGroup, accept_whole: bool, may_be_untied: bool
-) -> list[tuple[FSDPParam, nn.Parameter]]:
-    """Returns (param, what is registered in its place now).
+class Accept(Flag):
+    """Which replacements of parameters are accepted: those by sharded ones, and these."""
 
-    `accept_whole`: plain tensors of whole parameters are accepted, too. `may_be_untied`: tied parameters that have been
-    replaced under some of their names are left as they are, until the next call.
+    SHARDED = 0
+    # Parameters on the meta device, or elsewhere than where the group needs them.
+    META = auto()
+    # Several objects in place of a tied parameter. They are left as they are, until the next call.
+    UNTIED = auto()
+    # Plain tensors of whole parameters, which are sharded.
+    WHOLE = auto()
+
+
+class Replacements(NamedTuple):
+    """What users have put in the places of parameters."""
+
+    # (param, what is registered in its place now)
+    found: list[tuple[FSDPParam, nn.Parameter]]
+    # Tied parameters that are several objects now, none of them among `found`.
+    untied: list[FSDPParam]
+
+
+def find_replacements(
+    params: Sequence[FSDPParam], accepted: Accept, untied_before: Collection[FSDPParam]
+) -> Replacements:
+    """Returns what is registered in the places of `params`, those of one group.
+
+    `untied_before`: the `untied` that the last call has returned.
 
     Raises:
         ValueError: one can't take its parameter's place, or that of several; nothing is changed then.
         NotImplementedError: one is computed from others, and gradients are to flow to these.
     """
-    before = group.untied
-    untied = [param for param in group.params if may_be_untied and _is_untied(param, accept_whole or param in before)]
+    accept_whole, may_be_untied = Accept.WHOLE in accepted, Accept.UNTIED in accepted
+    chosen = params if may_be_untied else ()
+    untied = [param for param in chosen if _is_untied(param, accept_whole or param in untied_before)]
     found = [
         (param, param.sharded if param in untied else _find_replacement(param, accept_whole, may_be_untied))
-        for param in group.params
+        for param in params
     ]
     owners: dict[nn.Parameter, FSDPParam] = {}
     for param, parameter in found:
@@ -49,12 +69,11 @@ def find_replacements(
                 f"{param.name} and {other.name} are one parameter now, but were two when fully_shard was applied. "
                 "Tie parameters before fully_shard."
             )
-    group.untied = untied
     if accept_whole:
         with torch.no_grad():
             for param in untied:
                 _cut_whole(param)
-    return [(param, parameter) for param, parameter in found if param not in untied]
+    return Replacements([(param, parameter) for param, parameter in found if param not in untied], untied)
 
 
 def _find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool) -> nn.Parameter:

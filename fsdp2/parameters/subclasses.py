@@ -36,7 +36,6 @@ from ..torch_private.compat import PLAIN, holds_values, inner_tensors, local_if_
 
 if TYPE_CHECKING:
     from ..engine.build import Plan
-    from ..engine.group_parameters import GroupParameters
     from ..engine.parameter import FSDPParam
     from ..engine.root import Root
 
@@ -235,11 +234,9 @@ class _OneParameter:
 class SubclassGather:
     """Gathers the parameters of one group that say themselves how, together with the others."""
 
-    def __init__(self, params: Sequence[FSDPParam], parameters: GroupParameters, policy: MixedPrecisionPolicy) -> None:
-        self.params, self._mesh = params, parameters.mesh
-        self.members = [_OneParameter(param, self._mesh, policy) for param in params]
-        if parameters.neighbours is not None:
-            refuse_secondary_shards(params[-1].name)
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataMesh, policy: MixedPrecisionPolicy) -> None:
+        self.params, self._mesh = params, mesh
+        self.members = [_OneParameter(param, mesh, policy) for param in params]
         # True if all ranks are known to gather tensors of the same sizes.
         self._is_compared = self._mesh.size == 1
 
@@ -283,7 +280,7 @@ def take_methods_set_later(root: Root) -> None:
             if param.leaf_class is not nn.Parameter:
                 _take_methods_of_class(param)
         if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
-            group.parameters.take([])
+            group.parameters.adopt([])
         if group.parameters.extension is not None:
             for param in group.parameters.extension.params:
                 refuse_without_methods(param)

@@ -102,7 +102,7 @@ def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
     for state in states:
         state.used = state.groups
         for group in state.groups:
-            group.users = ()
+            group.share_with(())
             num_slots = len(group.registration.watched[0])
             if num_slots > len(group.params):
                 candidates.append(group)
@@ -113,7 +113,7 @@ def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
     for group in candidates:
         slots = [slot for param in group.params for slot in param.slots]
         found = dict.fromkeys(state_of_module.get(slot.module) for slot in slots)
-        group.users = tuple(state for state in found if state is not None and state is not group.state)
+        group.share_with(tuple(state for state in found if state is not None and state is not group.state))
         for state in group.users:
             state.used = [*state.used, group]
     return [group for group in candidates if group.users]

@@ -26,12 +26,14 @@ from ..engine.parameter import FSDPParam, fqn
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.policy import GroupSettings
 from ..engine.state import STATE, groups_below, groups_of, modules_below, state_of
+from ..engine.unsharded import UnshardedParameters
 from ..features.conditional import is_conditional
 from ..features.large_submodules import is_read_outside
 from ..features.module_repr import dtype_text
 from ..features.optimizer_in_backward import steps_of
 from ..features.passes import finalize, reset
 from ..parameters.empty_memory import find_unwritten, mark
+from ..parameters.replacements import Accept
 from ..parameters.subclasses import gathers_itself
 from ..parameters.tensor_parallel import TensorParallel
 from ..ranks.rank_facts import is_first, ranks_of
@@ -255,11 +257,11 @@ class OurGroup:
         group = self.engine_group
         if reshard:
             group.reshard_stale()
-            group.reshard_if_idle()
-            group.adopt_replacements(may_be_meta=may_be_meta, may_be_untied=may_be_untied)
-        elif group.phase is not UNSHARDED and group.registration.is_replaced():
-            group.reshard_if_idle()
-            group.adopt_replacements(may_be_meta=may_be_meta, may_be_untied=may_be_untied)
+        elif group.phase is UNSHARDED or not group.registration.is_replaced():
+            return
+        group.reshard_if_idle()
+        meta = Accept.META if may_be_meta else Accept.SHARDED
+        group.adopt_replacements(meta | Accept.UNTIED if may_be_untied else meta)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -322,7 +324,7 @@ class OurGroup:
         comm, mesh = group.comms.gathers, group.mesh
         with torch.inference_mode(False), torch.no_grad():
             layout = gather_layout(tuple(specs), mesh.size, comm.direct_min_bytes)
-            buffers = Memory(layout, mesh.rank, mesh.device, group.transfers)
+            buffers = Memory(layout, mesh.rank, mesh.device, UnshardedParameters(), group.transfers)
             buffers.move_into_shards([param.local for param in chosen])
             buffers.start_gather(comm).finish()
             return buffers.unsharded_parameters()

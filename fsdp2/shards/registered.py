@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..calls.user_code import hidden
 from ..checks.due import NO_NUMBERS, is_check_time, read_all
 from ..checks.lost_writes import UnshardedContent, take_moved
-from ..engine.group import FSDPParamGroup, Hold
+from ..engine.group import FSDPParamGroup
+from ..engine.policy import Ending, KeepUntil
 from ..engine.state import FSDPState
 from ..features.large_submodules import is_read_outside
 from ..torch_private.compat import graph_task
@@ -32,14 +33,13 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
     inside = {group.root for group in groups if group.root.running}
     used: dict[FSDPState, _Use] = {}
     write_checks: list[_WriteCheck] = []
-    failed = True
     states = dict.fromkeys(state for group in groups for state in (group.state, *group.users))
     modules = dict.fromkeys(module for state in states for module in state.modules)
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
     try:
         with hidden():
             for group in groups:
-                was_kept = group.hold in (Hold.BACKWARD, Hold.NEXT_PASS)
+                was_kept = group.keep_until in (KeepUntil.BACKWARD, KeepUntil.NEXT_PASS)
                 if not in_backward and group.root not in inside:
                     group.reshard_stale()
                 if group.state not in used:
@@ -54,22 +54,21 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
                         ahead.start_unshard()
             write_checks = [_WriteCheck(group) for group in groups if not in_backward]
         for group in groups:
-            group.parameters.references = None  # the user gets some
+            group.unsharded.forget_references()  # the user gets some
         yield unsharded_of
-        failed = False
     finally:
         with hidden():
             for handle in handles:
                 handle.remove()
             for group in groups:
-                group.parameters.references = None
+                group.unsharded.forget_references()
             written = _written(write_checks)
             for state in reversed(used):
                 if not in_backward:
-                    used[state].settle(failed or bool(written))
+                    used[state].settle(bool(written))
                 state.root.leave(used[state].num_running)
             for use in used.values() if not in_backward else ():
-                use.settle_shared(failed or bool(written))
+                use.settle_shared(bool(written))
     refuse_written(written)
 
 
@@ -87,23 +86,31 @@ class _Use:
         self._groups.append(group)
         self._was_kept |= was_kept
 
-    def settle(self, failed: bool) -> None:
-        """Reshards the groups, or keeps them for backward, unless a forward around the block still uses them."""
-        state, backward_follows = self._state, self._was_kept or torch.is_grad_enabled()
+    def settle(self, written: bool) -> None:
+        """Reshards the groups, or keeps them for backward, unless a forward around the block still uses them.
+
+        `written`: unsharded parameters were written to, so that none of them may stay.
+        """
+        state, ending = self._state, self._ending(written)
         if state.running > 1 or state in state.root.forward.unfinished:
             return
         left = [group for group in self._groups if not (is_read_outside(group) or group.users)]
         if len(left) == len(state.used):
-            state.post_forward(backward_follows, failed)
+            state.post_forward(ending)
         else:
             for group in left:
-                group.post_forward(backward_follows, failed)
+                group.post_forward(ending)
 
-    def settle_shared(self, failed: bool) -> None:
+    def settle_shared(self, written: bool) -> None:
         """Does the same with groups that several states use (tied weights), when the block has left all states."""
         for group in self._groups:
             if group.users and not (group.num_running or is_read_outside(group)):
-                group.post_forward(self._was_kept or torch.is_grad_enabled(), failed)
+                group.post_forward(self._ending(written))
+
+    def _ending(self, written: bool) -> Ending:
+        if written:
+            return Ending.FAILED
+        return Ending.TRAINING if self._was_kept or torch.is_grad_enabled() else Ending.EVALUATION
 
 
 class _WriteCheck:
@@ -118,10 +125,8 @@ class _WriteCheck:
         self._content: UnshardedContent | None = None
         self._versions: tuple[int, ...] = ()
         self._moved: list[str] = []
-        if group.num_running == 1:
-            number = group.num_blocks = group.num_blocks + 1
-            if is_check_time(number):
-                self._content, self._versions = UnshardedContent(group), group.shard_versions()
+        if group.num_running == 1 and is_check_time(group.count_block()):
+            self._content, self._versions = UnshardedContent(group), group.shard_versions()
 
     def changes(self) -> Tensor:
         """Returns the numbers of `UnshardedContent.changes`. Moves all parameters back into the group's memory."""
@@ -133,7 +138,7 @@ class _WriteCheck:
 
     def written(self, changes: Sequence[int]) -> list[str]:
         """Returns the names of parameters that were written to. `changes`: the numbers of `changes()`, on the host."""
-        written = self._group.parameters.unsharded_versions.take_written()
+        written = self._group.unsharded.written()
         return self._moved or written or ([] if self._content is None else self._content.named(changes))
 
 

@@ -77,8 +77,7 @@ def end(root: Root) -> None:
 
 def show_reshard(group: FSDPParamGroup) -> None:
     """Opens a range for the reshard of `group`, if that frees memory."""
-    buffers = group.parameters.buffers
-    if group.params and buffers is not None and buffers.hold_memory():
+    if group.params and group.holds_memory():
         with record_function(f"fsdp2.reshard {group.name} {group.nbytes} bytes"):
             pass
 

@@ -140,7 +140,7 @@ def describe(group: Any) -> dict[str, Any]:
         **settings,
         "input_dtype": group.state.input_dtype,
         "restored by": group.comms.post_forward and group.comms.post_forward.size,
-        "storage": group.parameters.buffers.keeps_storage,
+        "storage": group.unsharded.keeps_storage,
         "reduction": (reduction.divisor, reduction.all_reduce, reduction.hook),
         "name": group.name,
     }

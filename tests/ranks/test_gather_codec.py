@@ -253,11 +253,11 @@ def memory_is_freed() -> None:
     buffers = group.parameters.buffers
     (own,) = [storage for storage, _ in buffers._plan._own]
     seen = []
-    model.one.register_forward_hook(lambda *_: seen.append((own.nbytes(), buffers.is_allocated)))
+    model.one.register_forward_hook(lambda *_: seen.append((own.nbytes(), group.unsharded.is_allocated)))
     model(model.example(rows=2, seed=0)).sum().backward()
     assert seen == [(0, True)]
     assert not own.nbytes()
-    assert not buffers.is_allocated
+    assert not group.unsharded.is_allocated
 
 
 def what_rests_is_exact(folder: Path) -> None:

@@ -244,7 +244,7 @@ def build(**options: Any) -> tuple[Any, nn.Module]:
 
 
 def is_freed(model: Any) -> list[bool]:
-    return [group.parameters.buffers.storage.nbytes() == 0 for group in groups_below(model) if group.params]
+    return [group.unsharded.storage.nbytes() == 0 for group in groups_below(model) if group.params]
 
 
 def reads_of_a_freed_parameter_raise_by_name() -> None:

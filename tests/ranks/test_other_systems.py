@@ -225,7 +225,7 @@ def an_observer_fails() -> Any:
 
 
 FAILURES = [
-    ("a group that can't be built", lambda: sharding_fails(fails_at(GroupParameters, "build"))),
+    ("a group that can't be built", lambda: sharding_fails(fails_at(GroupParameters, "rebuild"))),
     ("memory that can't be had", lambda: sharding_fails(fails_at(GroupParameters, "_allocate"))),
     ("an observer that fails", lambda: sharding_fails(an_observer_fails())),
 ]

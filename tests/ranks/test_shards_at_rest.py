@@ -298,7 +298,7 @@ def ranks_gather_over_all_once_after_each_write() -> None:
     loss.backward()
     reduced = {"reduce_scatter_inner": buckets_of_all, "reduce_scatter_outer": buckets_of_all}
     expect("backward", all_gather_inner=groups, **reduced)
-    assert all(not group.parameters.buffers.is_allocated for group in groups_below(model)), "unsharded ones are freed"
+    assert all(not group.unsharded.is_allocated for group in groups_below(model)), "unsharded ones are freed"
     forward().backward()
     expect("another pass before the step", all_gather_inner=2 * groups, **reduced)
     for _ in range(2):

@@ -323,7 +323,7 @@ def gathers_again_in_backward(case: Case) -> None:
         loss = mean_loss(model(case.own(case.batch(model, 0))))
         assert seen == [case.mesh["shard"].size()] * len(groups)
         for group in groups:
-            assert group.parameters.buffers.storage.nbytes() == 0, group.name  # type: ignore[union-attr]
+            assert group.unsharded.storage.nbytes() == 0, group.name  # type: ignore[union-attr]
         loss.backward()
     assert len(seen) == 2 * len(groups)
 

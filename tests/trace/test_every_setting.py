@@ -172,10 +172,10 @@ def test_unshard_and_reshard() -> None:
     assert gathers(lines) == ["b0"]
     assert not isinstance(model.b0.weight, DTensor)
     assert isinstance(model.weight, DTensor), "its own group only"
-    assert group.parameters.buffers.storage.nbytes() > 0
+    assert group.unsharded.storage.nbytes() > 0
     model.b0.reshard()
     assert isinstance(model.b0.weight, DTensor)
-    assert group.parameters.buffers.storage.nbytes() == 0
+    assert group.unsharded.storage.nbytes() == 0
 
 
 def gathers_before_b0_runs(modules: list[Any] | None) -> list[str]:
@@ -393,7 +393,7 @@ def test_reset() -> None:
     model.unshard()
     model.reset_iter_state()
     assert isinstance(model.weight, DTensor)
-    assert groups_of(model)[0].parameters.buffers.storage.nbytes() == 0
+    assert groups_of(model)[0].unsharded.storage.nbytes() == 0
     assert all(param.grad is None for param in model.parameters()), "dropped"
 
 
@@ -605,12 +605,10 @@ def test_kept_storage_has_a_stable_address() -> None:
             model(torch.ones(2, 4)).sum().backward()
             found.add(tuple(pointers))
             taken += [torch.empty(group.nbytes, dtype=torch.uint8) for group in groups_below(model)]
-        sizes = [group.parameters.buffers.storage.nbytes() for group in groups_below(model)]
+        sizes = [group.unsharded.storage.nbytes() for group in groups_below(model)]
         assert sizes == [group.nbytes if keep else 0 for group in groups_below(model)]
         model.set_keep_unsharded_storage(False)
-        assert all(group.parameters.buffers.storage.nbytes() == 0 for group in groups_below(model)), (
-            "given back at once"
-        )
+        assert all(group.unsharded.storage.nbytes() == 0 for group in groups_below(model)), "given back at once"
         return found
 
     assert len(addresses(keep=True)) == 1
@@ -628,7 +626,7 @@ def test_modules_to_prefetch_that_never_run() -> None:
     lines = trace(model)
     assert gathers(lines).count("never") == 2
     assert [line.split()[1] for line in lines if line.startswith("free")].count("never") == 2
-    assert groups_of(model.never)[0].parameters.buffers.storage.nbytes() == 0
+    assert groups_of(model.never)[0].unsharded.storage.nbytes() == 0
 
 
 def test_modules_under_another_root_are_gathered_once() -> None:
@@ -643,7 +641,7 @@ def test_modules_under_another_root_are_gathered_once() -> None:
     first(torch.ones(2, 4))
     second.reshard()
     second.b0.reshard()
-    assert not any(group.parameters.buffers.storage.nbytes() for group in groups_below(second))
+    assert not any(group.unsharded.storage.nbytes() for group in groups_below(second))
 
 
 def test_roots_that_share_bound_their_reductions_together() -> None:

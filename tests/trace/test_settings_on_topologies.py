@@ -430,8 +430,8 @@ def show(gradient: Tensor | None) -> Any:
 
 def resting_bytes(model: Any) -> list[int]:
     """Of the unsharded parameters, between passes."""
-    stores = [group.parameters.buffers for group in groups_below(model)]
-    return [0 if store.layout.aliased else store.storage.nbytes() for store in stores]
+    groups = groups_below(model)
+    return [0 if group.parameters.buffers.layout.aliased else group.unsharded.storage.nbytes() for group in groups]
 
 
 def train(topology: Topology, model: Any, row: Row, with_it: bool) -> torch.dtype:

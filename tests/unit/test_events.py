@@ -99,14 +99,14 @@ def test_to_add_and_remove_forgets_nothing_of_what_forwards_have_kept(root: Any)
     """They may come in the middle of a pass; other observers (`observe`) come between passes."""
     root.state.modules[0](torch.ones(1, 4))
     group = root.groups[0]
-    counted = group.parameters.references
+    counted = group.unsharded.references
     assert counted is not None
     other = Noting("other", [])
     root.add(other)
     root.remove(other)
-    assert group.parameters.references is counted
+    assert group.unsharded.references is counted
     root.observe(root.events.observers)
-    assert group.parameters.references is None
+    assert group.unsharded.references is None
 
 
 def test_an_event_in_which_an_observer_leaves_reaches_the_others() -> None:

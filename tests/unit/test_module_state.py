@@ -92,7 +92,7 @@ REMEMBERED = {
     "dtensor._has_other_subclasses": BY_CLASS,
     "torch_private._may_be_collective": BY_CLASS,
     "dtensor.is_mutable": "a fact about an operation of torch",
-    "engine._allowed": "functions of torch",
+    "parameters._allowed": "functions of torch",
     "engine._events_of": BY_CLASS,
     "devices._stream_beside": "streams of torch, of which it has one pool for each process",
     "devices._transfers_of": "streams of torch, of which it has one pool for each process",

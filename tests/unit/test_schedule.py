@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp2.engine.policy import Hold, Phase
+from fsdp2.engine.policy import KeepUntil, Phase
 from fsdp2.engine.schedule import MAX_KEPT_BYTES, Cursor, Prefetcher, within_budget
 
 A, B, C, D, NEW = (object() for _ in range(5))
@@ -101,10 +101,10 @@ def test_within_budget_asks_for_sizes_one_by_one() -> None:
 class Group:
     """A group that is unsharded already."""
 
-    hold, phase = Hold.NOTHING, Phase.UNSHARDED
+    keep_until, phase = KeepUntil.END_OF_USE, Phase.UNSHARDED
 
     def __init__(self, settings: Any, nbytes: int) -> None:
-        self.settings, self.parameters = settings, SimpleNamespace(nbytes=nbytes)
+        self.settings, self.unsharded = settings, SimpleNamespace(nbytes=nbytes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ allowed. Only the class changes: no copy is made, and nothing is called while th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..engine.owners import names_of_unsharded
 from ..torch_private import compat
-from .owners import names_of_unsharded
 
 
 class FreedParameter(nn.Parameter):
@@ -105,26 +105,3 @@ def _allowed() -> frozenset[Any]:
     found += [getattr(Tensor, each) for each in _METHODS if hasattr(Tensor, each)]
     found += [getattr(torch, each) for each in _FUNCTIONS if hasattr(torch, each)]
     return frozenset(each for each in found if each is not None)
-
-
-class Readability:
-    """Changes the classes of the unsharded parameters of one group: to freed ones, and back.
-
-    Those whose memory is never freed are none of `parameters`.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        of_kind = {kind: freed_class(kind) for kind in dict.fromkeys(map(type, parameters))}
-        rows = [(each, type(each), of_kind[type(each)]) for each in parameters]
-        self._rows: list[tuple[Any, type, type]] = [(each, kind, freed) for each, kind, freed in rows if freed]
-        self.are_readable = True
-
-    def allow(self, readable: bool) -> None:
-        """Lets the parameters be read, or has reads of them raise."""
-        if readable is not self.are_readable:
-            self.are_readable = readable
-            for parameter, kind, freed in self._rows:
-                parameter.__class__ = kind if readable else freed
-
-
-NOTHING_TO_REFUSE = Readability(())
