@@ -308,7 +308,7 @@ class FSDPParamGroup:
         if self.phase is not SHARDED and self.phase is not SECONDARY and demand is not Demand.OTHERS:
             return
         streams = self.streams
-        if streams is not None and streams.choose_home(demand is Demand.AHEAD, self._holds_memory):
+        if streams is not None and streams.choose_home(demand is Demand.AHEAD, self._is_busy_at_home):
             with streams.at_home(joins=False):
                 return self.start_unshard(for_backward, demand)
         if self.parameters.buffers is None:
@@ -425,7 +425,7 @@ class FSDPParamGroup:
         if self.phase is COPIED:
             return
         streams = self.streams
-        if streams is not None and (self.phase is not SHARDED or self._holds_memory()) and streams.are_apart():
+        if streams is not None and (self.phase is not SHARDED or self._is_busy_at_home()) and streams.are_apart():
             with streams.at_home():
                 return self.reshard(free, keeps_secondary)
         self.unregister()
@@ -467,7 +467,7 @@ class FSDPParamGroup:
         secondary = self.parameters.secondary
         return self.unsharded.holds_memory or (secondary is not None and secondary.is_filled)
 
-    def _holds_memory(self) -> bool:
+    def _is_busy_at_home(self) -> bool:
         """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
         return self.holds_memory() or self.gradients.is_pending()
 

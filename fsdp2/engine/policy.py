@@ -256,7 +256,7 @@ class Ending(Enum):
 
     TRAINING = auto()  # a backward follows
     EVALUATION = auto()  # none follows
-    FAILED = auto()  # the unsharded parameters may have been written to
+    FAILED = auto()  # with an error, after which none of the unsharded parameters may stay
 
 
 SHARDED, GATHERING, GATHERED, UNSHARDED, COPIED, SECONDARY = Phase

@@ -33,6 +33,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
     inside = {group.root for group in groups if group.root.running}
     used: dict[FSDPState, _Use] = {}
     write_checks: list[_WriteCheck] = []
+    has_begun = False
     states = dict.fromkeys(state for group in groups for state in (group.state, *group.users))
     modules = dict.fromkeys(module for state in states for module in state.modules)
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
@@ -55,6 +56,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
             write_checks = [_WriteCheck(group) for group in groups if not in_backward]
         for group in groups:
             group.unsharded.forget_references()  # the user gets some
+        has_begun = True
         yield unsharded_of
     finally:
         with hidden():
@@ -63,12 +65,14 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
             for group in groups:
                 group.unsharded.forget_references()
             written = _written(write_checks)
+            # An error of the user's code changes nothing: it may come on one rank only.
+            failed = bool(written) or not has_begun
             for state in reversed(used):
                 if not in_backward:
-                    used[state].settle(bool(written))
+                    used[state].settle(failed)
                 state.root.leave(used[state].num_running)
             for use in used.values() if not in_backward else ():
-                use.settle_shared(bool(written))
+                use.settle_shared(failed)
     refuse_written(written)
 
 
@@ -86,12 +90,12 @@ class _Use:
         self._groups.append(group)
         self._was_kept |= was_kept
 
-    def settle(self, written: bool) -> None:
+    def settle(self, failed: bool) -> None:
         """Reshards the groups, or keeps them for backward, unless a forward around the block still uses them.
 
-        `written`: unsharded parameters were written to, so that none of them may stay.
+        `failed`: they could not be gathered, or were written to, so that none of them may stay.
         """
-        state, ending = self._state, self._ending(written)
+        state, ending = self._state, self._ending(failed)
         if state.running > 1 or state in state.root.forward.unfinished:
             return
         left = [group for group in self._groups if not (is_read_outside(group) or group.users)]
@@ -101,14 +105,14 @@ class _Use:
             for group in left:
                 group.post_forward(ending)
 
-    def settle_shared(self, written: bool) -> None:
+    def settle_shared(self, failed: bool) -> None:
         """Does the same with groups that several states use (tied weights), when the block has left all states."""
         for group in self._groups:
             if group.users and not (group.num_running or is_read_outside(group)):
-                group.post_forward(self._ending(written))
+                group.post_forward(self._ending(failed))
 
-    def _ending(self, written: bool) -> Ending:
-        if written:
+    def _ending(self, failed: bool) -> Ending:
+        if failed:
             return Ending.FAILED
         return Ending.TRAINING if self._was_kept or torch.is_grad_enabled() else Ending.EVALUATION
 
