@@ -76,13 +76,11 @@ def interrupt_senders(model: nn.Module) -> None:
 
 def add_consensus(model: nn.Module) -> None:
     """Makes the last block conditional: ranks reach a consensus before each gather and reduction of any group."""
-    from fsdp2.engine.root import Root
-    from fsdp2.engine.state import groups_of, names_below
+    from fsdp2.engine.state import groups_of
 
     for group in groups_of(model.blocks[-1]):
         group.set(conditional=True)
-    root = _root(model)
-    Root(root.state, root.states, names_below([model]))
+    _root(model).state.drop_root()
 
 
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {

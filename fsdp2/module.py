@@ -25,7 +25,7 @@ from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
-from .features.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
+from .features.passes import finalize, reduce_unsynchronized, reset, wait_for
 from .torch_private.compat import EXPORT_PLAIN
 
 if TYPE_CHECKING:
@@ -920,7 +920,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     groups = groups_of_all("modules", modules)
     for group in groups[1:]:
-        share_reductions(group.root, groups[0].root)
+        group.root.share_queue(groups[0].root.queue)
 
 
 @cache

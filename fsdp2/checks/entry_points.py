@@ -29,44 +29,41 @@ _KEY = "fsdp2"
 class EntryPoints(Check):
     """Refuses calls of modules whose parameters another module gathers, while these are sharded."""
 
-    def attached(self, root: Root) -> None:
-        for group in root.groups:
-            if group not in root.new_groups and not group.users and _is_watched(group):
-                continue  # the root before has done all of this
-            self._unwatch(group)
-            inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
-            for module in inside:
-                if module not in group.modules:
-                    self._watch(group, module)
-
     def detached(self, root: Root) -> None:
         for group in root.groups:
-            self._unwatch(group)
-
-    def _watch(self, group: FSDPParamGroup, module: nn.Module) -> None:
-        hooks = watch_calls(module, _KEY)
-        group.registration.while_sharded.append((hooks, _KEY, refuse_call))
-        if group.phase is not UNSHARDED:
-            hooks[_KEY] = refuse_call
-
-    def _unwatch(self, group: FSDPParamGroup) -> None:
-        entries = group.registration.while_sharded
-        for hooks, key, value in entries:
-            if value is refuse_call:
-                hooks.pop(key, None)
-        entries[:] = [each for each in entries if each[2] is not refuse_call]
+            _unwatch(group)
 
 
-def _is_watched(group: FSDPParamGroup) -> bool:
-    return any(value is refuse_call for _, _, value in group.registration.while_sharded)
+def watch_calls_inside(state: FSDPState) -> None:
+    """Refuses calls of modules inside those of a call, and of those that share parameters with them, from now on."""
+    for group in (*state.tied_to, *(group for each in (state, *state.parts) for group in each.groups)):
+        _unwatch(group)
+        inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
+        for module in inside:
+            if module not in group.modules:
+                _watch(group, module)
 
 
-def leave_fast_path(root: Root) -> None:
+def _watch(group: FSDPParamGroup, module: nn.Module) -> None:
+    hooks = watch_calls(module, _KEY)
+    group.registration.while_sharded.append((hooks, _KEY, refuse_call))
+    if group.phase is not UNSHARDED:
+        hooks[_KEY] = refuse_call
+
+
+def _unwatch(group: FSDPParamGroup) -> None:
+    entries = group.registration.while_sharded
+    for hooks, key, value in entries:
+        if value is refuse_call:
+            hooks.pop(key, None)
+    entries[:] = [each for each in entries if each[2] is not refuse_call]
+
+
+def leave_fast_path(state: FSDPState) -> None:
     """Has torch's transformer layers call what is sharded inside them: in evaluation they would read the parameters,
     except from modules that have hooks. It is no check, and always in force.
     """
-    layers = [each for state in root.states for each in state.own_modules()]
-    for layer in layers:
+    for layer in [each for own in (state, *state.parts) for each in own.own_modules()]:
         for module in layer.modules() if isinstance(layer, nn.TransformerEncoderLayer) else ():
             is_sharded = module is not layer and state_of(module) is not None
             if is_sharded and _do_nothing not in module._forward_pre_hooks.values():

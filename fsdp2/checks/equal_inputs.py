@@ -32,16 +32,17 @@ class EqualInputs(RankCheck):
     _checksum: Tensor | int = 0
 
     def attached(self, root: Root) -> None:
-        root.take_inputs = self._take
+        root.show_inputs(self._take)
 
     def detached(self, root: Root) -> None:
-        root.take_inputs = None
+        root.show_inputs(None)
 
     def _take(self, root: Root, args: Any, kwargs: Any) -> None:
         """Computes what ranks compare of the inputs of a training pass. Nothing waits for the device."""
         if not torch.is_grad_enabled() or not root.state.modules[0].training or runs_transform() or is_capturing():
             return
-        root.take_inputs, self._has_inputs = None, True
+        self._has_inputs = True
+        root.show_inputs(None)
         with torch.no_grad():
             tensors = [tensor for tensor in tensors_in(args, kwargs) if storage_id(tensor) != -1]
             parts = [part for tensor in tensors for part in values_of(tensor) if part.numel() > 1]
@@ -61,7 +62,7 @@ class EqualInputs(RankCheck):
             if has_inputs:
                 self._num_equal = self._num_equal + 1 if are_equal else _TIMES
             if self._num_equal < _TIMES:
-                root.take_inputs = self._take
+                root.show_inputs(self._take)
                 self._has_inputs, self._has_data, self._checksum = False, 0, 0
             elif are_equal:
                 warnings.warn(_SAME.format(ranks=mesh.num_ranks), stacklevel=2)

@@ -300,21 +300,19 @@ def _refuse_differing(names: Sequence[str]) -> None:
 # ---- what was a parameter before
 
 
-class OriginalParameters(Check):
-    """Marks original parameters once they have been cut, and refuses to compute gradients for them.
+def refuse_originals(state: FSDPState) -> None:
+    """Marks original parameters of a call's modules once they have been cut, and refuses to compute gradients for them.
 
     If one turns up in another fully_shard call it was tied across groups; in an optimizer, that was built too early; if
     it gets a gradient, something computes with it.
     """
-
-    def attached(self, root: Root) -> None:
-        for group in root.new_groups:
-            for original in [reference() for reference in group.originals]:
-                mark = None if original is None else original_of(original)
-                if original is not None and mark is not None:
-                    setattr(original, SHARDED_AS, mark.name)
-                    if original.requires_grad:
-                        replace_hooks(original, partial(_refuse_gradient, mark.name))
+    for group in [group for each in (state, *state.parts) for group in each.groups]:
+        for original in [reference() for reference in group.originals]:
+            mark = None if original is None else original_of(original)
+            if original is not None and mark is not None:
+                setattr(original, SHARDED_AS, mark.name)
+                if original.requires_grad:
+                    replace_hooks(original, partial(_refuse_gradient, mark.name))
 
 
 def _refuse_gradient(name: str, _: Tensor) -> None:

@@ -15,18 +15,18 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
 from ..calls.user_code import hides_modes
+from ..collectives.choose import separate_where_usual
 from ..devices.offload import OffloadChoice, shard_nbytes, storage_place
 from ..devices.simulation import SimulatedGroup
 from ..parameters.tensor_parallel import distribute
 from ..parameters.ties import MARK, find_owner, mark_originals, original_of
 from ..torch_private.compat import backend_name
 from .events import extensions
-from .group import FSDPParamGroup
+from .group import SHARDED, FSDPParamGroup
 from .mesh import DataMesh, Distribution, data_mesh
-from .owners import Owned
+from .owners import Owned, forget_state, note_state
 from .parameter import FSDPParam, Slot, fqn
 from .policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
-from .root import Root
 from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
@@ -108,12 +108,12 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
         _join_owners(plan, states[0])
-        attach(states[0], [*states, *plan.inside], classes, plan.names)
+        attach(states[0], plan.inside, classes, plan.names)
         for state in states:
             if state.cast_buffers is not None:
                 state.cast_buffers.cast()
         if isinstance(given.offload_policy, OffloadBudget):
-            given.offload_policy.left -= plan.nbytes_of_budget
+            given.offload_policy._take(plan.nbytes_of_budget)
     return module
 
 
@@ -138,25 +138,25 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
     """
     groups = [group for state in plan.inside for group in state.groups]
     groups = list(dict.fromkeys([*groups, *(each.owner.group for each in plan.tied.values() if each.owner)]))
-    before = [(group, {**vars(group)}, {**vars(group.purpose)}, [[*p.names] for p in group.params]) for group in groups]
-    roots, classes = [(state.root, state.used) for state in plan.inside], [type(root) for root in plan.roots]
+    changed = [*plan.inside, *groups, *(group.purpose for group in groups)]
+    before = [(each, {**vars(each)}) for each in changed]
+    names = [(group, [[*param.names] for param in group.params]) for group in groups]
+    classes = [type(root) for root in plan.roots]
     states: list[FSDPState] = []
     try:
         yield states
     except BaseException as error:
-        for state, (root, used) in zip(plan.inside, roots, strict=True):
-            state.root, state.used = root, used
-        for group, attributes, purpose, names in before:
-            vars(group).update(attributes)
-            vars(group.purpose).update(purpose)
-            for param, own in zip(group.params, names, strict=True):
+        for each, attributes in before:
+            vars(each).clear()
+            vars(each).update(attributes)
+        for group, names_of_params in names:
+            for param, own in zip(group.params, names_of_params, strict=True):
                 param.names = own
                 if len(own) < len(param.slots):
                     del param.slots[len(own) :]
                     group.parameters.follow_slots()
         for state in states:
-            for group in state.groups:
-                group.root = None  # type: ignore[assignment]
+            forget_state(state)
         for module, cls in zip(plan.roots, classes, strict=True):
             module.__dict__.pop(STATE, None)
             object.__setattr__(module, "__class__", cls)
@@ -168,17 +168,27 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
 
 def attach(
     state: FSDPState,
-    below: Iterable[FSDPState],
+    inside: Iterable[FSDPState],
     classes: Sequence[type],
     names: Mapping[nn.Module, str] | None = None,
 ) -> None:
-    """Gives the modules of `state` their state and class, and makes it the root of all states `below`. `names`: what
-    `names_below` returns for its modules, if the caller has that.
+    """Gives the modules of `state` their state and class. The states `inside` run under its root from now on.
+
+    Every rank must call it. `names`: what `names_below` returns for its modules, if the caller has that.
     """
+    for group in [group for each in (state, *state.parts) for group in each.groups]:
+        separate_where_usual(group)
     for module, cls in zip(state.modules, classes, strict=True):
         module.__dict__[STATE] = state
         object.__setattr__(module, "__class__", cls)  # a user's __setattr__ may refuse it
-    Root(state, below, names_below(state.modules) if names is None else names)
+    state.enclose(inside)
+    names = names_below(state.modules) if names is None else names
+    for group in [group for each in (state, *state.inside) for group in each.groups]:
+        group.rename(names)
+    for each in (state, *state.parts):
+        note_state(each)
+    for follow in extensions().after_sharding:
+        follow(state)
 
 
 # ---- the plan
@@ -270,17 +280,15 @@ def _make_states(plan: Plan) -> list[FSDPState]:
     apart = {name for names in plan.submodules.values() for name in names}
     rest = [each for each in plan.parameters.values() if each.name not in apart]
     policy = plan.given.mp_policy
-    states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
-    if plan.submodules:  # whose inputs and outputs are those of the module around them, and stay as they are
-        policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    groups = _make_groups(plan, plan.roots, rest, policy)
+    # Inputs and outputs of submodules are those of the module around them, and stay as they are.
+    inner_policy = replace(policy, cast_forward_inputs=False, output_dtype=None) if plan.submodules else policy
+    parts = []
     for submodule, names in plan.submodules.items():
         own = [plan.parameters[name] for name in names]
-        states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
-    states[0].parts = states[1:]
-    for state in states:
-        state.notes = plan.notes
-    states[0].ignored = {*plan.given.ignored_modules}
-    return states
+        own_groups = _make_groups(plan, [submodule], own, inner_policy)
+        parts.append(FSDPState([submodule], own_groups, inner_policy, notes=plan.notes))
+    return [FSDPState(plan.roots, groups, policy, parts, plan.given.ignored_modules, plan.notes), *parts]
 
 
 def _make_groups(
@@ -309,7 +317,7 @@ def _make_groups(
             policy, how, pin_memory=pin, conditional=given.conditional, vocab_parallel=given.vocab_parallel
         )
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
-        groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
+        groups[-1].note_originals(mark_originals(originals, params, type(plan.roots[0]).__name__))
     return groups
 
 
@@ -318,7 +326,8 @@ def _join_owners(plan: Plan, state: FSDPState) -> None:
     for each in plan.tied.values():
         assert each.owner is not None, "it is tied"
         group, param = each.owner
-        group.reshard_if_idle()
+        if group.phase is not SHARDED:
+            group.reshard_if_idle()
         param.add_slots(each.slots, each.name)
         group.parameters.follow_slots()
         if group not in state.tied_to:

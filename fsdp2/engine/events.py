@@ -170,7 +170,7 @@ class Events:
     observers: tuple[Observer, ...]
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._call((*observers,))
+        self.call((*observers,))
 
     def __getattr__(self, name: str) -> list[Any]:
         if name not in _EVENTS:
@@ -179,7 +179,7 @@ class Events:
         vars(self)[name] = found
         return found
 
-    def _call(self, observers: tuple[Observer, ...]) -> None:
+    def call(self, observers: tuple[Observer, ...]) -> None:
         """Calls these observers from the next time on that something happens."""
         for each in observers:
             _events_of(type(each))  # type: ignore[arg-type]  # raises here rather than when the event comes
@@ -190,11 +190,11 @@ class Events:
     def add(self, observer: Observer, behind: Observer | None = None) -> None:
         """Calls `observer`, too, behind another one or behind all. `Root.add` tells it that it follows."""
         place = len(self.observers) if behind is None else self.observers.index(behind) + 1
-        self._call((*self.observers[:place], observer, *self.observers[place:]))
+        self.call((*self.observers[:place], observer, *self.observers[place:]))
 
     def remove(self, observer: Observer) -> None:
         """Calls `observer` no more. `Root.remove` tells it."""
-        self._call(tuple(each for each in self.observers if each is not observer))
+        self.call(tuple(each for each in self.observers if each is not observer))
 
     def of(self, cls: type[OneObserver]) -> OneObserver | None:
         """Returns the observer of that class, or None."""
@@ -248,6 +248,9 @@ class BackwardSteps(Protocol):
     def before_backward(self) -> None:
         """Called when a backward pass begins."""
 
+    def wait_for_steps(self, group: FSDPParamGroup) -> None:
+        """Waits until no step that has begun writes to shards of `group`: they are read next."""
+
     def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
         """Delivers offloaded gradients on another thread. None: the caller delivers them."""
 
@@ -266,8 +269,10 @@ class Extensions:
     """What other folders, and users, add to the engine for the whole process.
 
     Args:
-        features: called with each new root, before observers are made; each joins the root, if it needs it.
-        observers: called with each new root; each returns an observer, or None.
+        after_sharding: called with the state of each `fully_shard` call when its modules are sharded. They may
+            communicate: all ranks are there.
+        features: called with each root when it is built, before observers are made; each joins it, if it needs it.
+        observers: called with each root when it is built; each returns an observer, or None. Neither may communicate.
         in_profiler: called with a root when a profiler of torch has started; each returns an observer that follows
             until a pass finds that the profiler has stopped.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
@@ -276,6 +281,7 @@ class Extensions:
         comm_watcher: watches what ranks are about to communicate.
     """
 
+    after_sharding: tuple[Callable[[FSDPState], None], ...] = ()
     features: tuple[Callable[[Root], None], ...] = ()
     observers: tuple[Callable[[Root], Observer | None], ...] = ()
     in_profiler: tuple[Callable[[Root], Observer], ...] = ()
@@ -312,9 +318,9 @@ def extend(**changes: Any) -> None:
     """Adds observers, and what features need, for what is sharded from then on: `extend(observers=(make,))`, where
     `make(root)` returns an Observer or None.
 
-    Each `fully_shard` call makes a root, which gets the `features` and `observers` of that moment, after `plan` was
-    asked. What a root that exists is to have is added by `root_of(model).add(observer)`. The other fields are read at
-    each use, or once for a class of modules: give these before the first `fully_shard`.
+    The root of a model is built at its first use, and gets the `features` and `observers` of that moment. A root that
+    is built already gets an observer by `root_of(model).add(observer)`. The other fields are read at each use, or once
+    for a class of modules: give these before the first `fully_shard`.
 
     Args:
         changes: fields of `fsdp2.engine.Extensions`, which describes them. A tuple is added to the present one; another

@@ -164,7 +164,7 @@ class GroupGradients:
 
     def is_pending(self) -> bool:
         """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
-        return bool(self.unsynchronized or self.partial or (self.group.queue and self.group.queue.has(self)))
+        return bool(self.unsynchronized or self.partial or self.group.queue.has(self))
 
     @property
     def kept_nbytes(self) -> int:

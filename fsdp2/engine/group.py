@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,14 +28,14 @@ from .group_parameters import GroupParameters
 from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
-from .placeholders import forget_cleared, leaves_gradients
+from .placeholders import forget_cleared
 from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .reduce import Reduction
+from .schedule import ReductionQueue
 
 if TYPE_CHECKING:
     from ..codecs.replicas import CommHook
     from .root import BackwardPass, Root
-    from .schedule import ReductionQueue
     from .state import FSDPState
 
 __all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup", "Hold", "Phase"]
@@ -58,7 +59,7 @@ class FSDPParamGroup:
     Memory and Registration; features and checks read its attributes, and change choices by `set` and `use_comms`.
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
-    `state`: the FSDPState of the modules; `root`, `queue`: the root that the group runs under, and its reductions.
+    `state`: the FSDPState of the modules; `queue`: the reductions in flight of the root that the group runs under.
     `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
     `begun`: if there are users, the states whose backward has begun, and not ended.
     `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
@@ -86,9 +87,7 @@ class FSDPParamGroup:
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
-        # Typed as if there always were one: nothing runs without.
-        self.root: Root = None  # type: ignore[assignment]
-        self.queue: ReductionQueue = None  # type: ignore[assignment]
+        self.queue = ReductionQueue()
         self.name = type(modules[0]).__name__
         self.purpose = Purpose(self.name)
         self.phase = SHARDED
@@ -125,6 +124,46 @@ class FSDPParamGroup:
     def __repr__(self) -> str:
         return self.purpose.label
 
+    # ---- the state and the root
+
+    def join_state(self, state: FSDPState) -> None:
+        """Belongs to `state` from now on."""
+        self.state = state
+
+    def note_originals(self, originals: list[weakref.ref[nn.Parameter]]) -> None:
+        """Remembers what its parameters were before fully_shard."""
+        self.originals = originals
+
+    def share_with(self, users: Iterable[FSDPState]) -> None:
+        """Is used by these states, too, from now on: their modules have some of the parameters."""
+        self.users = (*users,)
+
+    @cached_property
+    def root(self) -> Root:
+        """The Root that runs the group: `state.root`, which is built when it is first asked for."""
+        return self.state.root
+
+    @property
+    def built_root(self) -> Root | None:
+        """The Root that runs the group, if it is built."""
+        return vars(self).get("root")
+
+    def join_root(self, root: Root) -> None:
+        """Runs under `root` from now on."""
+        self.root, self.queue, self.events, self.writers = root, root.queue, root.events, root.writers
+        self.purpose.run_under(root)
+
+    def use_queue(self, queue: ReductionQueue) -> None:
+        """Adds reductions to `queue` from now on."""
+        self.queue = queue
+
+    def leave_root(self) -> None:
+        """Runs under another root next, which is not built yet."""
+        for wait in self.writers:  # the next root does not know them
+            wait(self)
+        vars(self).pop("root", None)
+        self.queue, self.events, self.writers, self.backward_hooks = ReductionQueue(), NO_EVENTS, [], []
+
     def _become(self, phase: Phase) -> None:
         """Changes the phase.
 
@@ -142,7 +181,7 @@ class FSDPParamGroup:
         """True if memory is freed although there are views of it: the user wants that, or graphs have them as a rule,
         because no hook sees what autograd saves.
         """
-        return self.settings.free_viewed_storage or (self.root is not None and self.root.saves_unseen)
+        return self.settings.free_viewed_storage or self.root.saves_unseen
 
     @property
     def scatter_hook(self) -> CommHook | None:
@@ -182,9 +221,10 @@ class FSDPParamGroup:
                 prefix = names.get(slot.module)
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
-        self.name = self.purpose.name = self.purpose.label = names.get(self.modules[0], "") or "root"
+        self.name = label = names.get(self.modules[0], "") or "root"
         if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
-            self.purpose.label = f'{type(self.modules[0]).__name__} "{self.name}"'
+            label = f'{type(self.modules[0]).__name__} "{self.name}"'
+        self.purpose.rename(self.name, label)
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""
@@ -219,9 +259,9 @@ class FSDPParamGroup:
 
     def note_change(self) -> None:
         """Notes that settings or trainable parameters may have changed."""
-        if self.root is not None:
-            self.root.changed.add(self)
-            self.root.leaves_gradients = self.root.leaves_gradients or leaves_gradients(self)
+        root = self.built_root
+        if root is not None:
+            root.note_changed(self)
 
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""
@@ -411,7 +451,7 @@ class FSDPParamGroup:
         if not buffers.free():
             if self.frees_viewed_storage:
                 buffers.free(although_viewed=True)
-            elif self.root is not None:
+            else:
                 self.root.viewed.add(self)
         if self.parameters.extension is not None and not buffers.keeps_storage:
             self.parameters.extension.free()
@@ -600,8 +640,9 @@ class FSDPParamGroup:
                 self.unregister()
             return
         if choice is None:
-            is_of_root = self.root.group is self or self.root.state in self.users
-            keeps = keeps or is_of_root or self in self.root.prefetcher.first_in_backward or self.root.runs_for_loss
+            root = self.root
+            is_of_root = root.group is self or root.state in self.users
+            keeps = keeps or is_of_root or self in root.prefetcher.first_in_backward or root.forward.runs_for_loss
         else:
             keeps = choice is False
         if backward_follows and keeps:

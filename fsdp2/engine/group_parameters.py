@@ -64,6 +64,10 @@ class Registration:
         # Casts buffers that were replaced, if the policy has a dtype for them.
         self.buffers: CastBuffers | None = None
 
+    def cast_replaced_by(self, buffers: CastBuffers | None) -> None:
+        """Has `buffers` cast buffers that were replaced. None: they stay as they are."""
+        self.buffers = buffers
+
     # ---- swapping
 
     def register(self, unsharded: bool) -> None:
@@ -389,8 +393,9 @@ class GroupParameters:
         guards = self.unsharded_versions.guards
         self.unsharded_versions = UnshardedVersions(self.params, self.registration.versions(), guards)
         group = self._gradients.group
-        if group.root is not None:
-            group.root.has_rebuilt = True
+        root = group.root if replaced else group.built_root  # what users put there is seen before the first pass, too
+        if root is not None:
+            root.note_rebuilt()
         for notify in group.events.rebuilt:
             notify(group, replaced)
 

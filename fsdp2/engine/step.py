@@ -86,7 +86,6 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     try:
         try:
             root.enter(state)
-            root.depth = depth + 1
             args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
             output = forward(*args, **kwargs)
             for inputs in reversed(handed):
@@ -109,11 +108,9 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
             _fail(state, module, in_backward, depth == 0)
             raise
         finally:
-            root.depth = depth
-            root.leave(num_running)
+            root.leave(num_running, depth)
     except BaseException:  # Ctrl-C may have ended the lines above. To leave again changes nothing.
-        root.depth = depth
-        root.leave(num_running)
+        root.leave(num_running, depth)
         raise
     output_dtype = state.policy.output_dtype
     return output if output_dtype is None else cast_floating(output, output_dtype)
@@ -129,7 +126,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
         for group in state.used:
             notify(group)
     if is_outermost:
-        root.read_outside.clear()
+        root.forward.read_outside.clear()
         for notify in root.events.pass_failed:
             notify(root, False)
     if not in_backward:

@@ -9,7 +9,6 @@ reaches `.grad` before: gradients wait unsharded (sync="last"), or as shards of 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -395,8 +394,7 @@ class Totals:
 
     def __init__(self, root: Root, num_batches: int | None) -> None:
         self._mesh, self._num_batches = root.group.mesh, num_batches
-        self._purpose = Purpose("the weights of accumulate")
-        self._purpose.root = weakref.ref(root)
+        self._purpose = Purpose("the weights of accumulate", root)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._rows: Tensor | None = None

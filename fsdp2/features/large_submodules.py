@@ -7,7 +7,7 @@ when the last of its gradients is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from statistics import median_low
 from typing import Any
@@ -18,7 +18,6 @@ from ..calls.user_code import hides_modes
 from ..engine.build import Plan
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.module_class import make_subclass
-from ..engine.root import Root
 from ..engine.state import FSDPState
 from ..engine.step import run_forward
 from ..torch_private.compat import untraced
@@ -75,26 +74,25 @@ def _nbytes(params: Iterable[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params)
 
 
-def gather_when_called(root: Root) -> None:
-    """Has each large submodule of a root gather its own parameters when it is called.
+def gather_when_called(state: FSDPState) -> None:
+    """Has each large submodule of a call's modules gather its own parameters when it is called.
 
     An outer module may read the parameters of a submodule without calling it (a head's weight, for a fused loss). It
-    gets the unsharded ones then, which stay for backward, as its own do (`root.read_outside`).
+    gets the unsharded ones then, which stay for backward, as its own do (`ForwardPass.read_outside`).
     """
-    for state in root.states:
-        for part in state.parts:
-            (module,) = part.modules
-            if _STATE not in module.__dict__:
-                module.__dict__[_STATE] = part
-                object.__setattr__(module, "__class__", _own_class(type(module)))
-                if isinstance(module, nn.Embedding):  # its backward reads no weight
-                    for group in part.groups:
-                        group.set(unshard_in_backward=False)
+    for part in state.parts:
+        (module,) = part.modules
+        if _STATE not in module.__dict__:
+            module.__dict__[_STATE] = part
+            object.__setattr__(module, "__class__", _own_class(type(module)))
+            if isinstance(module, nn.Embedding):  # its backward reads no weight
+                for group in part.groups:
+                    group.set(unshard_in_backward=False)
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
     """Returns True if the outer module has read parameters of a large submodule without calling it, in this pass."""
-    return group in group.root.read_outside
+    return group in group.root.forward.read_outside
 
 
 @hides_modes
@@ -107,21 +105,7 @@ def _read_parameters(state: FSDPState) -> None:
         if group.phase is not UNSHARDED and is_used:
             group.pre_forward(in_backward)
             if not in_backward:
-                root.read_outside.add(group)
-
-
-def _run_in_same_pass(root: Root, run: Callable[[], Any]) -> Any:
-    """Runs a call of a large submodule between forward and backward, by a loss. A pass of its own would free what the
-    forward has kept for backward. The submodule stays for backward, too: a loss may call it on each of many chunks.
-    """
-    num_running, depth = len(root.running), root.depth
-    try:
-        root.enter(root.state)
-        root.depth, root.runs_for_loss = depth + 1, True
-        return run()
-    finally:
-        root.depth, root.runs_for_loss = depth, False
-        root.leave(num_running)
+                root.forward.read_outside.add(group)
 
 
 @once
@@ -135,7 +119,8 @@ def _own_class(cls: Any) -> Any:
         root = part.root
         if root.running or not root.prefetcher.ran or root.backward is not None:
             return run()
-        return _run_in_same_pass(root, run)
+        with root.in_same_pass():
+            return run()
 
     def get_attribute(self: nn.Module, name: str) -> Any:
         if name in self.__dict__["_parameters"]:

@@ -8,7 +8,6 @@ and nothing is in flight. Then they tell each other why.
 
 from __future__ import annotations
 
-import weakref
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -96,8 +95,7 @@ class SkippableStep:
         self._buffers: list[_Saved] = []
         self._was_entered = False
         self._reasons: dict[int, str] | None = None
-        self._purpose = Purpose("the end of a step")
-        self._purpose.root = weakref.ref(root)
+        self._purpose = Purpose("the end of a step", root)
 
     @property
     def skipped(self) -> bool:

@@ -93,27 +93,29 @@ def _content_of(parameter: Tensor) -> tuple[int | None, Memory | None]:
     return local._version if counts else None, memory_of(local)
 
 
-def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
-    """Has each of `states`, of one root, use the groups that own parameters of its modules. Returns these groups.
+def connect_ties(states: Sequence[FSDPState]) -> None:
+    """Has each of `states`, of one root, use the groups that own parameters of its modules.
 
     It reads what slots parameters have, so that copies of a model are connected as the model is.
     """
     candidates = []
     for state in states:
-        state.used = state.groups
+        state.use_also(())
         for group in state.groups:
-            group.users = ()
+            group.share_with(())
             num_slots = len(group.registration.watched[0])
             if num_slots > len(group.params):
                 candidates.append(group)
     if not candidates:
-        return []
+        return
     # Parts come behind the states around them, whose modules they have.
     state_of_module = {module: state for state in states for module in state.own_modules()}
+    shared: dict[FSDPState, list[FSDPParamGroup]] = {}
     for group in candidates:
         slots = [slot for param in group.params for slot in param.slots]
         found = dict.fromkeys(state_of_module.get(slot.module) for slot in slots)
-        group.users = tuple(state for state in found if state is not None and state is not group.state)
+        group.share_with(state for state in found if state is not None and state is not group.state)
         for state in group.users:
-            state.used = [*state.used, group]
-    return [group for group in candidates if group.users]
+            shared.setdefault(state, []).append(group)
+    for state, groups in shared.items():
+        state.use_also(groups)
