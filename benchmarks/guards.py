@@ -49,7 +49,6 @@ def drop_versions(model: nn.Module) -> None:
 
 def drop_calls(model: nn.Module) -> None:
     """Drops the check, when an inner module is called, that its parameters are unsharded."""
-    _drop_observers(model, lambda each: type(each).__name__ == "EntryPoints")
     for group in _groups(model):
         for entries, key, _ in group.registration.while_sharded:
             entries.pop(key, None)

@@ -17,21 +17,11 @@ from ..calls.nested import tensors_in
 from ..calls.served_calls import serve_call
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import sharded_owner
-from ..engine.root import Root
 from ..engine.state import FSDPState, names_below, state_of
 from ..parameters.replacements import REPLACE_BEFORE
 from ..torch_private.beyond_step import watch_calls
-from .due import Check
 
 _KEY = "fsdp2"
-
-
-class EntryPoints(Check):
-    """Refuses calls of modules whose parameters another module gathers, while these are sharded."""
-
-    def detached(self, root: Root) -> None:
-        for group in root.groups:
-            _unwatch(group)
 
 
 def watch_calls_inside(state: FSDPState) -> None:
@@ -42,6 +32,12 @@ def watch_calls_inside(state: FSDPState) -> None:
         for module in inside:
             if module not in group.modules:
                 _watch(group, module)
+
+
+def stop_watching_calls(state: FSDPState) -> None:
+    """Refuses no calls inside the modules of a call any more."""
+    for group in state.groups:
+        _unwatch(group)
 
 
 def _watch(group: FSDPParamGroup, module: nn.Module) -> None:

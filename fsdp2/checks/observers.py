@@ -9,13 +9,13 @@ from ..collectives.choose import choice_of, choose
 from ..dtensor import optimizer_steps
 from ..engine.events import Observer, extend
 from ..engine.group import FSDPParamGroup
-from ..engine.owners import roots_of_thread
+from ..engine.owners import outermost_of_thread
 from ..engine.root import Root
 from ..engine.state import FSDPState
 from .buffers import Buffers
 from .clipping import Clipping
 from .due import Check, ForwardChecks, RankComparisons, make_rank_comparisons
-from .entry_points import EntryPoints, watch_calls_inside
+from .entry_points import stop_watching_calls, watch_calls_inside
 from .equal_inputs import EqualInputs
 from .level import choose_level, is_debug, is_on, require_level
 from .lost_writes import MovedData, UnseenWrites, WrittenParameters, refuse_originals
@@ -55,7 +55,6 @@ _CHECKS: tuple[type[Check], ...] = (
     WrittenParameters,
     MovedData,
     UnseenWrites,
-    EntryPoints,
 )
 _OBSERVERS: tuple[Callable[[Root], Observer], ...] = (
     *(partial(_make, each) for each in _CHECKS),
@@ -98,23 +97,19 @@ def set_checks(level: str) -> None:
         RuntimeError: a forward or backward runs.
     """
     require_level(level, "level")
-    roots = [*filter(_can_communicate, roots_of_thread())]
-    if any(root.running or root.is_in_backward() for root in roots):
+    outermost = outermost_of_thread()
+    built = [root for root in [state.built_root for state in outermost] if root is not None]
+    if any(root.running or root.is_in_backward() for root in built):
         raise RuntimeError("set_checks: call it between steps, not during a forward or backward")
     choose_level(level)
-    for root in roots:
-        _compare_collectives(root.groups, is_debug())
-        for state in root.states if is_on() else ():
+    for state in [each for outer in outermost for each in (outer, *outer.inside)]:
+        _compare_collectives(state.groups, is_debug())
+        if is_on():
             _watch_parameters(state)
+        else:
+            stop_watching_calls(state)
+    for root in built:  # others get the checks of the level when they are built
         _observe(root)
-
-
-def _can_communicate(root: Root) -> bool:
-    """Returns False if the process groups of a root were destroyed: an old model may still be alive."""
-    try:
-        return root.group.mesh.axis_groups is not None
-    except RuntimeError:
-        return False
 
 
 def _follow_sharding(state: FSDPState) -> None:
@@ -140,7 +135,7 @@ def _compare_collectives(groups: Iterable[FSDPParamGroup], wanted: bool) -> None
 
 
 def _observe(root: Root) -> None:
-    """Has the checks follow a root that is there already, or not, as the level says. Those that stay keep what they
+    """Has the checks follow a root that is built already, or not, as the level says. Those that stay keep what they
     know.
     """
     before, present = root.events.observers, {type(each): each for each in root.events.observers}

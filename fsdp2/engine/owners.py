@@ -16,7 +16,6 @@ from ..torch_private.compat import storage_id
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .parameter import FSDPParam
-    from .root import Root
     from .state import FSDPState
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
@@ -56,12 +55,20 @@ def all_groups() -> Iterator[FSDPParamGroup]:
         yield from state.groups
 
 
-def roots_of_thread() -> list[Root]:
-    """Returns the roots that are alive whose last forward pass, or fully_shard call, was on this thread. Another thread
-    may be another rank: what it does must not change what this one's roots know, nor while they use it.
+def outermost_of_thread() -> list[FSDPState]:
+    """Returns the states of the outermost sharded modules whose last forward pass, or fully_shard call, was on this
+    thread. Another thread may be another rank: what it does must not change what this one's roots know, nor while they
+    use it. Models whose process groups were destroyed are left out.
     """
     outermost = dict.fromkeys(state.outermost for state in _all_states())
-    return [state.root for state in outermost if state.thread == get_ident()]
+    return [state for state in outermost if state.thread == get_ident() and _can_communicate(state)]
+
+
+def _can_communicate(state: FSDPState) -> bool:
+    try:
+        return state.groups[0].mesh.axis_groups is not None
+    except RuntimeError:
+        return False
 
 
 def owners_by_id() -> dict[int, Owned]:

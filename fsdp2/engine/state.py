@@ -123,9 +123,14 @@ class FSDPState:
             group.leave_root()
 
     @property
+    def built_root(self) -> Root | None:
+        """The Root that runs these modules, if it is built."""
+        return vars(self).get("root")
+
+    @property
     def thread(self) -> int:
         """Identity of the thread on which the last forward pass has begun, or else fully_shard was called."""
-        root: Root | None = vars(self).get("root")
+        root = self.built_root
         return self._made_on if root is None else root.forward.thread
 
     def enclose(self, inside: Iterable[FSDPState]) -> None:
