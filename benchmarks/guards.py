@@ -120,12 +120,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
-    from fsdp2.engine.events import Events
-
-    root = _root(model)
-    root.events = Events([each for each in root.events.observers if not drops(each)])
-    for group in root.groups:
-        group.events = root.events
+    events = _root(model).events
+    events.call(tuple(each for each in events.observers if not drops(each)))
 
 
 def _root(model: nn.Module) -> Any:

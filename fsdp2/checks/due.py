@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..calls.inputs import HandedInputs
-from ..engine.events import Observer
+from ..engine.events import Change, Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..ranks.compare_ranks import (
@@ -50,6 +50,7 @@ from ..ranks.rank_facts import gather_by_rank
 from .level import is_debug
 
 if TYPE_CHECKING:
+    from ..engine.parameter import FSDPParam
     from ..engine.root import Root
     from ..engine.state import FSDPState
 
@@ -89,10 +90,10 @@ class RankCheck(Check, RankObserver):
 class ForwardCheck(Check):
     """Checks some forwards of each group. What it computes on a device, the host reads when the pass ends."""
 
-    def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
+    def after_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Called when a forward of `state` begins, which gets `inputs` cast to `dtype`, if its first group is due."""
 
-    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
+    def after_use(self, state: FSDPState, inputs: HandedInputs) -> None:
         """Called when a forward of `state` has returned that got such inputs, if its first group was due."""
 
     def before_forward(self, group: FSDPParamGroup) -> None:
@@ -191,8 +192,8 @@ class RankComparisons(Observer):
         self._evaluations += 1
         return is_check_time(self._evaluations)
 
-    def loaded(self, group: FSDPParamGroup) -> None:
-        self._begins_anew = True  # all ranks have loaded
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        self._begins_anew = self._begins_anew or change is Change.LOADED  # all ranks have loaded
 
     def out_of_step(self, root: Root) -> None:
         # Ranks may have counted different numbers, and compare from the beginning, but not what they began with.
@@ -330,14 +331,16 @@ class _Forwards(Observer):
     def detached(self, root: Root) -> None:
         self.is_there = False
 
-    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        if state.groups[0] in self._checks.due and not is_capturing():
-            for check in self._checks.checks():
-                check.before_cast(state, inputs, dtype)
-
-    def forward_began(self, group: FSDPParamGroup) -> None:
+    def forward_began(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
         due = self._checks.due
-        if group not in due or group.num_running > 1 or is_capturing():
+        if group not in due or is_capturing():
+            return
+        state = group.root.running[-1]
+        cast = [tensor for each in inputs for tensor, copy in each.not_written() if copy.dtype != tensor.dtype]
+        if cast and group is state.groups[0] and state.input_dtype is not None:
+            for check in self._checks.checks():
+                check.after_cast(state, cast, state.input_dtype)
+        if group.num_running > 1:
             return
         for check in self._checks.checks():
             check.before_forward(group)
@@ -353,7 +356,7 @@ class _Forwards(Observer):
         if group is state.groups[0]:
             for each in reversed(inputs):
                 for check in self._checks.checks():
-                    check.after_cast(state, each)
+                    check.after_use(state, each)
         if group.num_running == 1:
             self.end(group)
             for check in self._checks.checks():

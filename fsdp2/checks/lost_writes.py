@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
+from ..engine.events import Change
 from ..engine.gather import view_bytes
 from ..engine.group import FSDPParamGroup, Hold
 from ..engine.owners import SHARDED_AS
@@ -135,8 +136,9 @@ class MovedData(ForwardCheck):
             "fully_shard."
         )
 
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        self._places.pop(group, None)
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        if change is Change.PARAMETERS:
+            self._places.pop(group, None)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         _refuse_lost([name for each in _resharded_with(group) for name in self.take_moved(each)])
@@ -233,7 +235,7 @@ class UnseenWrites(ForwardCheck):
         if group.hold >= Hold.NEXT_PASS:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, _refuse_differing))
 
-    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
+    def after_use(self, state: FSDPState, inputs: HandedInputs) -> None:
         # What was moved to the device is left out: others may fill the caller's buffer with the next batch already.
         pairs = [
             each for each in inputs.not_written() if all(map(_is_plain, each)) and each[0].device == each[1].device

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import AS_IS
+from ..engine.events import Change
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
@@ -94,8 +95,10 @@ class Structure(RankCheck):
         for group in root.groups:
             group.purpose.add_remark("")
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        if self._trainable[group] != group.parameters.trainable:  # other settings change in each accumulation
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        if (
+            change is Change.SETTINGS and self._trainable[group] != group.parameters.trainable
+        ):  # other settings change in each accumulation
             self._trainable[group] = group.parameters.trainable
             self._remark()
 
@@ -355,7 +358,7 @@ def keep_initial_values(state: FSDPState) -> None:
 class InitialWeights(RankCheck):
     """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         known = _known_of_call(group)
         for param, parameter in replaced.items():
             known.pop(param, None)

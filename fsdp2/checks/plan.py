@@ -387,7 +387,7 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     inside = [
         state
         for state in plan.inside
-        if conditional or any(group in found and group.mesh.axis_groups for group in state.groups)
+        if conditional or (found and any(group in found and group.mesh.axis_groups for group in state.groups))
     ]
     if not conditional and not inside:
         return

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 from inspect import getattr_static, isfunction, signature
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .comm import CommWatcher, Unwatched
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from .reduce import Pending
     from .root import Root
     from .state import FSDPState
+
+
+class Change(Enum):
+    """Says what a user has changed of a group."""
+
+    SETTINGS = auto()
+    """Settings, or which parameters are trainable: `set` was called, or buckets were planned."""
+    PARAMETERS = auto()
+    """Parameters, or their memory. `group.parameters` is updated after the event."""
+    LOADED = auto()
+    """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
 
 class Observer:
@@ -79,11 +90,10 @@ class Observer:
 
     # ---- forwards of modules; those that checkpointing runs again send `forward_failed` only
 
-    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """A forward is about to cast floating-point tensors among `inputs` to `dtype`, before it gathers anything."""
-
-    def forward_began(self, group: FSDPParamGroup) -> None:
-        """A module's forward begins; its unsharded parameters are registered."""
+    def forward_began(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
+        """A module's forward begins; its unsharded parameters are registered. `inputs`: those that were cast for it, or
+        moved.
+        """
 
     def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
         """The module's call, hooks included, has returned; the unsharded parameters are still there. `inputs`: those
@@ -116,16 +126,10 @@ class Observer:
 
     # ---- what users change
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
-
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it. `replaced`:
-        param -> what a user had registered in its place, or given another local tensor.
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        """Settings, parameters or their values may be others. `replaced`, with Change.PARAMETERS: param -> what a user
+        had registered in its place, or given another local tensor.
         """
-
-    def loaded(self, group: FSDPParamGroup) -> None:
-        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
 
 OneObserver = TypeVar("OneObserver", bound=Observer)

@@ -258,8 +258,6 @@ class GroupGradients:
                 compat.on_accumulated(self._params[i].unsharded, _KEY, arrive)
         self._plan.cache_clear()
         self._names.cache_clear()
-        for notify in self.group.events.settings_changed:
-            notify(self.group)
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
         first, buffers = indices[0], self.group.parameters.buffers

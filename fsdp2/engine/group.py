@@ -22,9 +22,9 @@ from ..parameters.replacements import find_replacements
 from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
-from .events import NO_EVENTS, Events
+from .events import NO_EVENTS, Change, Events
 from .gradients import GroupGradients
-from .group_parameters import GroupParameters
+from .group_parameters import NONE_REPLACED, GroupParameters
 from .memory import PendingGather
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
@@ -237,9 +237,7 @@ class FSDPParamGroup:
             self.use_comms(self.comms._replace(post_forward=self._neighbours()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
-        self.note_change()
-        for notify in self.events.settings_changed:
-            notify(self)
+        self.note_change(Change.SETTINGS)
 
     def choose_grad_dtype(self, param: FSDPParam, dtype: torch.dtype | None) -> None:
         """Delivers gradients of `param`, one of its parameters, in another dtype from now on. Every rank must call it.
@@ -255,13 +253,15 @@ class FSDPParamGroup:
         param.grad_choice = compat.GradDtype(dtype)
         self.reshard()
         self.parameters.build(self.settings, self.comms.gathers)
-        self.note_change()
+        self.note_change(Change.SETTINGS)
 
-    def note_change(self) -> None:
-        """Notes that settings or trainable parameters may have changed."""
-        root = self.built_root
+    def note_change(self, change: Change, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
+        """Tells the root, and its observers, what a user may have changed. A root that is not built finds out when it
+        is, but for what was `replaced`: param -> what the user has put in its place.
+        """
+        root = self.root if replaced else self.built_root
         if root is not None:
-            root.note_changed(self)
+            root.note_change(self, change, replaced)
 
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""

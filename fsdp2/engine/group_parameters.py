@@ -20,6 +20,7 @@ from ..parameters.subclasses import SubclassGather
 from ..torch_private import compat
 from ..torch_private.compat import peek_local, requires_grad_of, version_of
 from .comm import Comm, SoloComm
+from .events import Change
 from .freed import NOTHING_TO_REFUSE, Readability
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .gradients import GroupGradients
 
 _SHARDED, _UNSHARDED = 0, 1
-_NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
+NONE_REPLACED: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
 _uncounted = count()
 # So many views of each parameter, on average, are kept for the next step.
 _VIEWS_OF_PARAMETER = 4
@@ -247,7 +248,7 @@ class GroupParameters:
         """Follows parameters to the modules that have them now: tied ones have got slots, or lost some."""
         self._rebuild()
 
-    def _rebuild(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
+    def _rebuild(self, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
         """Builds buffers, plans and unsharded parameters from the present local tensors, if all are on the device."""
         self.readability.allow(True)
         self.registration.prepare(())
@@ -315,7 +316,7 @@ class GroupParameters:
         has_memory = self.buffers is not None and not self._settings.keep_storage
         return has_memory and len(self._assigned) == len(self.params)
 
-    def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
+    def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `build` allocates some."""
         self.readability.allow(True)
         self.registration.prepare(())
@@ -325,7 +326,7 @@ class GroupParameters:
         self.buffers, self.nbytes, self.bases, self.views = None, 0, [], {}
         self._watch(replaced)
 
-    def follow(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
+    def follow(self, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
         """Updates everything that depends on which sharded and unsharded parameters there are now."""
         assert self.buffers is not None, "unsharded parameters are there"
         self.readability.allow(True)
@@ -392,12 +393,7 @@ class GroupParameters:
         note_shards(self.params, locals_)
         guards = self.unsharded_versions.guards
         self.unsharded_versions = UnshardedVersions(self.params, self.registration.versions(), guards)
-        group = self._gradients.group
-        root = group.root if replaced else group.built_root  # what users put there is seen before the first pass, too
-        if root is not None:
-            root.note_rebuilt()
-        for notify in group.events.rebuilt:
-            notify(group, replaced)
+        self._gradients.group.note_change(Change.PARAMETERS, replaced)
 
     # ---- requires_grad
 
@@ -425,7 +421,7 @@ class GroupParameters:
                     param.unsharded.requires_grad_(trainable)
         specs = self.specs if self.buffers is not None else ()
         self._gradients.prepare(specs, self._settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
-        self._gradients.group.note_change()
+        self._gradients.group.note_change(Change.SETTINGS)
 
     # ---- what a tensor belongs to
 

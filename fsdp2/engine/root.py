@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -24,13 +24,14 @@ from ..torch_private.compat import (
     top_saved_tensor_hooks,
 )
 from .autograd import SavedTensors
-from .events import BackwardSteps, Events, Observer, RankConsensus, extensions
+from .events import BackwardSteps, Change, Events, Observer, RankConsensus, extensions
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
 from .policy import SECONDARY, SHARDED, Hold, RootSettings
 from .schedule import Cursor, Prefetcher, ReductionQueue
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
+    from .parameter import FSDPParam
     from .state import FSDPState
 
 
@@ -342,14 +343,15 @@ class Root:
             with suppress(RuntimeError):
                 group.reshard_if_idle()
 
-    def note_rebuilt(self) -> None:
-        """Notes that parameters of some group were replaced, or lie elsewhere."""
-        self.has_rebuilt = True
-
-    def note_changed(self, group: FSDPParamGroup) -> None:
-        """Notes that settings or trainable parameters of `group` may have changed."""
-        self.changed.add(group)
-        self.leaves_gradients = self.leaves_gradients or leaves_gradients(group)
+    def note_change(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        """Notes what a user may have changed of `group`, and tells observers; see `Observer.changed`."""
+        if change is Change.SETTINGS:
+            self.changed.add(group)
+            self.leaves_gradients = self.leaves_gradients or leaves_gradients(group)
+        elif change is Change.PARAMETERS:
+            self.has_rebuilt = True
+        for notify in self.events.changed:
+            notify(group, change, replaced)
 
     def find_left_gradients(self) -> None:
         """Finds out whether gradients of some group are unsynchronized, or will be."""

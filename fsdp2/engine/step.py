@@ -145,9 +145,6 @@ def before_forward(
     if dtype is not None:
         inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
         if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
-            if not in_backward:
-                for notify in root.events.inputs_cast:
-                    notify(state, inputs, dtype)
             handed.append(HandedInputs(cast_to(dtype), args, kwargs))
             args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
@@ -155,7 +152,7 @@ def before_forward(
         group.pre_forward(in_backward)
         if not in_backward:
             for notify in root.events.forward_began:
-                notify(group)
+                notify(group, handed)
             for ahead in root.prefetcher.in_forward(group):
                 ahead.start_unshard()
         need_no_hooks = need_no_hooks and group.needs_no_input_hooks

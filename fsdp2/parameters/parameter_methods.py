@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calls.user_code import hides_modes
+from ..engine.events import Change
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.parameter import USER_CLASS, FSDPParam
 from ..engine.placeholders import UnsynchronizedGrad
@@ -212,5 +213,4 @@ def _after_load(module: nn.Module, _: Any) -> None:
     _swap_buffers(module, exact=False)
     for group in _groups_within(module):
         if group.adopt_replacements(accept_whole=True, may_be_untied=True):
-            for notify in group.events.loaded:
-                notify(group)
+            group.note_change(Change.LOADED)

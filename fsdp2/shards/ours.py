@@ -17,6 +17,7 @@ from ..checks.model_facts import find_written, known_of
 from ..collectives.choose import choice_of
 from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
+from ..engine.events import Change
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, gather_layout
 from ..engine.memory import Memory
@@ -328,8 +329,7 @@ class OurGroup:
             return buffers.unsharded_parameters()
 
     def note_loaded(self) -> None:
-        for notify in self.engine_group.events.loaded:
-            notify(self.engine_group)
+        self.engine_group.note_change(Change.LOADED)
 
     def noted_values(self) -> Sequence[NotedValues]:
         group = self.engine_group

@@ -1,8 +1,8 @@
 """Tests that each attribute of the engine's objects has one writer: the file that defines the class.
 
-Others ask by a verb: a method of the owner. Read by the source: an assignment to `x.name`, where `x` is named as objects
-of the engine are (`group`, `root`, `param`, ...), counts if a class of the engine or of a room has that attribute and
-stands in another file.
+Others ask by a verb: a method of the owner. Read by the source: an assignment to `x.name`, where `x` is named as
+objects of the engine are (`group`, `root`, `param`, ...), counts if a class of the engine or of a room has that
+attribute and stands in another file.
 """
 
 import ast

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -170,7 +169,7 @@ def test_the_registry_knows_models_without_a_root_and_forgets_those_that_are_gon
 
 
 def test_replacements_before_the_first_use_are_known_when_ranks_compare() -> None:
-    """`load_state_dict(assign=True)` of whole tensors: what was sampled at fully_shard is no value of theirs any more."""
+    """Those of `load_state_dict(assign=True)`, of whole tensors: values sampled at fully_shard are replaced."""
     from fsdp2.checks.model_facts import known_of
 
     model = sharded(1)
