@@ -20,7 +20,7 @@ from .devices import streams
 from .engine.events import extensions
 from .engine.module_class import class_attributes, class_lock, make_subclass
 from .engine.policy import Hold, check_bool
-from .engine.state import groups_below, groups_of, require_state, states_of
+from .engine.state import groups_below, groups_of, require_root, require_state, states_of
 from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
 from .features.copying import copying_methods
@@ -664,7 +664,7 @@ class FSDPModule:
         Raises:
             RuntimeError: not the root.
         """
-        reset(root_of(self, "reset_iter_state"))
+        reset(require_root(self, "reset_iter_state"))
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
         """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
@@ -690,7 +690,7 @@ class FSDPModule:
             raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+        require_root(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.
@@ -706,7 +706,7 @@ class FSDPModule:
             RuntimeError: not the root.
         """
         check_bool("enabled", enabled)
-        root = root_of(self, "set_running_stats_averaging")
+        root = require_root(self, "set_running_stats_averaging")
         root.set(averages_running_stats=enabled)
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -747,7 +747,7 @@ class FSDPModule:
             RuntimeError: not the root, or during a backward pass. Later, in backward: a second gradient of a parameter
                 that was stepped on in the same pass (reentrant checkpointing).
         """
-        root = root_of(self, "set_optimizer_in_backward")
+        root = require_root(self, "set_optimizer_in_backward")
         if root.is_in_backward():
             raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
         use_in_backward(root, optimizer)
@@ -763,7 +763,7 @@ class FSDPModule:
             RuntimeError: not the root, or during a backward pass.
         """
         check_bool("enabled", enabled)
-        root = root_of(self, "set_manual_backward_finalization")
+        root = require_root(self, "set_manual_backward_finalization")
         if root.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
         root.set(finalize_backward=not enabled)
@@ -786,7 +786,7 @@ class FSDPModule:
             RuntimeError: not the root.
         """
         check_bool("async_op", async_op)
-        root = root_of(self, "finalize_backward")
+        root = require_root(self, "finalize_backward")
         reduce_unsynchronized(root)
         handle = GradientReductionHandle(root)
         if async_op:
@@ -893,18 +893,6 @@ class GradientReductionHandle:
         if root.num_resets != self._resets:
             raise RuntimeError("the reductions this handle waits for were dropped by reset_iter_state")
         finalize(root)
-
-
-def root_of(module: FSDPModule, what: str) -> Root:
-    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    state = require_state(module)
-    if state.root.state is not state:
-        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
-    return state.root
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -88,7 +88,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
         return
     owner = groups[0].state
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
-    if owner.modules[0] not in names_below(owner.root.state.modules):
+    if owner.modules[0] not in names_below(owner.outermost.modules):
         raise RuntimeError(
             f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
             f"forward of a {outer} that is no part of the model any more. {REPLACE_BEFORE}"
@@ -99,7 +99,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
             f"which fully_shard had made, was replaced by {type(owner.modules[0]).__name__}, which gathers nothing. "
             "Set __class__ before fully_shard."
         )
-    by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
+    by = inner if owner is owner.outermost else outer  # of the root's parameters, few may be meant
     raise RuntimeError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
         f"forward of {outer}. On every rank, call it inside `with fsdp2.full_params({by}):`; or register the method of "
@@ -116,7 +116,7 @@ def _groups_of_own_parameters(module: nn.Module) -> list[FSDPParamGroup]:
 
 def _expression(module: nn.Module, owner: FSDPState) -> str:
     """Returns what a user writes for `module`: `model.blocks[0]`."""
-    for root in owner.root.state.modules:
+    for root in owner.outermost.modules:
         for name, each in root.named_modules(prefix="model"):
             if each is module:
                 return re.sub(r"\.(\d+)", r"[\1]", name)

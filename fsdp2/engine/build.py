@@ -33,68 +33,73 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of `fully_shard` or `replicate`.
+    """The arguments of one call of `fully_shard` or `replicate`, as the user gave them."""
 
-    `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
-    return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
-    `ignored_modules`: whose buffers stay as they are. `conditional`, `vocab_parallel`: see GroupSettings.
-    """
-
+    # One axis shards; of two, the first replicates (HSDP). A DataMesh names its axes itself.
     mesh: DeviceMesh | DataMesh
     reshard_after_forward: bool | int | None = None
+    # Returns a Shard or None; a Shard and a DataMesh for a parameter on a mesh of its own.
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadChoice = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
+    # Modules whose buffers stay as they are.
     ignored_modules: Collection[nn.Module] = ()
+    # See GroupSettings, as the next one.
     conditional: bool = False
     vocab_parallel: bool = False
 
 
 class ParameterPlan(NamedTuple):
-    """How to shard one parameter: its FQN, where it is registered, its mesh, and its placement.
+    """How one call is about to shard one parameter."""
 
-    `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
-    `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
-    """
-
+    # Its FQN at the first module that has it.
     name: str
+    # Where it is registered.
     slots: list[Slot]
     mesh: DataMesh
     distribution: Distribution
+    # It computes in its own dtype. None: the user has not said so, and the policy's dtype holds.
     keeps_dtype: bool | None
+    # The parameter that an earlier call has cut from this one, if its module is alive.
     owner: Owned | None = None
 
 
 @dataclass
 class Plan:
-    """What one call is about to do. Extensions may refuse or change it: no module has been changed yet.
+    """What one call is about to do. Extensions may refuse or change it: no module has been changed yet."""
 
-    `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
-    `tied`: those that earlier calls have sharded, as parameters of modules of theirs. `submodules`: those that get a
-    state of their own, with the FQNs of their parameters; extensions fill it. `offload`: where its
-    parameters rest, and `nbytes_of_budget`: what they take of an OffloadBudget. `notes`: what extensions keep of it,
-    which all states of the call get.
-    """
-
+    # The modules of the call.
     roots: list[nn.Module]
     given: Arguments
+    # The mesh of all parameters for which the user has chosen no other.
     mesh: DataMesh
+    # The modules of the call, and those inside them that no inner call manages -> their FQNs.
     managed: dict[nn.Module, str]
+    # The modules of the call, and all modules inside them -> their FQNs.
     names: dict[nn.Module, str]
+    # The states of inner calls, outermost first.
     inside: list[FSDPState]
+    # FQN -> the plan of a parameter of the call.
     parameters: dict[str, ParameterPlan]
+    # FQN -> the plan of a parameter that an earlier call has sharded, for modules of its own.
     tied: dict[str, ParameterPlan]
+    # Submodules that get a state of their own -> the FQNs of their parameters. Extensions fill it.
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
+    # Where the parameters are stored.
     offload: OffloadPolicy = OffloadPolicy()
+    # The bytes that they take of an OffloadBudget.
     nbytes_of_budget: int = 0
+    # What extensions keep about the call. All its states get it.
     notes: Notes = field(default_factory=Notes)
 
 
 @hides_modes
 def apply(module: Modules, given: Arguments, make_class: Callable[[type], type]) -> Modules:
-    """Does what `fully_shard` and `replicate` do. `make_class`: returns the class that a module of a class gets."""
+    """Shards the parameters of `module`, or of a list of modules, and has its calls gather them. Returns `module`.
+
+    `make_class` returns the sharded class for a module's class.
+    """
     plan = _plan(module, given)
     for check in extensions().plan:
         check(plan)

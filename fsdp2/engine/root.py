@@ -77,8 +77,6 @@ class Root:
         self.state, self.states = state, list(dict.fromkeys(states))
         self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
         self.group = state.groups[0]
-        # Groups that own parameters which modules of several states have.
-        self.shared = [group for group in self.groups if group.users]
         # A group that owns parameters of modules here, and is under another root.
         foreign = (group for each in self.states for group in each.tied_to if group not in self.groups)
         self._foreign = next(foreign, None)
@@ -111,9 +109,8 @@ class Root:
         # -- graphs that read weights unnoticed
         # False while a graph reads unsharded parameters unnoticed: then resharding leaves their memory.
         self.frees_memory = True
-        # The backward pass that has built a graph last; and whether a later pass has read that graph.
+        # The backward pass that has built that graph; None when a later pass has read it.
         self._graph_of: BackwardPass | None = None
-        self._graph_was_read = False
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
 
@@ -135,7 +132,6 @@ class Root:
         device = self.group.mesh.device
         # Where the inputs of a pass are moved.
         self.input_device = None if device.type in ("cpu", "meta") else device
-        self._is_on_cuda = device.type == "cuda"
         # Copies of offloaded shards to the device. Shards without memory need not be waited for.
         copies = [group.transfers for group in self.groups if compat.type_of(device) != "meta"]
         self._transfers = {each for each in copies if each is not None}
@@ -154,6 +150,11 @@ class Root:
         self.steps: BackwardSteps | None = None
         # Called with a group before its shards are read. Each waits for writes to them that the host has only begun.
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
+
+    @property
+    def shared(self) -> list[FSDPParamGroup]:
+        """The groups that own parameters which modules of several states have (tied weights)."""
+        return [group for group in self.groups if group.users]
 
     def take_over(self) -> None:
         """Runs all groups from now on, with the features and observers that the process has now."""
@@ -260,7 +261,8 @@ class Root:
                 f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
                 "predicts the memory and the time of a plain one when it is sharded."
             )
-        if self._is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
+        is_on_cuda = self.input_device is not None and self.input_device.type == "cuda"
+        if is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
             raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
         if self._foreign is not None:
             this, owner = (type(group.modules[0]).__mro__[1].__name__ for group in (self.group, self._foreign))
@@ -277,7 +279,7 @@ class Root:
             self._forget()
         if compat.profiler_runs() is not self.is_profiled:
             self.switch_profiled()
-        if self._graph_was_read:
+        if not self.frees_memory and self._graph_of is None:
             self._free_for_graph()
         if self.consensus is not None:
             self.consensus.before_pass()
@@ -310,7 +312,7 @@ class Root:
 
     def _free_for_graph(self) -> None:
         """Frees what was left for a graph that a backward pass has built: a later one has read it."""
-        self.frees_memory, self._graph_was_read = True, False
+        self.frees_memory = True
         for group in self.groups:
             if group.hold < Hold.NEXT_PASS:
                 group.reshard_if_idle()
@@ -472,7 +474,7 @@ class Root:
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
             self.backward.builds_graph = True
-            self.frees_memory, self._graph_of, self._graph_was_read = False, self.backward, False
+            self.frees_memory, self._graph_of = False, self.backward
             self.note_unseen()
 
     def _begin_backward(self) -> None:
@@ -532,8 +534,8 @@ class Root:
             assert self.backward is not None, "it ends"
             if self.settings.is_last_backward and not self.backward.builds_graph:
                 self.prefetcher.ran.clear()
-            if not self.frees_memory and self._graph_of is not self.backward:
-                self._graph_was_read = True
+            if self._graph_of is not self.backward:
+                self._graph_of = None
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
@@ -568,7 +570,7 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
         for group in self.groups:
             group.gradients.discard()
-        self.frees_memory, self._graph_was_read = True, False
+        self.frees_memory = True
         for notify in self.events.pass_failed:
             notify(self, True)
         mark_lost(self)

@@ -157,10 +157,10 @@ class FSDPState:
         module: nn.Module | None = None,
         has_run: bool = False,
     ) -> None:
-        """Reshards the groups, or keeps them for backward, when a forward has ended.
+        """Reshards the groups, or keeps them for backward, when a forward of `module` has ended.
 
-        `module`: whose forward it was, of a list that shares the groups, which may need them for the others. `has_run`:
-        the code of modules has run, see FSDPParamGroup.post_forward.
+        Where the modules are a list that shares the groups, the others may need them next: then it leaves them.
+        `has_run`: the code of modules has run, see FSDPParamGroup.post_forward.
         """
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, backward_follows)):
             return
@@ -213,6 +213,19 @@ def require_state(module: Any) -> FSDPState:
         require_module("model", module)
         raise RuntimeError(f"{type(module).__name__}: expected a module that fully_shard was applied to")
     return state
+
+
+def require_root(module: Any, function: str) -> Root:
+    """Returns the Root of a module that must be the outermost sharded one, for a public `function`.
+
+    Raises:
+        TypeError: it is no module.
+        RuntimeError: it is not sharded, or is inside another sharded module.
+    """
+    state = require_state(module)
+    if state.outermost is not state:
+        raise RuntimeError(f"{function}: expected the root, the outermost sharded module, got {state}")
+    return state.root
 
 
 def require_module(name: str, value: object, function: str = "") -> None:

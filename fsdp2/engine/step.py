@@ -1,20 +1,21 @@
 """Runs a step: what surrounds a call of a sharded module in forward, and what backward calls.
 
-**One block in forward.** `run_forward` stands around the call of block b, with all its hooks. The all-gather of b began
-while block b - 1 computed. It is waited for, the unsharded parameters take their places in the modules, and the
-all-gather of b + 1 begins, beside the compute of b. While the user's code runs, what autograd saves of weights is noted
-as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the graph
-nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded, and
-what stays for backward: the root, the last block and the one before it, unless the user has chosen otherwise.
+**One block in forward.** `run_forward` surrounds the call of block b, with all its hooks. The all-gather of b began
+while block b - 1 computed. `run_forward` waits for it, registers the unsharded parameters in the modules, and begins
+the all-gather of b + 1, which runs while b computes. While the user's code runs, what autograd saves of weights is
+noted as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the
+graph nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded,
+and what stays for backward: the root, the last block and the one before it, unless the user has chosen otherwise.
 
     compute     | b - 1          | b              | b + 1
     all-gathers |   [   b   ]    |   [ b + 1 ]    |   [ b + 2 ]
 
 **The same block in backward.** Autograd reaches a node of the output of b, or unpacks a weight, whichever comes first:
-`FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs beside the
-gradients of b. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of a bucket has
-come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes memory.
-Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and finishes them.
+`FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs while the
+gradients of b are computed. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of
+a bucket has come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes
+memory. Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and
+finishes them.
 
     compute     | b              | b - 1          | b - 2
     all-gathers |   [ b - 1 ]    |   [ b - 2 ]    |
@@ -35,7 +36,7 @@ What calls what:
   what ran before
 - FSDPParamGroup.last_gradient: all gradients are complete: reshards (then the last bucket is reduced)
 - post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
-- Root.end_backward: whatever none of these noticed
+- Root.end_backward: reduces and reshards what none of these has noticed
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
 def before_forward(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool, handed: list[HandedInputs]
 ) -> Any:
-    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again.
-    `handed`: receives the copies that stand for inputs.
+    """Casts and moves the inputs, unshards the groups, and returns the inputs.
+
+    `in_backward`: activation checkpointing runs the forward again. `handed`: receives the copies of inputs that the
+    forward gets in their place.
     """
     root, dtype, inputs = state.root, state.input_dtype, None
     if root.input_device is not None and not in_backward:
@@ -176,7 +179,7 @@ def inputs_on_device(state: FSDPState, args: Any, kwargs: Any, handed: list[Hand
 
 
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
-    """Hooks the outputs, and reshards; returns the output."""
+    """Leaves hooks for backward on the outputs, reshards the groups, and returns the output."""
     root = state.root
     if in_backward:
         return output

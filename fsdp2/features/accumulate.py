@@ -28,7 +28,7 @@ from ..engine.comm import Purpose, Work
 from ..engine.group import FSDPParamGroup
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.root import Root
-from ..engine.state import require_state
+from ..engine.state import require_root
 from ..ranks.rank_facts import ranks_of
 from ..torch_private.compat import no_torch_function
 from .blocks import BlockWatch, watch_of
@@ -116,10 +116,7 @@ def accumulate(
             raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
         if num_batches < 1:
             raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
-    state = require_state(model)
-    if state.root.state is not state:
-        raise RuntimeError(f"accumulate: expected the root, the outermost sharded module, got {state}")
-    return Accumulation(state.root, sync, num_batches)
+    return Accumulation(require_root(model, "accumulate"), sync, num_batches)
 
 
 class Accumulation:

@@ -84,7 +84,7 @@ class Description:
 
 class _GroupDescription:
     def __init__(self, group: FSDPParamGroup) -> None:
-        self.modules, self.mesh, self.name = group.modules, group.mesh, group.name
+        self.modules, self.mesh = group.modules, group.mesh
         self.settings: GroupSettings = replace(
             group.settings, optimizer_in_backward=None, forward_prefetch=None, backward_prefetch=None
         )
@@ -97,7 +97,6 @@ class _GroupDescription:
     def build(self) -> FSDPParamGroup:
         params = [_copied_param(each) for each in self.params]
         group = FSDPParamGroup(self.modules, params, self.mesh, self.settings)
-        group.name = self.name
         follow(group)
         return group
 

@@ -19,7 +19,7 @@ from ..collectives import choose as collectives
 from ..collectives.choose import make_comm
 from ..engine.comm import Purpose, compare_first
 from ..engine.root import Root
-from ..engine.state import modules_below, require_state
+from ..engine.state import modules_below, require_root
 from ..ranks.rank_facts import gather_by_rank, ranks_of
 from ..torch_private.beyond_step import has_backend
 from ..torch_private.compat import backend_name, no_torch_function
@@ -80,10 +80,7 @@ def skip_step_on_error(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) 
     kinds = catch if isinstance(catch, tuple) else (catch,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
         raise TypeError(f"catch: expected a class of exceptions or a tuple of such, got {catch!r}")
-    state = require_state(model)
-    if state.root.state is not state:
-        raise RuntimeError(f"skip_step_on_error: expected the root, the outermost sharded module, got {state}")
-    return SkippableStep(state.root, kinds)
+    return SkippableStep(require_root(model, "skip_step_on_error"), kinds)
 
 
 class SkippableStep:

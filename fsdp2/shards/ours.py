@@ -231,7 +231,7 @@ class OurGroup:
 
     @property
     def is_root(self) -> bool:
-        return self.engine_group.root.state is self.engine_group.state
+        return self.engine_group.state.outermost is self.engine_group.state
 
     @property
     def params(self) -> Sequence[OurParam]:

@@ -25,7 +25,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("engine/group_parameters.py", "keeps_storage"): "to go",
     ("bridge/pipelining.py", "left_gradients"): "to go",
     ("engine/gradients.py", "missing"): "to go",
-    ("features/copying.py", "name"): "to go",
     ("engine/root.py", "needs_no_input_hooks"): "to go",
     ("module.py", "needs_no_input_hooks"): "to go",
     ("engine/group.py", "neighbours"): "to go",
@@ -35,7 +34,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("engine/root.py", "references"): "to go",
     ("shards/registered.py", "references"): "to go",
     ("features/copying.py", "sharded"): "to go",
-    ("checks/step_history.py", "steps"): "to go",
     ("features/copying.py", "unsharded"): "to go",
     ("parameters/replacements.py", "untied"): "to go",
 }
