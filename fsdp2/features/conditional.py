@@ -350,8 +350,9 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
     for group in root.groups:
         group.set(reduce_when=ReduceWhen.BUCKET)  # the new root chooses
     root.state.drop_root()
-    root.state.root.set(**vars(root.settings))
-    root.state.root.share_queue(root.queue)
+    replacement = root.state.root
+    replacement.set(**vars(root.settings))
+    replacement.share_queue(root.queue)
 
 
 # ---- prefetching

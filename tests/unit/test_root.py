@@ -17,7 +17,7 @@ from fsdp2.engine.events import Observer
 from fsdp2.engine.owners import all_groups, outermost_of_thread
 from fsdp2.engine.root import Root
 from fsdp2.engine.state import require_state, root_of
-from helpers import fake_world, in_a_fork
+from helpers import fake_world
 
 DIM = 4
 
@@ -156,7 +156,6 @@ def test_a_module_that_moves_to_another_model_stays_under_its_root() -> None:
     assert require_state(block).groups[0].root is root
 
 
-@in_a_fork
 def test_the_registry_knows_models_without_a_root_and_forgets_those_that_are_gone(built: list[Root]) -> None:
     model = sharded(1)
     groups = [group for state in (require_state(model), *require_state(model).inside) for group in state.groups]
