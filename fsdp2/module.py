@@ -342,7 +342,7 @@ class FSDPModule:
         set_groups(self, recurse, bucket_bytes=nbytes)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Calls `set_gradient_divide_factor`, whose old name this is, for the groups of this module.
+        """Calls `set_gradient_divide_factor` for the groups of this module. This is its old name.
 
         Args:
             factor: a positive number.
@@ -550,8 +550,8 @@ class FSDPModule:
         that. The memory comes from one pool for all groups of a device, to which it returns when they reshard;
         activations do not use it, so that a step may reserve up to the bytes of the groups that are unsharded at once
         more. Gradients are packed into it, also those that are reduced where autograd has put them otherwise.
-        Compressed gradients travel in torch's memory. It has no effect on a process group whose backend has no memory
-        of its own, such as gloo, and on one rank. It has not run on several GPUs.
+        Compressed gradients are sent from torch's memory. It has no effect on a process group whose backend has no
+        memory of its own, such as gloo, and on one rank. It has not run on several GPUs.
 
         Every rank must call it, between steps; the first call communicates.
 

@@ -67,7 +67,7 @@ class ParameterPlan(NamedTuple):
 
 @dataclass
 class Plan:
-    """What one call is about to do. Extensions may refuse or change it: no module has been changed yet."""
+    """The plan of one call. Extensions may refuse or change it: no module has been changed yet."""
 
     # The modules of the call.
     roots: list[nn.Module]
@@ -90,7 +90,7 @@ class Plan:
     offload: OffloadPolicy = OffloadPolicy()
     # The bytes that they take of an OffloadBudget.
     nbytes_of_budget: int = 0
-    # What extensions keep about the call. All its states get it.
+    # Notes of extensions about the call. All its states get them.
     notes: Notes = field(default_factory=Notes)
 
 
@@ -277,7 +277,7 @@ def _dim_of(placement: Any, parameter: nn.Parameter) -> int:
     return placement.dim % parameter.dim()
 
 
-# ---- what is changed then
+# ---- the changes
 
 
 def _make_states(plan: Plan) -> list[FSDPState]:

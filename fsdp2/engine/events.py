@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Change(Enum):
-    """Says what a user has changed of a group."""
+    """What a user has changed of a group."""
 
     SETTINGS = auto()
     """Settings, or which parameters are trainable: `set` was called, or buckets were planned."""
@@ -49,7 +49,7 @@ class Observer:
     """Follows all groups under one root. Override what is needed; the methods do nothing here.
 
     An observer watches: it may raise, tell and measure, and changes nothing of the engine. `root` is a Root, `state`
-    the FSDPState of one sharded module, `group` an FSDPParamGroup. What a method raises propagates to the caller of
+    the FSDPState of one sharded module, `group` an FSDPParamGroup. An error of a method propagates to the caller of
     the event. A method must do the same on all ranks if it communicates. Observers are called in the order in which
     `extend` got them. One that is needed at times only follows at those times only: `root.add(observer)`,
     `root.remove(observer)`.
@@ -63,7 +63,7 @@ class Observer:
         """
 
     def detached(self, root: Root) -> None:
-        """It follows `root` no more, because somebody has removed it. It must undo what it did to modules."""
+        """It follows `root` no more: it was removed. It must undo its changes of modules."""
 
     # ---- passes
 
@@ -270,7 +270,7 @@ _UNWATCHED = Unwatched()
 
 @dataclass(frozen=True)
 class Extensions:
-    """What other folders, and users, add to the engine for the whole process.
+    """The additions of other folders, and of users, to the engine, for the whole process.
 
     Args:
         after_sharding: called with the state of each `fully_shard` call when its modules are sharded. They may

@@ -34,7 +34,7 @@ class Owned(NamedTuple):
 
 
 def note_state(state: FSDPState) -> None:
-    """Remembers a state for as long as it is alive; not those of plans, which nobody else has."""
+    """Remembers a state for as long as it is alive. States of plans are left out: only the plan has them."""
     if simulated.get() is None:
         key = id(state)
         _states[key] = weakref.ref(state, lambda _: _states.pop(key, None))
@@ -56,9 +56,9 @@ def all_groups() -> Iterator[FSDPParamGroup]:
 
 
 def outermost_of_thread() -> list[FSDPState]:
-    """Returns the states of the outermost sharded modules whose last forward pass, or fully_shard call, was on this
-    thread. Another thread may be another rank: what it does must not change what this one's roots know, nor while they
-    use it. Models whose process groups were destroyed are left out.
+    """Returns the states of outermost sharded modules that this thread runs: their last forward pass, or else their
+    fully_shard call, was on it. Another thread may be another rank, which must leave this one's roots alone. Models
+    whose process groups were destroyed are left out.
     """
     outermost = dict.fromkeys(state.outermost for state in _all_states())
     return [state for state in outermost if state.thread == get_ident() and _can_communicate(state)]
@@ -83,7 +83,7 @@ def owners_by_id() -> dict[int, Owned]:
 
 
 def names_of_unsharded(tensor: Tensor) -> list[str]:
-    """Returns the FQNs of the parameter whose unsharded parameter `tensor` is. An empty list: it is none."""
+    """Returns the FQNs of the parameter that `tensor` is the unsharded one of; an empty list if there is none."""
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
 
 

@@ -45,7 +45,7 @@ class ForwardPass:
     thread: int
     # State of a list of modules that share groups -> the modules of the list that have run.
     finished: dict[FSDPState, set[nn.Module]] = field(default_factory=dict)
-    # States of such lists of which not all modules have run -> whether backward comes back to them.
+    # States of such lists, while some of their modules have not run -> True if backward comes back to them.
     unfinished: dict[FSDPState, bool] = field(default_factory=dict)
     # Groups of large submodules whose parameters an outer module has read without calling the submodule. They stay
     # unsharded for backward, as the outer module's own groups do.
@@ -68,23 +68,23 @@ class Root:
     """Runs the forward and backward passes of the outermost sharded module and of all sharded modules inside it.
 
     It follows the order in which their groups run, gathers the next ones early, bounds the reductions in flight, and
-    tells observers what happens. An FSDPState builds it when somebody first asks for it.
+    tells observers what happens. An FSDPState builds it when it is first asked for.
     """
 
     def __init__(self, state: FSDPState, states: Iterable[FSDPState]) -> None:
-        # The outermost state; all states, that one included, outermost first; the outermost state's first group; all
-        # groups.
+        # The outermost state, and all states, outermost first.
         self.state, self.states = state, list(dict.fromkeys(states))
-        self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
+        # The outermost state's first group, and all groups.
         self.group = state.groups[0]
+        self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
         # A group that owns parameters of modules here, and is under another root.
         foreign = (group for each in self.states for group in each.tied_to if group not in self.groups)
         self._foreign = next(foreign, None)
-        # What users have chosen for the whole model.
+        # A user's choices for the whole model.
         self.settings = RootSettings()
 
         # -- the pass that runs, or ran last
-        # States whose forwards run now, or whose parameters a block of full_params has; the innermost last.
+        # States in use, the innermost last: their forwards run now, or a block of full_params uses their parameters.
         self.running: list[FSDPState] = []
         # How many forwards run now.
         self.depth = 0
@@ -95,13 +95,13 @@ class Root:
         self.backward_pass: object = object()
         # How many backward passes have ended, and how often a user has dropped everything.
         self.num_backwards = self.num_resets = 0
-        # What ends the calls that are served between passes, see served_calls.py, the innermost last.
+        # Functions that end the calls served between passes (served_calls.py), the innermost last.
         self.served: list[Callable[[], None]] = []
 
-        # -- what has changed since
+        # -- changes since the last pass
         # Parameters of some group were replaced, or lie elsewhere, since a pass began last.
         self.has_rebuilt = True
-        # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.
+        # Groups that may have other trainable parameters than in the last backward, also that of an earlier forward.
         self.changed: set[FSDPParamGroup] = set()
         # Gradients of some group are unsynchronized, or will be after the next backward pass.
         self.leaves_gradients = any(map(leaves_gradients, self.groups))
@@ -136,7 +136,7 @@ class Root:
         copies = [group.transfers for group in self.groups if compat.type_of(device) != "meta"]
         self._transfers = {each for each in copies if each is not None}
 
-        # -- what the root runs, and what follows it
+        # -- schedule, events, and what features have joined
         self.prefetcher = Prefetcher(self.groups)
         self.queue = ReductionQueue()
         self.saved_tensors = SavedTensors(self.note_unseen)

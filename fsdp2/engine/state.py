@@ -61,7 +61,7 @@ class FSDPState:
         self.parts = [*parts]
         # Modules in `ignored_params`: their buffers stay as they are.
         self.ignored = {*ignored}
-        # What features and checks keep about the call. All states of one call share it.
+        # Notes of features and checks about the call. All states of one call share them.
         self.notes = Notes() if notes is None else notes
         # The groups that a forward of the modules unshards: their own, and those that own parameters tied to theirs.
         self.used: Sequence[FSDPParamGroup] = groups
@@ -73,7 +73,7 @@ class FSDPState:
         self.outermost: FSDPState = self
         # How many forwards of the modules run now.
         self.running = 0
-        # Module -> groups whose unsharded parameters the state dict that it is making has unregistered. If making it
+        # Module that is making a state dict -> groups that have unregistered their unsharded parameters for it. If that
         # fails, they stay here.
         self.unregistered: dict[nn.Module, list[FSDPParamGroup]] = {}
         # The dtype to which floating-point inputs are cast.
@@ -134,7 +134,7 @@ class FSDPState:
         return self._made_on if root is None else root.forward.thread
 
     def enclose(self, inside: Iterable[FSDPState]) -> None:
-        """Makes these modules the ones around the states `inside`, whose passes their Root runs from now on."""
+        """Makes this the outermost state around the states `inside`: its Root runs their passes from now on."""
         self.inside = [state for state in dict.fromkeys([*self.parts, *inside]) if state is not self]
         for state in self.inside:
             state._leave_root()
@@ -266,7 +266,7 @@ def states_among(modules: Iterable[nn.Module]) -> Iterator[FSDPState]:
 
 def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> dict[nn.Module, str]:
     """Returns `root`, whose FQN is `name`, and all modules in it, outermost first, with their FQNs: `named_modules`, in
-    a third of the time. `and_sharded`: also sharded modules, and what is in them.
+    a third of the time. `and_sharded`: also sharded modules, and the modules in them.
     """
     names: dict[nn.Module, str] = {}
     waiting = [(root, name)]
@@ -281,7 +281,7 @@ def modules_below(root: nn.Module, name: str = "", and_sharded: bool = True) -> 
 
 
 def names_below(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Returns the modules in each of `roots`, whose own FQNs are empty, with their FQNs."""
+    """Returns the modules in each of `roots`, with their FQNs below it. The FQN of each root is empty."""
     names: dict[nn.Module, str] = {}
     for root in roots:
         names |= modules_below(root)

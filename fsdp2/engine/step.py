@@ -35,7 +35,7 @@ What calls what:
 - FSDPParamGroup.pre_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
   what ran before
 - FSDPParamGroup.last_gradient: all gradients are complete: reshards (then the last bucket is reduced)
-- post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
+- post_backward: the gradients of all inputs are computed: reduces and reshards the rest of this forward
 - Root.end_backward: reduces and reshards what none of these has noticed
 """
 
@@ -232,8 +232,8 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
             if group.settings.unshard_in_backward or not are_noticed:
                 group.pre_backward()
 
-    # On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
-    # order they came.
+    # On nodes, not on tensors: a tensor may be the next module's input, and that module's hooks on it must run first,
+    # whichever were registered first.
     for node in nodes:
         node.register_prehook(before_node)
     return True
@@ -253,7 +253,7 @@ def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: boo
 
 
 def post_backward(state: FSDPState) -> None:
-    """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
+    """Reduces and reshards the rest of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):

@@ -63,7 +63,7 @@ def accumulate(
     Each micro-batch gives the *sum* of its losses, and its weight: how many tokens, or samples, that sum is over.
     Behind the block, `.grad` of each parameter is the gradient of (sum of all losses) / (sum of all weights), over all
     micro-batches of all ranks, as if one process had computed the mean over the whole batch. Ranks and micro-batches
-    may have any weights, also 0. They travel in one small collective a step, which runs beside backward. Sums of
+    may have any weights, also 0. One small collective a step adds them up, while backward runs. Sums of
     gradients are divided by the total where they would be divided by the number of ranks otherwise: a factor of
     `set_gradient_divide_factor` does not count inside.
 
@@ -94,7 +94,7 @@ def accumulate(
         ValueError: another `sync`, or `num_batches` less than 1.
         RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
             another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
-            `set_optimizer_in_backward` is in force; gradients are reduced, or travel, in float16; groups are on
+            `set_optimizer_in_backward` is in force; gradients are reduced, or sent, in float16; groups are on
             different ranks (expert parallelism). When it ends, on all ranks: a weight was negative or not finite, the
             weights sum up to 0, or there were fewer than `num_batches`.
 
@@ -220,7 +220,7 @@ class Accumulation:
 
     @hides_modes
     def _finish(self) -> None:
-        """Reduces what is not reduced yet, and checks all weights. It raises on all ranks, or on none."""
+        """Reduces the gradients that are left, and checks all weights. It raises on all ranks, or on none."""
         self.runs_backward = True
         if not self.has_begun_last:
             self._refuse_cleared()
@@ -443,7 +443,7 @@ class Totals:
 
     @hides_modes
     def start(self) -> None:
-        """Begins to gather the rows of all ranks, all of which must call it."""
+        """Begins to gather the rows of all ranks. All of them must call it."""
         self._row = self._make_row()
         rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
         with streams.beside(device):

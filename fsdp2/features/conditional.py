@@ -174,7 +174,7 @@ class Consensus:
         self._pass_ended()
 
     def before_collective(self) -> None:
-        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
+        """Reaches consensus: a user is about to communicate over all ranks. Others may be in another module."""
         self._reach(_COLLECTIVE, False)
 
     def _pass_ended(self) -> None:
@@ -242,7 +242,7 @@ class Consensus:
         try:
             chosen, first, last = self._find_largest([-request, -event, event])
         except RuntimeError as error:
-            if not self.root.is_out_of_step:  # a peer is gone: there is nobody to tell
+            if not self.root.is_out_of_step:  # a peer is gone: no rank is there to be told
                 self._is_in_forward = self._is_in_backward = self._is_open = False
                 self._pass_ended()
             error.args = (f"{error} (while this rank is {self._describe(event)})",)

@@ -23,11 +23,12 @@ from ..engine.step import run_forward
 from ..torch_private.compat import untraced
 from ..torch_private.once import once
 
-# Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the
-# projections of a block whose experts are sharded get no group, though they may be larger than another model's head.
+# Below these, a collective of its own costs more than it saves: absolutely, and compared with the groups of the modules
+# inside. The projections of a block with sharded experts get no group, though they may be larger than another model's
+# head.
 MIN_BYTES = 4 * 1024 * 1024
 MIN_SHARE_OF_A_GROUP = 0.5
-# Modules inside that hold less, beside what is left for the call, are no blocks: adapters, for example, which are
+# Modules inside that hold less, compared with the rest of the call, are no blocks: adapters, for example, which are
 # sharded by themselves, before the block that they are in.
 MIN_SHARE_INSIDE = 1 / 16
 
@@ -49,7 +50,7 @@ def plan_large_submodules(plan: Plan) -> None:
         names.setdefault(parameter.slots[0].module, []).append(name)
         if len({slot.module for slot in parameter.slots}) > 1:
             tied.update(slot.module for slot in parameter.slots)
-    # What is tied to a parameter of an earlier call, and has nothing else, uses the group of that call when it runs.
+    # A module with one parameter, tied to one of an earlier call, uses the group of that call when it runs.
     for each in plan.tied.values():
         for module in [slot.module for slot in each.slots]:
             own_ones = {param for param in module._parameters.values() if param is not None}
@@ -97,7 +98,7 @@ def is_read_outside(group: FSDPParamGroup) -> bool:
 
 @hides_modes
 def _read_parameters(state: FSDPState) -> None:
-    """Registers the unsharded parameters of a large submodule, of which one is being read, if the outer module runs."""
+    """Registers the unsharded parameters of a large submodule if the outer module runs: one of them is being read."""
     root = state.root
     in_backward = root.backward is not None
     is_used = in_backward or any(state in other.parts for other in root.running)

@@ -81,9 +81,7 @@ def find_owner(mark: Original, inside: Iterable[FSDPState]) -> Owned | None:
 
 
 def has_changed(parameter: Tensor, mark: Original, owner: FSDPParam) -> bool:
-    """Returns True if somebody has written to a parameter, moved or frozen it, since it was marked, and not to its
-    owner's.
-    """
+    """Returns True if a parameter was written to, moved or frozen since it was marked, and its owner's was not."""
     is_frozen = parameter.requires_grad not in (mark.requires_grad, owner.sharded.requires_grad)
     return is_frozen or mark.content != _content_of(parameter)
 
@@ -110,7 +108,7 @@ def connect_ties(states: Sequence[FSDPState]) -> None:
                 candidates.append(group)
     if not candidates:
         return
-    # Parts come behind the states around them, whose modules they have.
+    # Parts come behind the states around them: these have the same modules.
     state_of_module = {module: state for state in states for module in state.own_modules()}
     shared: dict[FSDPState, list[FSDPParamGroup]] = {}
     for group in candidates:
