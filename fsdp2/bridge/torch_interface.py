@@ -172,7 +172,7 @@ class TorchState(ComposableState):
     @property
     def _comm_ctx(self) -> object:
         """This is the same object for all states whose reductions in flight are bounded together."""
-        return self.state.groups[0].queue
+        return self.state.root.queue
 
     @property
     def _fsdp_param_groups(self) -> list[TorchParamGroup]:

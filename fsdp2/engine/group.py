@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,6 @@ from .parameter import FSDPParam, fqn
 from .placeholders import forget_cleared
 from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, GroupSettings, Hold, Phase
 from .reduce import Reduction
-from .schedule import ReductionQueue
 
 if TYPE_CHECKING:
     from ..codecs.replicas import CommHook
@@ -59,7 +58,7 @@ class FSDPParamGroup:
     Memory and Registration; features and checks read its attributes, and change choices by `set` and `use_comms`.
 
     `modules`, `params`, `mesh`, `settings`: what the call has given; `name`: the FQN of the first module.
-    `state`: the FSDPState of the modules; `queue`: the reductions in flight of the root that the group runs under.
+    `state`: the FSDPState of the modules.
     `users`: other states under that root whose modules have some of the parameters, too (tied weights, see ties.py);
     `begun`: if there are users, the states whose backward has begun, and not ended.
     `phase`: where the parameters are; `hold`: for how long unsharded ones stay. Outside of forward and backward modules
@@ -74,7 +73,7 @@ class FSDPParamGroup:
     `comms`: how its ranks communicate; `usual_comms`: how they would, had the user chosen nothing.
     `parameters`: their memory, and what is built over it; `registration`: which of them modules have.
     `gradients`: those that have arrived, and how they are reduced; `transfers`: copies of offloaded shards.
-    `empty`: those of its tensors that were given memory without values. `writers`: those of the root.
+    `empty`: those of its tensors that were given memory without values.
     `events`: whom to tell; `purpose`: its name in errors.
     """
 
@@ -87,7 +86,6 @@ class FSDPParamGroup:
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
-        self.queue = ReductionQueue()
         self.name = type(modules[0]).__name__
         self.purpose = Purpose(self.name)
         self.phase = SHARDED
@@ -107,7 +105,6 @@ class FSDPParamGroup:
         self.num_blocks = 0
         self.events: Events = NO_EVENTS
         self.empty = EmptyTensors()
-        self.writers: list[Callable[[FSDPParamGroup], None]] = []
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
@@ -150,19 +147,16 @@ class FSDPParamGroup:
 
     def join_root(self, root: Root) -> None:
         """Runs under `root` from now on."""
-        self.root, self.queue, self.events, self.writers = root, root.queue, root.events, root.writers
+        self.root, self.events = root, root.events
         self.purpose.run_under(root)
-
-    def use_queue(self, queue: ReductionQueue) -> None:
-        """Adds reductions to `queue` from now on."""
-        self.queue = queue
 
     def leave_root(self) -> None:
         """Runs under another root next, which is not built yet."""
-        for wait in self.writers:  # the next root does not know them
+        root = self.built_root
+        for wait in root.writers if root is not None else ():  # the next root does not know them
             wait(self)
         vars(self).pop("root", None)
-        self.queue, self.events, self.writers, self.backward_hooks = ReductionQueue(), NO_EVENTS, [], []
+        self.events, self.backward_hooks = NO_EVENTS, []
 
     def _become(self, phase: Phase) -> None:
         """Changes the phase.
@@ -320,7 +314,7 @@ class FSDPParamGroup:
                 return self.start_unshard(for_backward, again=again)
         if self.parameters.buffers is None:
             self._notice_changes()
-        for wait in self.writers:
+        for wait in self.root.writers:
             wait(self)
         if self.root.consensus is not None:
             self.root.consensus.before_gather(self)
@@ -489,7 +483,7 @@ class FSDPParamGroup:
 
     def shard_versions(self) -> tuple[int, ...]:
         """Returns the versions of the sharded parameters, see Registration."""
-        for wait in self.writers:
+        for wait in self.root.writers:
             wait(self)
         return self.registration.versions()
 
@@ -575,7 +569,7 @@ class FSDPParamGroup:
             root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
-            for wait in self.writers:
+            for wait in self.root.writers:
                 wait(self)
             now = self.registration.versions()
             if now != self.versions:

@@ -214,8 +214,6 @@ class Root:
             queue.running.extend(self.queue.running)
             queue.returning.extend(self.queue.returning)
             self.queue = queue
-        for group in self.groups:
-            group.use_queue(queue)
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank, and how many backward passes have ended."""

@@ -307,7 +307,7 @@ class OurGroup:
         )
 
     def before_read(self) -> None:
-        for wait in self.engine_group.writers:
+        for wait in self.engine_group.root.writers:
             wait(self.engine_group)
 
     def versions(self) -> tuple[int, ...]:
