@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calls.inputs import HandedInputs
+from ..calls.nested import tensors_in
 from ..engine.events import Change, Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -90,10 +91,10 @@ class RankCheck(Check, RankObserver):
 class ForwardCheck(Check):
     """Checks some forwards of each group. What it computes on a device, the host reads when the pass ends."""
 
-    def after_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Called when a forward of `state` begins, which gets `inputs` cast to `dtype`, if its first group is due."""
+    def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+        """Called before a forward of `state` casts floating-point `inputs` to `dtype`, if its first group is due."""
 
-    def after_use(self, state: FSDPState, inputs: HandedInputs) -> None:
+    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
         """Called when a forward of `state` has returned that got such inputs, if its first group was due."""
 
     def before_forward(self, group: FSDPParamGroup) -> None:
@@ -331,16 +332,17 @@ class _Forwards(Observer):
     def detached(self, root: Root) -> None:
         self.is_there = False
 
-    def forward_began(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
-        due = self._checks.due
-        if group not in due or is_capturing():
+    def inputs_given(self, state: FSDPState, args: Any, kwargs: Any) -> None:
+        dtype = state.input_dtype
+        if dtype is None or state.groups[0] not in self._checks.due or is_capturing():
             return
-        state = group.root.running[-1]
-        cast = [tensor for each in inputs for tensor, copy in each.not_written() if copy.dtype != tensor.dtype]
-        if cast and group is state.groups[0] and state.input_dtype is not None:
-            for check in self._checks.checks():
-                check.after_cast(state, cast, state.input_dtype)
-        if group.num_running > 1:
+        cast = [each for each in tensors_in(args, kwargs) if each.dtype != dtype and each.is_floating_point()]
+        for check in self._checks.checks() if cast else ():
+            check.before_cast(state, cast, dtype)
+
+    def forward_began(self, group: FSDPParamGroup) -> None:
+        due = self._checks.due
+        if group not in due or group.num_running > 1 or is_capturing():
             return
         for check in self._checks.checks():
             check.before_forward(group)
@@ -356,7 +358,7 @@ class _Forwards(Observer):
         if group is state.groups[0]:
             for each in reversed(inputs):
                 for check in self._checks.checks():
-                    check.after_use(state, each)
+                    check.after_cast(state, each)
         if group.num_running == 1:
             self.end(group)
             for check in self._checks.checks():

@@ -235,7 +235,7 @@ class UnseenWrites(ForwardCheck):
         if group.hold >= Hold.NEXT_PASS:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, _refuse_differing))
 
-    def after_use(self, state: FSDPState, inputs: HandedInputs) -> None:
+    def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:
         # What was moved to the device is left out: others may fill the caller's buffer with the next batch already.
         pairs = [
             each for each in inputs.not_written() if all(map(_is_plain, each)) and each[0].device == each[1].device

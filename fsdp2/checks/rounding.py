@@ -31,7 +31,7 @@ class RoundedInputs(RankCheck, ForwardCheck):
         self._rounded: dict[Any, set[int]] = {}
         self._unread: dict[Any, Tensor] = {}
 
-    def after_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def before_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
         if connects(state.groups[0].mesh):
             found = rounded_whole_numbers(inputs, dtype)
             if found is not None:

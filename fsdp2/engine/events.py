@@ -90,10 +90,11 @@ class Observer:
 
     # ---- forwards of modules; those that checkpointing runs again send `forward_failed` only
 
-    def forward_began(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
-        """A module's forward begins; its unsharded parameters are registered. `inputs`: those that were cast for it, or
-        moved.
-        """
+    def inputs_given(self, state: FSDPState, args: Any, kwargs: Any) -> None:
+        """A forward is about to begin, on inputs that it has moved to the device. It has cast and gathered nothing."""
+
+    def forward_began(self, group: FSDPParamGroup) -> None:
+        """A module's forward begins; its unsharded parameters are registered."""
 
     def forward_ended(self, group: FSDPParamGroup, inputs: Sequence[HandedInputs]) -> None:
         """The module's call, hooks included, has returned; the unsharded parameters are still there. `inputs`: those

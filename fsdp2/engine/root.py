@@ -144,8 +144,6 @@ class Root:
         # The observers that follow while a profiler of torch runs. One ran when the last pass began: `is_profiled`.
         self._in_profiler: list[Observer] = []
         self.is_profiled = False
-        # A check that needs the inputs of the next pass; None in steady steps.
-        self.take_inputs: Callable[[Root, Any, Any], None] | None = None
         # Steps on parameters in backward, as soon as their gradients are delivered.
         self.steps: BackwardSteps | None = None
         # Called with a group before its shards are read. Each waits for writes to them that the host has only begun.
@@ -203,10 +201,6 @@ class Root:
         self.steps = steps
         if steps is not None:
             self.writers.append(steps.wait_for_steps)
-
-    def show_inputs(self, take: Callable[[Root, Any, Any], None] | None) -> None:
-        """Calls `take` with the root and the inputs of each pass from now on. None: with no inputs."""
-        self.take_inputs = take
 
     def share_queue(self, queue: ReductionQueue) -> None:
         """Adds reductions to `queue` from now on, which another root has, and moves those in flight there."""

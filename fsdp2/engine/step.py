@@ -80,8 +80,6 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     root, in_backward = state.root, graph_task() != -1
     if not in_backward and (not root.running or state is root.state):
         root.begin_pass()
-        if root.take_inputs is not None:
-            root.take_inputs(root, args, kwargs)
     handed: list[HandedInputs] = []
     num_running, depth = len(root.running), root.depth
     try:
@@ -143,8 +141,11 @@ def before_forward(
     forward gets in their place.
     """
     root, dtype, inputs = state.root, state.input_dtype, None
-    if root.input_device is not None and not in_backward:
-        args, kwargs = inputs_on_device(state, args, kwargs, handed)
+    if not in_backward:
+        if root.input_device is not None:
+            args, kwargs = inputs_on_device(state, args, kwargs, handed)
+        for notify in root.events.inputs_given:
+            notify(state, args, kwargs)
     if dtype is not None:
         inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
         if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
@@ -155,7 +156,7 @@ def before_forward(
         group.pre_forward(in_backward)
         if not in_backward:
             for notify in root.events.forward_began:
-                notify(group, handed)
+                notify(group)
             for ahead in root.prefetcher.in_forward(group):
                 ahead.start_unshard()
         need_no_hooks = need_no_hooks and group.needs_no_input_hooks

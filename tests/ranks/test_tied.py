@@ -407,7 +407,7 @@ class Seen(Observer):
     def before_reduce(self, group: Any) -> None:
         self.reductions.append(group.name)
 
-    def forward_began(self, group: Any, inputs: Any) -> None:
+    def forward_began(self, group: Any) -> None:
         owner = next(each for each in group.root.groups if each.params and each.params[0].names[0] == "embed.weight")
         self.unsharded[group.name] = owner.is_unsharded
 

@@ -628,7 +628,7 @@ class Order(Observer):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def forward_began(self, group: Any, inputs: Any) -> None:
+    def forward_began(self, group: Any) -> None:
         self.names.append(group.name)
 
 

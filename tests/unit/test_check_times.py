@@ -27,7 +27,7 @@ class Noting(ForwardCheck):
     def note(self, what: str, group: Any) -> None:
         self.noted.setdefault(f"{what} {group}", []).append(self.number)
 
-    def after_cast(self, state: Any, inputs: Any, dtype: torch.dtype) -> None:
+    def before_cast(self, state: Any, inputs: Any, dtype: torch.dtype) -> None:
         self.note("cast", state)
 
     def before_forward(self, group: Any) -> None:
@@ -80,7 +80,7 @@ def run(model: Any, noted: Noting, numbers: range, rare: tuple[int, ...] = ()) -
 
 def follows(events: Events) -> set[str]:
     """Returns the events of forwards that the ForwardChecks follow."""
-    names = ("forward_began", "forward_ended", "pass_ended")
+    names = ("inputs_given", "forward_began", "forward_ended", "pass_ended")
     return {
         name
         for name in names
