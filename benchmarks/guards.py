@@ -121,7 +121,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
     events = _root(model).events
-    events.call(tuple(each for each in events.observers if not drops(each)))
+    events.set_observers(tuple(each for each in events.observers if not drops(each)))
 
 
 def _root(model: nn.Module) -> Any:

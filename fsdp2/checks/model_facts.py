@@ -93,7 +93,7 @@ class Structure(RankCheck):
 
     def detached(self, root: Root) -> None:
         for group in root.groups:
-            group.purpose.add_remark("")
+            group.purpose.set_remark("")
 
     def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         if (
@@ -105,7 +105,7 @@ class Structure(RankCheck):
     def _remark(self) -> None:
         remark = trainable_remark([flag for flags in self._trainable.values() for flag in flags])
         for group in self._trainable:
-            group.purpose.add_remark(remark)
+            group.purpose.set_remark(remark)
 
     def numbers(self, comparison: Comparison) -> _Numbers:
         for mesh, groups in groups_by_mesh(comparison.root.groups).items():

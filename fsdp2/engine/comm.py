@@ -68,7 +68,7 @@ class Purpose:
         """Has another name and label from now on."""
         self.name, self.label = name, label
 
-    def add_remark(self, remark: str) -> None:
+    def set_remark(self, remark: str) -> None:
         """Has errors of ranks that are out of step say `remark`, in place of the one before."""
         self.remark = remark
 

@@ -139,7 +139,6 @@ EVENTS = tuple(
     for name, method in vars(Observer).items()
     if callable(method) and not name.startswith("_") and name not in ("attached", "detached")
 )
-_EVENTS = frozenset(EVENTS)
 
 
 @cache
@@ -168,38 +167,31 @@ def _events_of(cls: type) -> frozenset[str]:
 
 
 class Events:
-    """Lists, in one attribute for each event, the observers' methods to call. A list is made when it is first asked
-    for: most roots are replaced by that of an outer module before anything happens.
-    """
+    """Lists, in one attribute for each event, the observers' methods to call."""
 
     observers: tuple[Observer, ...]
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self.call((*observers,))
+        self.set_observers((*observers,))
 
     def __getattr__(self, name: str) -> list[Any]:
-        if name not in _EVENTS:
-            raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
-        found = [getattr(each, name) for each in self.observers if name in _events_of(type(each))]  # type: ignore[arg-type]
-        vars(self)[name] = found
-        return found
+        raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
 
-    def call(self, observers: tuple[Observer, ...]) -> None:
-        """Calls these observers from the next time on that something happens."""
-        for each in observers:
-            _events_of(type(each))  # type: ignore[arg-type]  # raises here rather than when the event comes
+    def set_observers(self, observers: tuple[Observer, ...]) -> None:
+        """Calls these observers from the next event on. An event that is happening goes on with those before."""
+        followed = [(each, _events_of(type(each))) for each in observers]  # type: ignore[arg-type]
         self.observers = observers
-        for name in _EVENTS.intersection(vars(self)):
-            vars(self).pop(name, None)  # what happens now walks along the old list
+        for name in EVENTS:
+            vars(self)[name] = [getattr(each, name) for each, events in followed if name in events]
 
     def add(self, observer: Observer, behind: Observer | None = None) -> None:
         """Calls `observer`, too, behind another one or behind all. `Root.add` tells it that it follows."""
         place = len(self.observers) if behind is None else self.observers.index(behind) + 1
-        self.call((*self.observers[:place], observer, *self.observers[place:]))
+        self.set_observers((*self.observers[:place], observer, *self.observers[place:]))
 
     def remove(self, observer: Observer) -> None:
         """Calls `observer` no more. `Root.remove` tells it."""
-        self.call(tuple(each for each in self.observers if each is not observer))
+        self.set_observers(tuple(each for each in self.observers if each is not observer))
 
     def of(self, cls: type[OneObserver]) -> OneObserver | None:
         """Returns the observer of that class, or None."""

@@ -65,7 +65,7 @@ class Registration:
         # Casts buffers that were replaced, if the policy has a dtype for them.
         self.buffers: CastBuffers | None = None
 
-    def cast_replaced_by(self, buffers: CastBuffers | None) -> None:
+    def cast_buffers_with(self, buffers: CastBuffers | None) -> None:
         """Has `buffers` cast buffers that were replaced. None: they stay as they are."""
         self.buffers = buffers
 

@@ -169,7 +169,7 @@ class Root:
     def observe(self, observers: Iterable[Observer]) -> None:
         """Has these observers, and no others, follow events from now on."""
         before, now = self.events.observers, (*observers,)
-        self.events.call(now)
+        self.events.set_observers(now)
         for group in self.groups:
             group.parameters.references = None  # observers may have some
         for each in now:

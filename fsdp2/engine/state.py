@@ -83,7 +83,7 @@ class FSDPState:
             group.join_state(self)
         # Gives buffers another dtype, if the policy has one for them.
         self.cast_buffers = None if policy.buffer_dtype is None else CastBuffers(self, policy.buffer_dtype)
-        groups[0].registration.cast_replaced_by(self.cast_buffers)
+        groups[0].registration.cast_buffers_with(self.cast_buffers)
 
     # ---- the root
 
@@ -141,7 +141,7 @@ class FSDPState:
             state.outermost = self
         connect_ties([self, *self.inside])
 
-    def use_also(self, groups: Sequence[FSDPParamGroup]) -> None:
+    def use_tied_groups(self, groups: Sequence[FSDPParamGroup]) -> None:
         """Has forwards unshard these groups with the modules' own: they own parameters tied to some of theirs."""
         self.used = [*self.groups, *groups] if groups else self.groups
 

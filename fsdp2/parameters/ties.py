@@ -100,7 +100,7 @@ def connect_ties(states: Sequence[FSDPState]) -> None:
     """
     candidates = []
     for state in states:
-        state.use_also(())
+        state.use_tied_groups(())
         for group in state.groups:
             group.share_with(())
             num_slots = len(group.registration.watched[0])
@@ -118,4 +118,4 @@ def connect_ties(states: Sequence[FSDPState]) -> None:
         for state in group.users:
             shared.setdefault(state, []).append(group)
     for state, groups in shared.items():
-        state.use_also(groups)
+        state.use_tied_groups(groups)
