@@ -49,7 +49,6 @@ def drop_versions(model: nn.Module) -> None:
 
 def drop_calls(model: nn.Module) -> None:
     """Drops the check, when an inner module is called, that its parameters are unsharded."""
-    _drop_observers(model, lambda each: type(each).__name__ == "EntryPoints")
     for group in _groups(model):
         for entries, key, _ in group.registration.while_sharded:
             entries.pop(key, None)
@@ -76,13 +75,11 @@ def interrupt_senders(model: nn.Module) -> None:
 
 def add_consensus(model: nn.Module) -> None:
     """Makes the last block conditional: ranks reach a consensus before each gather and reduction of any group."""
-    from fsdp2.engine.root import Root
-    from fsdp2.engine.state import groups_of, names_below
+    from fsdp2.engine.state import groups_of
 
     for group in groups_of(model.blocks[-1]):
         group.set(conditional=True)
-    root = _root(model)
-    Root(root.state, root.states, names_below([model]))
+    _root(model).state.drop_root()
 
 
 GUARDS: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
@@ -123,12 +120,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _drop_observers(model: nn.Module, drops: Callable[[Any], bool]) -> None:
-    from fsdp2.engine.events import Events
-
-    root = _root(model)
-    root.events = Events([each for each in root.events.observers if not drops(each)])
-    for group in root.groups:
-        group.events = root.events
+    events = _root(model).events
+    events.set_observers(tuple(each for each in events.observers if not drops(each)))
 
 
 def _root(model: nn.Module) -> Any:

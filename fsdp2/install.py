@@ -27,17 +27,16 @@ def install() -> None:
         comm_watcher=comm_watcher.Watched(),
         plan=(check_plan, subclasses.plan_packed_values, large_submodules.plan_large_submodules),
         class_attributes=(module_repr.class_attributes, even_batches.class_attributes),
-        features=(
-            torch_interface.register_states,
+        after_sharding=(
+            torch_interface.register_state,
             entry_points.leave_fast_path,
-            optimizer_in_backward.step_in_backward,
-            conditional.join_consensus,
             large_submodules.gather_when_called,
             parameter_methods.hook_state_dicts,
-            lambda root: torch_names.keep_out_of_graphs(),
-            lambda root: transforms.withdraw_where_disabled(),
-            lambda root: pipelining.adapt_schedules(),
+            lambda state: torch_names.keep_out_of_graphs(),
+            lambda state: transforms.withdraw_where_disabled(),
+            lambda state: pipelining.adapt_schedules(),
         ),
+        features=(optimizer_in_backward.step_in_backward, conditional.join_consensus),
         in_profiler=(tools_when_needed.ProfilerRanges,),
         observers=(named_comm.Goodbyes, lambda root: tools_when_needed.Summary()),
     )

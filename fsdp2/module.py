@@ -18,15 +18,15 @@ from .codecs.replicas import CommHook
 from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions
-from .engine.group_parameters import Change
+from .engine.group_parameters import Rebuild
 from .engine.module_class import class_attributes, class_lock, make_subclass
 from .engine.policy import KeepUntil, check_bool
-from .engine.state import groups_below, groups_of, require_state, states_of
+from .engine.state import groups_below, groups_of, require_root, require_state, states_of
 from .features.accumulate import unsynchronized
 from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
-from .features.passes import finalize, reduce_unsynchronized, reset, share_reductions, wait_for
+from .features.passes import finalize, reduce_unsynchronized, reset, wait_for
 from .torch_private.compat import EXPORT_PLAIN
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class FSDPModule:
         set_groups(self, recurse, bucket_bytes=nbytes)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Calls `set_gradient_divide_factor`, whose old name this is, for the groups of this module.
+        """Calls `set_gradient_divide_factor` for the groups of this module. This is its old name.
 
         Args:
             factor: a positive number.
@@ -445,7 +445,7 @@ class FSDPModule:
             group.set(comm_hook=shared)
             if group.mesh.size > 1 and not group.mesh.replicate_axes:
                 collectives.follow(group)
-            group.parameters.rebuild(Change.TRAINABLE)
+            group.parameters.rebuild(Rebuild.TRAINABLE)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers the groups of this module by an object of yours, in one flat call for each group.
@@ -549,8 +549,8 @@ class FSDPModule:
         that. The memory comes from one pool for all groups of a device, to which it returns when they reshard;
         activations do not use it, so that a step may reserve up to the bytes of the groups that are unsharded at once
         more. Gradients are packed into it, also those that are reduced where autograd has put them otherwise.
-        Compressed gradients travel in torch's memory. It has no effect on a process group whose backend has no memory
-        of its own, such as gloo, and on one rank. It has not run on several GPUs.
+        Compressed gradients are sent from torch's memory. It has no effect on a process group whose backend has no
+        memory of its own, such as gloo, and on one rank. It has not run on several GPUs.
 
         Every rank must call it, between steps; the first call communicates.
 
@@ -663,7 +663,7 @@ class FSDPModule:
         Raises:
             RuntimeError: not the root.
         """
-        reset(root_of(self, "reset_iter_state"))
+        reset(require_root(self, "reset_iter_state"))
 
     def set_prefetch_budget(self, nbytes: int | None) -> None:
         """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
@@ -689,7 +689,7 @@ class FSDPModule:
             raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        root_of(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+        require_root(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.
@@ -705,7 +705,7 @@ class FSDPModule:
             RuntimeError: not the root.
         """
         check_bool("enabled", enabled)
-        root = root_of(self, "set_running_stats_averaging")
+        root = require_root(self, "set_running_stats_averaging")
         root.set(averages_running_stats=enabled)
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -746,7 +746,7 @@ class FSDPModule:
             RuntimeError: not the root, or during a backward pass. Later, in backward: a second gradient of a parameter
                 that was stepped on in the same pass (reentrant checkpointing).
         """
-        root = root_of(self, "set_optimizer_in_backward")
+        root = require_root(self, "set_optimizer_in_backward")
         if root.is_in_backward():
             raise RuntimeError("set_optimizer_in_backward: call it between backward passes, not during one")
         use_in_backward(root, optimizer)
@@ -762,7 +762,7 @@ class FSDPModule:
             RuntimeError: not the root, or during a backward pass.
         """
         check_bool("enabled", enabled)
-        root = root_of(self, "set_manual_backward_finalization")
+        root = require_root(self, "set_manual_backward_finalization")
         if root.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization: call it between backward passes, not during one")
         root.set(finalize_backward=not enabled)
@@ -785,7 +785,7 @@ class FSDPModule:
             RuntimeError: not the root.
         """
         check_bool("async_op", async_op)
-        root = root_of(self, "finalize_backward")
+        root = require_root(self, "finalize_backward")
         reduce_unsynchronized(root)
         handle = GradientReductionHandle(root)
         if async_op:
@@ -894,18 +894,6 @@ class GradientReductionHandle:
         finalize(root)
 
 
-def root_of(module: FSDPModule, what: str) -> Root:
-    """Returns the Root of a module that must be the outermost sharded one; `what` is the method that asks.
-
-    Raises:
-        RuntimeError: it is not.
-    """
-    state = require_state(module)
-    if state.root.state is not state:
-        raise RuntimeError(f"{what}: expected the root, the outermost sharded module, got {state}")
-    return state.root
-
-
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Bounds the reductions in flight of several roots together, for example of the stages of a pipeline on one rank.
 
@@ -919,7 +907,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     groups = groups_of_all("modules", modules)
     for group in groups[1:]:
-        share_reductions(group.root, groups[0].root)
+        group.root.share_queue(groups[0].root.queue)
 
 
 @cache

@@ -16,8 +16,7 @@ from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.parameter import FSDPParam
 from ..engine.policy import AfterForward, KeepUntil
-from ..engine.root import Root
-from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
+from ..engine.state import FSDPState, names_below, require_state, state_of
 from ..features.passes import finalize, reduce_unsynchronized
 from ..torch_private.beyond_step import ComposableState, is_traced, register_composable, state_in_table
 from .fsdp1_states import StateRef
@@ -173,7 +172,7 @@ class TorchState(ComposableState):
     @property
     def _comm_ctx(self) -> object:
         """This is the same object for all states whose reductions in flight are bounded together."""
-        return self.state.groups[0].queue
+        return self.state.root.queue
 
     @property
     def _fsdp_param_groups(self) -> list[TorchParamGroup]:
@@ -219,12 +218,12 @@ class ForwardsNeedAllRanks:
     copy is False: the copy of a sharded model gets one of its own.
     """
 
-    def __init__(self, root: Any) -> None:
-        self._root: weakref.ref[Any] = weakref.ref(root)
+    def __init__(self, state: FSDPState) -> None:
+        self._state: weakref.ref[FSDPState] = weakref.ref(state)
 
     def __bool__(self) -> bool:
-        root = self._root()
-        return root is not None and not is_traced() and any(map(_may_gather, root.groups))
+        state = self._state()
+        return state is not None and not is_traced() and any(map(_may_gather, state.root.groups))
 
     def __reduce__(self) -> Any:
         return bool, ()
@@ -235,15 +234,13 @@ def _may_gather(group: FSDPParamGroup) -> bool:
     return bool(group.params) and group.mesh.size > 1 and not is_lent
 
 
-def register_states(root: Root) -> None:
-    """Registers sharded modules with torch's other composable APIs, under a TorchState for each FSDPState."""
-    needs_all_ranks = ForwardsNeedAllRanks(root)
-    for module in names_below(root.state.modules):
+def register_state(state: FSDPState) -> None:
+    """Registers the modules of one call with torch's other composable APIs, under a TorchState."""
+    needs_all_ranks = ForwardsNeedAllRanks(state)
+    for module in names_below(state.modules):
         module.__dict__["_is_fsdp_managed_module"] = needs_all_ranks
-    for state in root.states:
-        for module in state.modules:
-            if module.__dict__.get(STATE) is state:  # not so for large submodules that became groups of their own
-                register_composable(module, StateRef(_torch_state(state)), "fully_shard")
+    for module in state.modules:
+        register_composable(module, StateRef(_torch_state(state)), "fully_shard")
 
 
 def get_module_fsdp_state(module: nn.Module) -> Any:

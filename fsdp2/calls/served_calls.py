@@ -36,10 +36,8 @@ def serve_call(module: nn.Module, group: FSDPParamGroup) -> bool:
     if in_backward:  # activation checkpointing runs it again; the group reshards when its gradients are complete
         group.pre_forward(in_backward)
         return True
-    num_running = len(root.running)
+    end = partial(_end, module, group, len(root.running), root.depth)
     root.enter(state)
-    root.depth += 1
-    end = partial(_end, module, group, num_running)
     root.served.append(end)
     module._forward_hooks[id(group)] = partial(_after_call, end)
     module._forward_hooks_always_called[id(group)] = True
@@ -52,11 +50,10 @@ def _after_call(end: partial[None], module: nn.Module, args: Any, output: Any) -
     run_hidden(end, output)
 
 
-def _end(module: nn.Module, group: FSDPParamGroup, num_running: int, output: Any = None) -> None:
+def _end(module: nn.Module, group: FSDPParamGroup, num_running: int, depth: int, output: Any = None) -> None:
     root = group.root
     root.served.pop()
     del module._forward_hooks[id(group)], module._forward_hooks_always_called[id(group)]
     hook_outputs(group.state, tensors_in(output))
     group.unregister()
-    root.depth -= 1
-    root.leave(num_running)
+    root.leave(num_running, depth)

@@ -30,10 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..calls.inputs import HandedInputs
-from ..engine.events import Observer
+from ..calls.nested import tensors_in
+from ..engine.events import Change, Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..ranks.compare_ranks import (
@@ -50,6 +51,7 @@ from ..ranks.rank_facts import gather_by_rank
 from .level import is_debug
 
 if TYPE_CHECKING:
+    from ..engine.parameter import FSDPParam
     from ..engine.root import Root
     from ..engine.state import FSDPState
 
@@ -191,8 +193,8 @@ class RankComparisons(Observer):
         self._evaluations += 1
         return is_check_time(self._evaluations)
 
-    def loaded(self, group: FSDPParamGroup) -> None:
-        self._begins_anew = True  # all ranks have loaded
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        self._begins_anew = self._begins_anew or change is Change.LOADED  # all ranks have loaded
 
     def out_of_step(self, root: Root) -> None:
         # Ranks may have counted different numbers, and compare from the beginning, but not what they began with.
@@ -330,10 +332,13 @@ class _Forwards(Observer):
     def detached(self, root: Root) -> None:
         self.is_there = False
 
-    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        if state.groups[0] in self._checks.due and not is_capturing():
-            for check in self._checks.checks():
-                check.before_cast(state, inputs, dtype)
+    def inputs_given(self, state: FSDPState, args: Any, kwargs: Any) -> None:
+        dtype = state.input_dtype
+        if dtype is None or state.groups[0] not in self._checks.due or is_capturing():
+            return
+        cast = [each for each in tensors_in(args, kwargs) if each.dtype != dtype and each.is_floating_point()]
+        for check in self._checks.checks() if cast else ():
+            check.before_cast(state, cast, dtype)
 
     def forward_began(self, group: FSDPParamGroup) -> None:
         due = self._checks.due

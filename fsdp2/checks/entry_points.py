@@ -17,56 +17,49 @@ from ..calls.nested import tensors_in
 from ..calls.served_calls import serve_call
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import sharded_owner
-from ..engine.root import Root
 from ..engine.state import FSDPState, names_below, state_of
 from ..parameters.replacements import REPLACE_BEFORE
 from ..torch_private.beyond_step import watch_calls
-from .due import Check
 
 _KEY = "fsdp2"
 
 
-class EntryPoints(Check):
-    """Refuses calls of modules whose parameters another module gathers, while these are sharded."""
-
-    def attached(self, root: Root) -> None:
-        for group in root.groups:
-            if group not in root.new_groups and not group.users and _is_watched(group):
-                continue  # the root before has done all of this
-            self._unwatch(group)
-            inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
-            for module in inside:
-                if module not in group.modules:
-                    self._watch(group, module)
-
-    def detached(self, root: Root) -> None:
-        for group in root.groups:
-            self._unwatch(group)
-
-    def _watch(self, group: FSDPParamGroup, module: nn.Module) -> None:
-        hooks = watch_calls(module, _KEY)
-        group.registration.while_sharded.append((hooks, _KEY, refuse_call))
-        if group.phase is not UNSHARDED:
-            hooks[_KEY] = refuse_call
-
-    def _unwatch(self, group: FSDPParamGroup) -> None:
-        entries = group.registration.while_sharded
-        for hooks, key, value in entries:
-            if value is refuse_call:
-                hooks.pop(key, None)
-        entries[:] = [each for each in entries if each[2] is not refuse_call]
+def watch_calls_inside(state: FSDPState) -> None:
+    """Refuses calls of modules inside those of a call, and of those that share parameters with them, from now on."""
+    for group in (*state.tied_to, *(group for each in (state, *state.parts) for group in each.groups)):
+        _unwatch(group)
+        inside = dict.fromkeys([slot.module for param in group.params for slot in param.slots])
+        for module in inside:
+            if module not in group.modules:
+                _watch(group, module)
 
 
-def _is_watched(group: FSDPParamGroup) -> bool:
-    return any(value is refuse_call for _, _, value in group.registration.while_sharded)
+def stop_watching_calls(state: FSDPState) -> None:
+    """Refuses no calls inside the modules of a call any more."""
+    for group in state.groups:
+        _unwatch(group)
 
 
-def leave_fast_path(root: Root) -> None:
+def _watch(group: FSDPParamGroup, module: nn.Module) -> None:
+    hooks = watch_calls(module, _KEY)
+    group.registration.while_sharded.append((hooks, _KEY, refuse_call))
+    if group.phase is not UNSHARDED:
+        hooks[_KEY] = refuse_call
+
+
+def _unwatch(group: FSDPParamGroup) -> None:
+    entries = group.registration.while_sharded
+    for hooks, key, value in entries:
+        if value is refuse_call:
+            hooks.pop(key, None)
+    entries[:] = [each for each in entries if each[2] is not refuse_call]
+
+
+def leave_fast_path(state: FSDPState) -> None:
     """Has torch's transformer layers call what is sharded inside them: in evaluation they would read the parameters,
     except from modules that have hooks. It is no check, and always in force.
     """
-    layers = [each for state in root.states for each in state.own_modules()]
-    for layer in layers:
+    for layer in [each for own in (state, *state.parts) for each in own.own_modules()]:
         for module in layer.modules() if isinstance(layer, nn.TransformerEncoderLayer) else ():
             is_sharded = module is not layer and state_of(module) is not None
             if is_sharded and _do_nothing not in module._forward_pre_hooks.values():
@@ -95,7 +88,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
         return
     owner = groups[0].state
     outer, inner = _expression(owner.modules[0], owner), _expression(module, owner)
-    if owner.modules[0] not in names_below(owner.root.state.modules):
+    if owner.modules[0] not in names_below(owner.outermost.modules):
         raise RuntimeError(
             f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
             f"forward of a {outer} that is no part of the model any more. {REPLACE_BEFORE}"
@@ -106,7 +99,7 @@ def refuse_call(module: nn.Module, args: Any, kwargs: Any) -> None:
             f"which fully_shard had made, was replaced by {type(owner.modules[0]).__name__}, which gathers nothing. "
             "Set __class__ before fully_shard."
         )
-    by = inner if owner is owner.root.state else outer  # of the root's parameters, few may be meant
+    by = inner if owner is owner.outermost else outer  # of the root's parameters, few may be meant
     raise RuntimeError(
         f"{inner} ({type(module).__name__}) was called while its parameters are sharded: they are gathered in the "
         f"forward of {outer}. On every rank, call it inside `with fsdp2.full_params({by}):`; or register the method of "
@@ -123,7 +116,7 @@ def _groups_of_own_parameters(module: nn.Module) -> list[FSDPParamGroup]:
 
 def _expression(module: nn.Module, owner: FSDPState) -> str:
     """Returns what a user writes for `module`: `model.blocks[0]`."""
-    for root in owner.root.state.modules:
+    for root in owner.outermost.modules:
         for name, each in root.named_modules(prefix="model"):
             if each is module:
                 return re.sub(r"\.(\d+)", r"[\1]", name)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..calls.nested import tensors_in
+from ..engine.events import Observer
 from ..engine.mesh import DataMesh
 from ..engine.root import Root
+from ..engine.state import FSDPState
 from ..parameters.checksum import joint_checksum, values_of
 from ..ranks.compare_ranks import ComparedNumbers, Comparison
 from ..torch_private.compat import runs_transform, storage_id
@@ -25,23 +27,26 @@ class EqualInputs(RankCheck):
     an axis of their own do not. Inputs of one value each (zeros for a test) are no data.
     """
 
-    _num_equal = 0
-    # A training pass has run since; of its inputs: whether some tensor has two values, and a checksum.
-    _has_inputs = False
-    _has_data: Tensor | int = 0
-    _checksum: Tensor | int = 0
+    def __init__(self) -> None:
+        self._inputs = _Inputs(self)
+        self._num_equal = 0
+        # A training pass has run since ranks compared; of its inputs: if some tensor has two values, and a checksum.
+        self._has_inputs = False
+        self._has_data: Tensor | int = 0
+        self._checksum: Tensor | int = 0
 
     def attached(self, root: Root) -> None:
-        root.take_inputs = self._take
+        root.add(self._inputs)
 
     def detached(self, root: Root) -> None:
-        root.take_inputs = None
+        root.remove(self._inputs)
 
-    def _take(self, root: Root, args: Any, kwargs: Any) -> None:
+    def take(self, root: Root, args: Any, kwargs: Any) -> None:
         """Computes what ranks compare of the inputs of a training pass. Nothing waits for the device."""
         if not torch.is_grad_enabled() or not root.state.modules[0].training or runs_transform() or is_capturing():
             return
-        root.take_inputs, self._has_inputs = None, True
+        self._has_inputs = True
+        root.remove(self._inputs)
         with torch.no_grad():
             tensors = [tensor for tensor in tensors_in(args, kwargs) if storage_id(tensor) != -1]
             parts = [part for tensor in tensors for part in values_of(tensor) if part.numel() > 1]
@@ -61,12 +66,25 @@ class EqualInputs(RankCheck):
             if has_inputs:
                 self._num_equal = self._num_equal + 1 if are_equal else _TIMES
             if self._num_equal < _TIMES:
-                root.take_inputs = self._take
+                root.remove(self._inputs)  # it still follows if no training pass has come
+                root.add(self._inputs)
                 self._has_inputs, self._has_data, self._checksum = False, 0, 0
             elif are_equal:
                 warnings.warn(_SAME.format(ranks=mesh.num_ranks), stacklevel=2)
 
         yield mesh, ComparedNumbers("inputs", [int(self._has_inputs), self._has_data, self._checksum], judge)
+
+
+class _Inputs(Observer):
+    """Gives an EqualInputs the inputs of the next training pass. It follows only until then."""
+
+    def __init__(self, check: EqualInputs) -> None:
+        self._check = check
+
+    def inputs_given(self, state: FSDPState, args: Any, kwargs: Any) -> None:
+        root = state.root
+        if state is root.state or len(root.running) == 1:
+            self._check.take(root, args, kwargs)
 
 
 _TIMES = 2

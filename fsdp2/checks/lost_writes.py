@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
+from ..engine.events import Change
 from ..engine.gather import view_bytes
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import SHARDED_AS
@@ -135,8 +136,9 @@ class MovedData(ForwardCheck):
             "fully_shard."
         )
 
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        self._places.pop(group, None)
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        if change is Change.PARAMETERS:
+            self._places.pop(group, None)
 
     def before_reshard(self, group: FSDPParamGroup) -> None:
         _refuse_lost([name for each in _resharded_with(group) for name in self.take_moved(each)])
@@ -300,21 +302,19 @@ def _refuse_differing(names: Sequence[str]) -> None:
 # ---- what was a parameter before
 
 
-class OriginalParameters(Check):
-    """Marks original parameters once they have been cut, and refuses to compute gradients for them.
+def refuse_originals(state: FSDPState) -> None:
+    """Marks original parameters of a call's modules once they have been cut, and refuses to compute gradients for them.
 
     If one turns up in another fully_shard call it was tied across groups; in an optimizer, that was built too early; if
     it gets a gradient, something computes with it.
     """
-
-    def attached(self, root: Root) -> None:
-        for group in root.new_groups:
-            for original in [reference() for reference in group.originals]:
-                mark = None if original is None else original_of(original)
-                if original is not None and mark is not None:
-                    setattr(original, SHARDED_AS, mark.name)
-                    if original.requires_grad:
-                        replace_hooks(original, partial(_refuse_gradient, mark.name))
+    for group in [group for each in (state, *state.parts) for group in each.groups]:
+        for original in [reference() for reference in group.originals]:
+            mark = None if original is None else original_of(original)
+            if original is not None and mark is not None:
+                setattr(original, SHARDED_AS, mark.name)
+                if original.requires_grad:
+                    replace_hooks(original, partial(_refuse_gradient, mark.name))
 
 
 def _refuse_gradient(name: str, _: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import AS_IS
+from ..engine.events import Change
 from ..engine.group import FSDPParamGroup
 from ..engine.group_parameters import version_if_counted
 from ..engine.mesh import DataMesh
@@ -28,7 +29,7 @@ from ..engine.owners import by_ranks, some_of
 from ..engine.parameter import FSDPParam, fqn
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
-from ..engine.state import names_below
+from ..engine.state import FSDPState, names_below
 from ..parameters.checksum import bits_of, checksum, read
 from ..parameters.empty_memory import is_marked
 from ..parameters.parameter_methods import buffers_on_meta
@@ -92,17 +93,19 @@ class Structure(RankCheck):
 
     def detached(self, root: Root) -> None:
         for group in root.groups:
-            group.purpose.remark = ""
+            group.purpose.set_remark("")
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        if self._trainable[group] != group.parameters.trainable:  # other settings change in each accumulation
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        if (
+            change is Change.SETTINGS and self._trainable[group] != group.parameters.trainable
+        ):  # other settings change in each accumulation
             self._trainable[group] = group.parameters.trainable
             self._remark()
 
     def _remark(self) -> None:
         remark = trainable_remark([flag for flags in self._trainable.values() for flag in flags])
         for group in self._trainable:
-            group.purpose.remark = remark
+            group.purpose.set_remark(remark)
 
     def numbers(self, comparison: Comparison) -> _Numbers:
         for mesh, groups in groups_by_mesh(comparison.root.groups).items():
@@ -341,20 +344,21 @@ def keep_samples(plan: Plan) -> None:
                 samples[id(slot.module), slot.name] = sample
 
 
+def keep_initial_values(state: FSDPState) -> None:
+    """Keeps the samples of a call with the parameters that were cut, for ranks to compare."""
+    samples, known = state.notes.of(_Samples), state.notes.of(_KnownValues)
+    with no_torch_function():  # versions are read three times as fast
+        for param in [param for each in (state, *state.parts) for group in each.groups for param in group.params]:
+            slot = param.slots[0]
+            sample = samples.pop((id(slot.module), slot.name), None)
+            if sample is not None:
+                known[param] = InitialValues(param, sample, _BUILT)
+
+
 class InitialWeights(RankCheck):
     """Compares what ranks have cut their shards from, the first time, and the first after all ranks have loaded."""
 
-    def attached(self, root: Root) -> None:
-        for group in root.new_groups:
-            samples, known = group.state.notes.of(_Samples), _known_of_call(group)
-            with no_torch_function():  # versions are read three times as fast
-                for param in group.params if samples else ():
-                    slot = param.slots[0]
-                    sample = samples.pop((id(slot.module), slot.name), None)
-                    if sample is not None:
-                        known[param] = InitialValues(param, sample, _BUILT)
-
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         known = _known_of_call(group)
         for param, parameter in replaced.items():
             known.pop(param, None)

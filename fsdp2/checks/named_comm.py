@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -207,8 +206,7 @@ class Goodbyes(Observer):
         self._num_backwards = 0
         # Ranks were out of step since then.
         self._is_told = False
-        self._purpose = Purpose("a forward")
-        self._purpose.root = weakref.ref(root)
+        self._purpose = Purpose("a forward", root)
 
     def pass_began(self, root: Root) -> None:
         before, self._num_backwards = self._num_backwards, root.num_backwards
@@ -257,8 +255,7 @@ class Goodbyes(Observer):
             each.goodbye = goodbye(text)
         # Roots that share a process group meet others there in one order.
         for other in roots_of(purpose for each in conversations for purpose in each.purposes):
-            other.has_failed = True
-            other.note_out_of_step()
+            other.note_out_of_step(has_failed=True)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..collectives.choose import choice_of, choose
 from ..dtensor import optimizer_steps
 from ..engine.events import Observer, extend
-from ..engine.owners import roots_of_thread
+from ..engine.group import FSDPParamGroup
+from ..engine.owners import outermost_of_thread
 from ..engine.root import Root
+from ..engine.state import FSDPState
 from .buffers import Buffers
 from .clipping import Clipping
 from .due import Check, ForwardChecks, RankComparisons, make_rank_comparisons
-from .entry_points import EntryPoints
+from .entry_points import stop_watching_calls, watch_calls_inside
 from .equal_inputs import EqualInputs
 from .level import choose_level, is_debug, is_on, require_level
-from .lost_writes import MovedData, OriginalParameters, UnseenWrites, WrittenParameters
-from .model_facts import BuffersOnMeta, EmptyMemory, FrozenParameters, InitialWeights, Structure, keep_samples
+from .lost_writes import MovedData, UnseenWrites, WrittenParameters, refuse_originals
+from .model_facts import (
+    BuffersOnMeta,
+    EmptyMemory,
+    FrozenParameters,
+    InitialWeights,
+    Structure,
+    keep_initial_values,
+    keep_samples,
+)
 from .rounding import RoundedInputs
 from .step_history import Divisors, OptimizersOnAccumulation, StepHistory, note_end_of_step, note_step
 from .unmanaged_parameters import UnmanagedParameters, note_plain
@@ -45,8 +55,6 @@ _CHECKS: tuple[type[Check], ...] = (
     WrittenParameters,
     MovedData,
     UnseenWrites,
-    EntryPoints,
-    OriginalParameters,
 )
 _OBSERVERS: tuple[Callable[[Root], Observer], ...] = (
     *(partial(_make, each) for each in _CHECKS),
@@ -65,7 +73,7 @@ def install() -> None:
 
     `check_plan` of plan.py, which comes before other extensions get a plan, is not among them.
     """
-    extend(plan=(keep_samples,), observers=tuple(map(_if_on, _OBSERVERS)), features=(_follow_level,))
+    extend(plan=(keep_samples,), after_sharding=(_follow_sharding,), observers=tuple(map(_if_on, _OBSERVERS)))
     optimizer_steps.before_step.append(note_step)
     optimizer_steps.after_step.append(note_end_of_step)
     optimizer_steps.stepped_beside.append(note_plain)
@@ -89,37 +97,45 @@ def set_checks(level: str) -> None:
         RuntimeError: a forward or backward runs.
     """
     require_level(level, "level")
-    roots = [*filter(_can_communicate, roots_of_thread())]
-    if any(root.running or root.is_in_backward() for root in roots):
+    outermost = outermost_of_thread()
+    built = [root for root in [state.built_root for state in outermost] if root is not None]
+    if any(root.running or root.is_in_backward() for root in built):
         raise RuntimeError("set_checks: call it between steps, not during a forward or backward")
     choose_level(level)
-    for root in roots:
-        _compare_collectives(root, is_debug())
+    for state in [each for outer in outermost for each in (outer, *outer.inside)]:
+        _compare_collectives(state.groups, is_debug())
+        if is_on():
+            _watch_parameters(state)
+        else:
+            stop_watching_calls(state)
+    for root in built:  # others get the checks of the level when they are built
         _observe(root)
 
 
-def _can_communicate(root: Root) -> bool:
-    """Returns False if the process groups of a root were destroyed: an old model may still be alive."""
-    try:
-        return root.group.mesh.axis_groups is not None
-    except RuntimeError:
-        return False
-
-
-def _follow_level(root: Root) -> None:
-    """Has ranks compare what they do before each collective of a new root, at the debug level."""
+def _follow_sharding(state: FSDPState) -> None:
+    """Has checks follow what a call has sharded, before there is a root; at the debug level, has ranks compare what
+    they do before each collective.
+    """
     if is_debug():
-        _compare_collectives(root, True)
+        _compare_collectives([group for each in (state, *state.inside) for group in each.groups], True)
+    if is_on():
+        keep_initial_values(state)
+        _watch_parameters(state)
 
 
-def _compare_collectives(root: Root, wanted: bool) -> None:
-    for group in root.groups:
+def _watch_parameters(state: FSDPState) -> None:
+    watch_calls_inside(state)
+    refuse_originals(state)
+
+
+def _compare_collectives(groups: Iterable[FSDPParamGroup], wanted: bool) -> None:
+    for group in groups:
         if choice_of(group).checked != wanted:
             choose(group, checked=wanted)
 
 
 def _observe(root: Root) -> None:
-    """Has the checks follow a root that is there already, or not, as the level says. Those that stay keep what they
+    """Has the checks follow a root that is built already, or not, as the level says. Those that stay keep what they
     know.
     """
     before, present = root.events.observers, {type(each): each for each in root.events.observers}

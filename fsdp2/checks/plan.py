@@ -13,8 +13,9 @@ from ..engine.build import ParameterPlan, Plan
 from ..engine.codec import Compression
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.parameter import FSDPParam, fqn, grad_choice
-from ..engine.policy import COPIED, MixedPrecisionPolicy, ReduceWhen
-from ..engine.state import FSDPState, names_below
+from ..engine.policy import COPIED, MixedPrecisionPolicy
+from ..engine.state import names_below
+from ..features.conditional import find_conditional
 from ..features.vocab_parallel import refuse_beside_conditional, refuse_tied
 from ..module import public_methods
 from ..parameters.subclasses import (
@@ -382,7 +383,12 @@ def _check_placements(plan: Plan) -> None:
 
 
 def _check_conditional(plan: Plan, conditional: bool) -> None:
-    inside = [state for state in plan.inside if conditional or _is_conditional(state)]
+    found = find_conditional(plan.inside)
+    inside = [
+        state
+        for state in plan.inside
+        if conditional or (found and any(group in found and group.mesh.axis_groups for group in state.groups))
+    ]
     if not conditional and not inside:
         return
     refuse_beside_conditional(group for state in plan.inside for group in state.groups)
@@ -406,11 +412,6 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
     for state in inside:
         for group in state.groups:
             _check_one_mesh(names[state.modules[0]], group.mesh, plan.mesh)
-
-
-def _is_conditional(state: FSDPState) -> bool:
-    """Returns True if ranks may leave the modules of `state` out, or those around them."""
-    return any(group.settings.reduce_when is ReduceWhen.ASKED for group in state.groups)
 
 
 def _check_one_mesh(name: str, mesh: DataMesh, outer: DataMesh) -> None:

@@ -100,7 +100,8 @@ class StepHistory(RankCheck):
     def _forget(self) -> None:
         self.count = self.settings = 0
         for each in self._followed.values():
-            each.steps, each.num_raised = [], 0
+            each.steps.clear()
+            each.num_raised = 0
 
     def _take(self, root: Root) -> tuple[int, dict[str, _Told]]:
         """Begins anew. Returns when ranks last compared steps, and what this rank has to tell of each optimizer."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
-from ..engine.owners import names_of_unsharded, roots_of_thread, sharded_owner, some_of
+from ..engine.owners import names_of_unsharded, outermost_of_thread, sharded_owner, some_of
 from ..engine.parameter import fqn
 from ..engine.root import Root
 from ..parameters.checksum import checksum, joint_checksum, read
@@ -194,7 +194,7 @@ def note_plain(optimizer: Optimizer, groups: Sequence[FSDPParamGroup], params: M
     with it.
     """
     params = {number: param for number, param in params.items() if not is_sharded_by_fsdp1(param)}
-    roots = [groups[0].root] if groups else roots_of_thread()
+    roots = [groups[0].root] if groups else [state.root for state in outermost_of_thread()]
     for root in roots:
         check = root.events.of(UnmanagedParameters)
         if check is not None:

@@ -27,6 +27,10 @@ class WriteNotices:
         self._watching: list[WeakMethod[Callable[[], object]]] = []
         self._thread = threading.local()
 
+    def see_operations(self) -> None:
+        """Notes that operations announce writes to sharded parameters before they happen, from now on."""
+        self.are_seen = self.sees_operations = True
+
     def before_next_write(self, action: Callable[[], object]) -> None:
         """Calls `action`, a bound method, once before the next write, if its object is alive then. It calls it at once
         if that write might not be seen.

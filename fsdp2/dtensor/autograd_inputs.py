@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..calls.compiled_backward import refuse_compiled_backward
 from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.group import FSDPParamGroup
-from ..engine.owners import Owned, all_groups, roots_of_thread, sharded_owner, some_of
+from ..engine.owners import Owned, all_groups, outermost_of_thread, sharded_owner, some_of
 from ..torch_private.compat import compiled_autograd, no_torch_function, records_backward
 from ..torch_private.dtensor import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers
@@ -125,8 +125,9 @@ def _clean_up(error: BaseException, outputs: Any) -> None:
         if isinstance(error, RuntimeError):
             _explain(error, outputs)
     finally:
-        for root in roots_of_thread():
-            root.is_in_backward()
+        for root in [state.built_root for state in outermost_of_thread()]:
+            if root is not None:
+                root.is_in_backward()
 
 
 def _explain(error: RuntimeError, outputs: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..devices.write_notices import notices
 from ..engine.events import extend
-from ..engine.root import Root
+from ..engine.state import FSDPState
 from ..torch_private.dtensor import allow_in_foreach, dispatch_to
 from ..torch_private.once import once
 from .autograd_inputs import accept_sharded_inputs
@@ -46,19 +46,19 @@ def are_on() -> bool:
 
 
 def install() -> None:
-    """Makes the engine use ShardedDTensor for sharded parameters, and adds what joins each new root. It is called
+    """Makes the engine use ShardedDTensor for sharded parameters, and adds what follows each call of it. It is called
     once, before any module is sharded.
     """
     if are_on():
-        extend(tensor_class=ShardedDTensor, features=(join_fixes, note_call))
-        # Operations announce writes to sharded parameters before they happen.
-        notices.are_seen = notices.sees_operations = True
+        extend(tensor_class=ShardedDTensor, after_sharding=(join_fixes, note_call))
+        notices.see_operations()
 
 
-def join_fixes(root: Root) -> None:
+def join_fixes(state: FSDPState) -> None:
     """Puts the fixes in force once the first module is sharded, and those for users' classes once one has such."""
     correct_torch()
-    if any(param.leaf_class is not nn.Parameter for group in root.new_groups for param in group.params):
+    groups = [group for each in (state, *state.parts) for group in each.groups]
+    if any(param.leaf_class is not nn.Parameter for group in groups for param in group.params):
         look_up_in_user_classes()
 
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from ..calls.user_code import hides_modes
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import SHARDED_AS, all_groups, sharded_owner, some_of
-from ..engine.root import Root
+from ..engine.state import FSDPState
 from ..features.optimizer_in_backward import steps_of
 from ..ranks.rank_facts import all_reduce_over, moves_data
 from .local_steps import end_local_step, local_optimizer
@@ -74,7 +74,7 @@ class _Calls:
     number = 0
 
 
-def note_call(_: Root) -> None:
+def note_call(_: FSDPState) -> None:
     """Counts a fully_shard call: after each, optimizers are inspected again."""
     _Calls.number = next(_Calls.counter)
 

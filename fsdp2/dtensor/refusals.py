@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..calls.callers import optimizer_that_calls
 from ..calls.nested import tensors_in
-from ..engine.owners import Owned, all_groups, has_left, owners_by_id, sharded_in, sharded_owner, some_of
+from ..engine.owners import Owned, all_groups, owners_by_id, sharded_in, sharded_owner, some_of
+from ..engine.state import names_below
 from ..parameters.replacements import REPLACE_BEFORE
 from ..torch_private.compat import local_of
 from ..torch_private.dtensor import name_of, spec_of
@@ -111,12 +112,18 @@ def advise(name: str, operands: Sequence[Any]) -> str:
     about_caller = _advice_about_caller()
     if about_caller is not None:
         return about_caller
-    if owned is not None and has_left(owned.param, owned.group):
+    if owned is not None and _has_left(owned):
         return f"The module that had it is not in the model any more. {REPLACE_BEFORE}"
     is_write = name.endswith("_")
     return _advice_about_optimizer() or (
         (_WRITE_RESULT if is_write else _GRADIENT) if owned is None else _WRITE if is_write else _READ
     )
+
+
+def _has_left(owned: Owned) -> bool:
+    """Returns True if the modules that had the parameter when fully_shard was applied are not in the model any more."""
+    inside = names_below(owned.group.state.outermost.modules)
+    return not any(slot.module in inside for slot in owned.param.slots)
 
 
 def _advice_about_caller() -> str | None:

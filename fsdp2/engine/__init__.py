@@ -1,5 +1,6 @@
 """The engine: shards, gathers and reduces. It is what a plain step runs."""
 
+from .events import Change as Change
 from .events import Extensions as Extensions
 from .events import Observer as Observer
 from .events import extend as extend

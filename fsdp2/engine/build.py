@@ -15,87 +15,92 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
 from ..calls.user_code import hides_modes
+from ..collectives.choose import separate_where_usual
 from ..devices.offload import OffloadChoice, shard_nbytes, storage_place
 from ..devices.simulation import SimulatedGroup
 from ..parameters.tensor_parallel import distribute
 from ..parameters.ties import MARK, find_owner, mark_originals, original_of
 from ..torch_private.compat import backend_name
 from .events import extensions
-from .group import FSDPParamGroup
-from .group_parameters import Change
+from .group import SHARDED, FSDPParamGroup
+from .group_parameters import Rebuild
 from .mesh import DataMesh, Distribution, data_mesh
-from .owners import Owned
+from .owners import Owned, forget_state, note_state
 from .parameter import FSDPParam, Slot, fqn
 from .policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
-from .root import Root
 from .state import STATE, FSDPState, Notes, modules_below, names_below, state_of, states_among
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call of `fully_shard` or `replicate`.
+    """The arguments of one call of `fully_shard` or `replicate`, as the user gave them."""
 
-    `mesh`: one axis shards; of two, the first replicates (HSDP); a DataMesh says it itself. `shard_placement_fn` may
-    return a Shard and a DataMesh for a parameter on a mesh of its own. `offload_policy`: as the user gave it.
-    `ignored_modules`: whose buffers stay as they are. `conditional`, `vocab_parallel`: see GroupSettings.
-    """
-
+    # One axis shards; of two, the first replicates (HSDP). A DataMesh names its axes itself.
     mesh: DeviceMesh | DataMesh
     reshard_after_forward: bool | int | None = None
+    # Returns a Shard or None; a Shard and a DataMesh for a parameter on a mesh of its own.
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     offload_policy: OffloadChoice = OffloadPolicy()
     ignored_params: Collection[nn.Parameter] | None = None
+    # Modules whose buffers stay as they are.
     ignored_modules: Collection[nn.Module] = ()
+    # See GroupSettings, as the next one.
     conditional: bool = False
     vocab_parallel: bool = False
 
 
 class ParameterPlan(NamedTuple):
-    """How to shard one parameter: its FQN, where it is registered, its mesh, and its placement.
+    """How one call is about to shard one parameter."""
 
-    `keeps_dtype`: it computes in its own dtype; None: the user has not said so, and the policy's dtype holds.
-    `owner`: what it is of an earlier call, which has sharded it already; None: there is no such call, or it is gone.
-    """
-
+    # Its FQN at the first module that has it.
     name: str
+    # Where it is registered.
     slots: list[Slot]
     mesh: DataMesh
     distribution: Distribution
+    # It computes in its own dtype. None: the user has not said so, and the policy's dtype holds.
     keeps_dtype: bool | None
+    # The parameter that an earlier call has cut from this one, if its module is alive.
     owner: Owned | None = None
 
 
 @dataclass
 class Plan:
-    """What one call is about to do. Extensions may refuse or change it: no module has been changed yet.
+    """The plan of one call. Extensions may refuse or change it: no module has been changed yet."""
 
-    `roots`: the modules of the call; `managed`: the modules at and below them that no inner call manages, with their
-    FQNs; `names`: the FQNs of all modules at and below them; `inside`: the states of inner calls; `parameters`: by FQN;
-    `tied`: those that earlier calls have sharded, as parameters of modules of theirs. `submodules`: those that get a
-    state of their own, with the FQNs of their parameters; extensions fill it. `offload`: where its
-    parameters rest, and `nbytes_of_budget`: what they take of an OffloadBudget. `notes`: what extensions keep of it,
-    which all states of the call get.
-    """
-
+    # The modules of the call.
     roots: list[nn.Module]
     given: Arguments
+    # The mesh of all parameters for which the user has chosen no other.
     mesh: DataMesh
+    # The modules of the call, and those inside them that no inner call manages -> their FQNs.
     managed: dict[nn.Module, str]
+    # The modules of the call, and all modules inside them -> their FQNs.
     names: dict[nn.Module, str]
+    # The states of inner calls, outermost first.
     inside: list[FSDPState]
+    # FQN -> the plan of a parameter of the call.
     parameters: dict[str, ParameterPlan]
+    # FQN -> the plan of a parameter that an earlier call has sharded, for modules of its own.
     tied: dict[str, ParameterPlan]
+    # Submodules that get a state of their own -> the FQNs of their parameters. Extensions fill it.
     submodules: dict[nn.Module, list[str]] = field(default_factory=dict)
+    # Where the parameters are stored.
     offload: OffloadPolicy = OffloadPolicy()
+    # The bytes that they take of an OffloadBudget.
     nbytes_of_budget: int = 0
+    # Notes of extensions about the call. All its states get them.
     notes: Notes = field(default_factory=Notes)
 
 
 @hides_modes
 def apply(module: Modules, given: Arguments, make_class: Callable[[type], type]) -> Modules:
-    """Does what `fully_shard` and `replicate` do. `make_class`: returns the class that a module of a class gets."""
+    """Shards the parameters of `module`, or of a list of modules, and has its calls gather them. Returns `module`.
+
+    `make_class` returns the sharded class for a module's class.
+    """
     plan = _plan(module, given)
     for check in extensions().plan:
         check(plan)
@@ -109,12 +114,12 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
                     each._buffers[name] = buffer.to(plan.mesh.device)
         states += _make_states(plan)
         _join_owners(plan, states[0])
-        attach(states[0], [*states, *plan.inside], classes, plan.names)
+        attach(states[0], plan.inside, classes, plan.names)
         for state in states:
             if state.cast_buffers is not None:
                 state.cast_buffers.cast()
         if isinstance(given.offload_policy, OffloadBudget):
-            given.offload_policy.left -= plan.nbytes_of_budget
+            given.offload_policy._take(plan.nbytes_of_budget)
     return module
 
 
@@ -139,25 +144,25 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
     """
     groups = [group for state in plan.inside for group in state.groups]
     groups = list(dict.fromkeys([*groups, *(each.owner.group for each in plan.tied.values() if each.owner)]))
-    before = [(group, {**vars(group)}, {**vars(group.purpose)}, [[*p.names] for p in group.params]) for group in groups]
-    roots, classes = [(state.root, state.used) for state in plan.inside], [type(root) for root in plan.roots]
+    changed = [*plan.inside, *groups, *(group.purpose for group in groups)]
+    before = [(each, {**vars(each)}) for each in changed]
+    names = [(group, [[*param.names] for param in group.params]) for group in groups]
+    classes = [type(root) for root in plan.roots]
     states: list[FSDPState] = []
     try:
         yield states
     except BaseException as error:
-        for state, (root, used) in zip(plan.inside, roots, strict=True):
-            state.root, state.used = root, used
-        for group, attributes, purpose, names in before:
-            vars(group).update(attributes)
-            vars(group.purpose).update(purpose)
-            for param, own in zip(group.params, names, strict=True):
+        for each, attributes in before:
+            vars(each).clear()
+            vars(each).update(attributes)
+        for group, names_of_params in names:
+            for param, own in zip(group.params, names_of_params, strict=True):
                 param.names = own
                 if len(own) < len(param.slots):
                     del param.slots[len(own) :]
-                    group.parameters.rebuild(Change.SHARDS)
+                    group.parameters.rebuild(Rebuild.SHARDS)
         for state in states:
-            for group in state.groups:
-                group.root = None  # type: ignore[assignment]
+            forget_state(state)
         for module, cls in zip(plan.roots, classes, strict=True):
             module.__dict__.pop(STATE, None)
             object.__setattr__(module, "__class__", cls)
@@ -169,17 +174,27 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
 
 def attach(
     state: FSDPState,
-    below: Iterable[FSDPState],
+    inside: Iterable[FSDPState],
     classes: Sequence[type],
     names: Mapping[nn.Module, str] | None = None,
 ) -> None:
-    """Gives the modules of `state` their state and class, and makes it the root of all states `below`. `names`: what
-    `names_below` returns for its modules, if the caller has that.
+    """Gives the modules of `state` their state and class. The states `inside` run under its root from now on.
+
+    Every rank must call it. `names`: what `names_below` returns for its modules, if the caller has that.
     """
+    for group in [group for each in (state, *state.parts) for group in each.groups]:
+        separate_where_usual(group)
     for module, cls in zip(state.modules, classes, strict=True):
         module.__dict__[STATE] = state
         object.__setattr__(module, "__class__", cls)  # a user's __setattr__ may refuse it
-    Root(state, below, names_below(state.modules) if names is None else names)
+    state.enclose(inside)
+    names = names_below(state.modules) if names is None else names
+    for group in [group for each in (state, *state.inside) for group in each.groups]:
+        group.rename(names)
+    for each in (state, *state.parts):
+        note_state(each)
+    for follow in extensions().after_sharding:
+        follow(state)
 
 
 # ---- the plan
@@ -263,7 +278,7 @@ def _dim_of(placement: Any, parameter: nn.Parameter) -> int:
     return placement.dim % parameter.dim()
 
 
-# ---- what is changed then
+# ---- the changes
 
 
 def _make_states(plan: Plan) -> list[FSDPState]:
@@ -271,17 +286,15 @@ def _make_states(plan: Plan) -> list[FSDPState]:
     apart = {name for names in plan.submodules.values() for name in names}
     rest = [each for each in plan.parameters.values() if each.name not in apart]
     policy = plan.given.mp_policy
-    states = [FSDPState(plan.roots, _make_groups(plan, plan.roots, rest, policy), policy)]
-    if plan.submodules:  # whose inputs and outputs are those of the module around them, and stay as they are
-        policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    groups = _make_groups(plan, plan.roots, rest, policy)
+    # Inputs and outputs of submodules are those of the module around them, and stay as they are.
+    inner_policy = replace(policy, cast_forward_inputs=False, output_dtype=None) if plan.submodules else policy
+    parts = []
     for submodule, names in plan.submodules.items():
         own = [plan.parameters[name] for name in names]
-        states.append(FSDPState([submodule], _make_groups(plan, [submodule], own, policy), policy))
-    states[0].parts = states[1:]
-    for state in states:
-        state.notes = plan.notes
-    states[0].ignored = {*plan.given.ignored_modules}
-    return states
+        own_groups = _make_groups(plan, [submodule], own, inner_policy)
+        parts.append(FSDPState([submodule], own_groups, inner_policy, notes=plan.notes))
+    return [FSDPState(plan.roots, groups, policy, parts, plan.given.ignored_modules, plan.notes), *parts]
 
 
 def _make_groups(
@@ -310,7 +323,7 @@ def _make_groups(
             policy, how, pin_memory=pin, conditional=given.conditional, vocab_parallel=given.vocab_parallel
         )
         groups.append(FSDPParamGroup(modules, params, mesh, settings))
-        groups[-1].originals = mark_originals(originals, params, type(plan.roots[0]).__name__)
+        groups[-1].note_originals(mark_originals(originals, params, type(plan.roots[0]).__name__))
     return groups
 
 
@@ -319,8 +332,9 @@ def _join_owners(plan: Plan, state: FSDPState) -> None:
     for each in plan.tied.values():
         assert each.owner is not None, "it is tied"
         group, param = each.owner
-        group.reshard_if_idle()
+        if group.phase is not SHARDED:
+            group.reshard_if_idle()
         param.add_slots(each.slots, each.name)
-        group.parameters.rebuild(Change.SHARDS)
+        group.parameters.rebuild(Rebuild.SHARDS)
         if group not in state.tied_to:
             state.tied_to.append(group)

@@ -8,6 +8,7 @@ and `any_group.py` have further implementations.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakSet
@@ -52,14 +53,24 @@ class Purpose:
     step.
     """
 
-    def __init__(self, name: str = "facts to compare") -> None:
+    def __init__(self, name: str = "facts to compare", root: Root | None = None) -> None:
         self.name, self.label, self.remark = name, name, ""
         self.root: Callable[[], Root | None] = lambda: None
+        if root is not None:
+            self.run_under(root)
         self.named_comms: WeakSet[NamedComm] = WeakSet()
 
+    def run_under(self, root: Root) -> None:
+        """Names collectives of `root` from now on."""
+        self.root = weakref.ref(root)
+
     def rename(self, name: str, label: str) -> None:
-        """Names the group anew."""
+        """Has another name and label from now on."""
         self.name, self.label = name, label
+
+    def set_remark(self, remark: str) -> None:
+        """Has errors of ranks that are out of step say `remark`, in place of the one before."""
+        self.remark = remark
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank ("forward", "backward", "by hand"), and how many backwards have ended."""

@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cache
 from inspect import getattr_static, isfunction, signature
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .comm import CommWatcher, Unwatched
@@ -34,11 +34,22 @@ if TYPE_CHECKING:
     from .state import FSDPState
 
 
+class Change(Enum):
+    """What a user has changed of a group."""
+
+    SETTINGS = auto()
+    """Settings, or which parameters are trainable: `set` was called, or buckets were planned."""
+    PARAMETERS = auto()
+    """Parameters, or their memory. `group.parameters` is updated after the event."""
+    LOADED = auto()
+    """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
+
+
 class Observer:
     """Follows all groups under one root. Override what is needed; the methods do nothing here.
 
     An observer watches: it may raise, tell and measure, and changes nothing of the engine. `root` is a Root, `state`
-    the FSDPState of one sharded module, `group` an FSDPParamGroup. What a method raises propagates to the caller of
+    the FSDPState of one sharded module, `group` an FSDPParamGroup. An error of a method propagates to the caller of
     the event. A method must do the same on all ranks if it communicates. Observers are called in the order in which
     `extend` got them. One that is needed at times only follows at those times only: `root.add(observer)`,
     `root.remove(observer)`.
@@ -47,12 +58,13 @@ class Observer:
     # ---- the observer itself
 
     def attached(self, root: Root) -> None:
-        """It follows `root` from now on, which knows its groups and their names. An outer module's root makes other
+        """It follows `root` from now on, which knows its groups and their names. It must not communicate: one rank
+        alone may have asked for the root. After `fully_shard` of an outer module there is another root, with other
         observers.
         """
 
     def detached(self, root: Root) -> None:
-        """It follows `root` no more, because somebody has removed it. It must undo what it did to modules."""
+        """It follows `root` no more: it was removed. It must undo its changes of modules."""
 
     # ---- passes
 
@@ -79,8 +91,8 @@ class Observer:
 
     # ---- forwards of modules; those that checkpointing runs again send `forward_failed` only
 
-    def inputs_cast(self, state: FSDPState, inputs: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """A forward is about to cast floating-point tensors among `inputs` to `dtype`, before it gathers anything."""
+    def inputs_given(self, state: FSDPState, args: Any, kwargs: Any) -> None:
+        """A forward is about to begin, on inputs that it has moved to the device. It has cast and gathered nothing."""
 
     def forward_began(self, group: FSDPParamGroup) -> None:
         """A module's forward begins; its unsharded parameters are registered."""
@@ -116,16 +128,10 @@ class Observer:
 
     # ---- what users change
 
-    def settings_changed(self, group: FSDPParamGroup) -> None:
-        """Settings or trainable parameters may have changed: `set` was called, or buckets were planned."""
-
-    def rebuilt(self, group: FSDPParamGroup, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
-        """Parameters, or their memory, may be others. What `group.parameters` holds is updated after it. `replaced`:
-        param -> what a user had registered in its place, or given another local tensor.
+    def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        """Settings, parameters or their values may be others. `replaced`, with Change.PARAMETERS: param -> what a user
+        had registered in its place, or given another local tensor.
         """
-
-    def loaded(self, group: FSDPParamGroup) -> None:
-        """`load_state_dict` has replaced parameters (assign=True, for example). Loads in place do not send it."""
 
 
 OneObserver = TypeVar("OneObserver", bound=Observer)
@@ -134,7 +140,6 @@ EVENTS = tuple(
     for name, method in vars(Observer).items()
     if callable(method) and not name.startswith("_") and name not in ("attached", "detached")
 )
-_EVENTS = frozenset(EVENTS)
 
 
 @cache
@@ -163,38 +168,31 @@ def _events_of(cls: type) -> frozenset[str]:
 
 
 class Events:
-    """Lists, in one attribute for each event, the observers' methods to call. A list is made when it is first asked
-    for: most roots are replaced by that of an outer module before anything happens.
-    """
+    """Lists, in one attribute for each event, the observers' methods to call."""
 
     observers: tuple[Observer, ...]
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        self._call((*observers,))
+        self.set_observers((*observers,))
 
     def __getattr__(self, name: str) -> list[Any]:
-        if name not in _EVENTS:
-            raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
-        found = [getattr(each, name) for each in self.observers if name in _events_of(type(each))]  # type: ignore[arg-type]
-        vars(self)[name] = found
-        return found
+        raise AttributeError(f"{name} is no event of fsdp2; there are {', '.join(EVENTS)}")
 
-    def _call(self, observers: tuple[Observer, ...]) -> None:
-        """Calls these observers from the next time on that something happens."""
-        for each in observers:
-            _events_of(type(each))  # type: ignore[arg-type]  # raises here rather than when the event comes
+    def set_observers(self, observers: tuple[Observer, ...]) -> None:
+        """Calls these observers from the next event on. An event that is happening goes on with those before."""
+        followed = [(each, _events_of(type(each))) for each in observers]  # type: ignore[arg-type]
         self.observers = observers
-        for name in _EVENTS.intersection(vars(self)):
-            vars(self).pop(name, None)  # what happens now walks along the old list
+        for name in EVENTS:
+            vars(self)[name] = [getattr(each, name) for each, events in followed if name in events]
 
     def add(self, observer: Observer, behind: Observer | None = None) -> None:
         """Calls `observer`, too, behind another one or behind all. `Root.add` tells it that it follows."""
         place = len(self.observers) if behind is None else self.observers.index(behind) + 1
-        self._call((*self.observers[:place], observer, *self.observers[place:]))
+        self.set_observers((*self.observers[:place], observer, *self.observers[place:]))
 
     def remove(self, observer: Observer) -> None:
         """Calls `observer` no more. `Root.remove` tells it."""
-        self._call(tuple(each for each in self.observers if each is not observer))
+        self.set_observers(tuple(each for each in self.observers if each is not observer))
 
     def of(self, cls: type[OneObserver]) -> OneObserver | None:
         """Returns the observer of that class, or None."""
@@ -248,6 +246,9 @@ class BackwardSteps(Protocol):
     def before_backward(self) -> None:
         """Called when a backward pass begins."""
 
+    def wait_for_steps(self, group: FSDPParamGroup) -> None:
+        """Waits until no step that has begun writes to shards of `group`: they are read next."""
+
     def deliver(self, gradients: GroupGradients, pending: Pending, of_pass: object) -> Future[None] | None:
         """Delivers offloaded gradients on another thread. None: the caller delivers them."""
 
@@ -263,11 +264,13 @@ _UNWATCHED = Unwatched()
 
 @dataclass(frozen=True)
 class Extensions:
-    """What other folders, and users, add to the engine for the whole process.
+    """The additions of other folders, and of users, to the engine, for the whole process.
 
     Args:
-        features: called with each new root, before observers are made; each joins the root, if it needs it.
-        observers: called with each new root; each returns an observer, or None.
+        after_sharding: called with the state of each `fully_shard` call when its modules are sharded. They may
+            communicate: all ranks are there.
+        features: called with each root when it is built, before observers are made; each joins it, if it needs it.
+        observers: called with each root when it is built; each returns an observer, or None. Neither may communicate.
         in_profiler: called with a root when a profiler of torch has started; each returns an observer that follows
             until a pass finds that the profiler has stopped.
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
@@ -276,6 +279,7 @@ class Extensions:
         comm_watcher: watches what ranks are about to communicate.
     """
 
+    after_sharding: tuple[Callable[[FSDPState], None], ...] = ()
     features: tuple[Callable[[Root], None], ...] = ()
     observers: tuple[Callable[[Root], Observer | None], ...] = ()
     in_profiler: tuple[Callable[[Root], Observer], ...] = ()
@@ -312,9 +316,9 @@ def extend(**changes: Any) -> None:
     """Adds observers, and what features need, for what is sharded from then on: `extend(observers=(make,))`, where
     `make(root)` returns an Observer or None.
 
-    Each `fully_shard` call makes a root, which gets the `features` and `observers` of that moment, after `plan` was
-    asked. What a root that exists is to have is added by `root_of(model).add(observer)`. The other fields are read at
-    each use, or once for a class of modules: give these before the first `fully_shard`.
+    The root of a model is built at its first use, and gets the `features` and `observers` of that moment. A root that
+    is built already gets an observer by `root_of(model).add(observer)`. The other fields are read at each use, or once
+    for a class of modules: give these before the first `fully_shard`.
 
     Args:
         changes: fields of `fsdp2.engine.Extensions`, which describes them. A tuple is added to the present one; another

@@ -164,7 +164,8 @@ class GroupGradients:
 
     def is_pending(self) -> bool:
         """Returns True if gradients have not come to `.grad` yet: they are unsynchronized, or in flight."""
-        return bool(self.unsynchronized or self.partial or (self.group.queue and self.group.queue.has(self)))
+        root = self.group.built_root
+        return bool(self.unsynchronized or self.partial or (root is not None and root.queue.has(self)))
 
     @property
     def kept_nbytes(self) -> int:
@@ -258,8 +259,6 @@ class GroupGradients:
                 compat.on_accumulated(self._params[i].unsharded, _KEY, arrive)
         self._plan.cache_clear()
         self._names.cache_clear()
-        for notify in self.group.events.settings_changed:
-            notify(self.group)
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
         first, buffers = indices[0], self.group.parameters.buffers
@@ -413,7 +412,7 @@ class GroupGradients:
             indices = tuple(carried)
             plan, device = self._plan(indices, True), self._params[0].unsharded.device
             pending = reduce.resume(carried, plan, self.reduction, device, self._names(indices))
-            self.group.queue.add(self, pending)
+            self.group.root.queue.add(self, pending)
 
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
@@ -506,7 +505,7 @@ class GroupGradients:
             return
         for notify in self.group.events.before_reduce:
             notify(self.group)
-        queue, indices = self.group.queue, tuple(gradients)
+        queue, indices = self.group.root.queue, tuple(gradients)
         queue.make_room()
         plan, what = self._plan(indices, self._may_be_sums), self._names(indices)
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,13 +22,13 @@ from ..parameters.replacements import Accept, find_replacements
 from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
-from .events import NO_EVENTS, Events
+from .events import NO_EVENTS, Change
 from .gather import PendingGather
 from .gradients import GroupGradients
-from .group_parameters import Change, GroupParameters
+from .group_parameters import NONE_REPLACED, GroupParameters, Rebuild
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
-from .placeholders import forget_cleared, leaves_gradients
+from .placeholders import forget_cleared
 from .policy import (
     COPIED,
     GATHERED,
@@ -47,7 +48,6 @@ from .reduce import Reduction
 if TYPE_CHECKING:
     from ..codecs.replicas import CommHook
     from .root import BackwardPass, Root
-    from .schedule import ReductionQueue
     from .state import FSDPState
 
 __all__ = ["COPIED", "GATHERED", "GATHERING", "SECONDARY", "SHARDED", "UNSHARDED", "FSDPParamGroup"]
@@ -93,13 +93,8 @@ class FSDPParamGroup:
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
-        # The root that the group runs under, and its reductions. Typed as if there always were one: nothing runs
-        # without.
-        self.root: Root = None  # type: ignore[assignment]
-        self.queue: ReductionQueue = None  # type: ignore[assignment]
+        # Who follows what the group does: the observers of the root.
         self.events: Events = NO_EVENTS
-        # What may write to shards beside the host: those of the root.
-        self.writers: list[Callable[[FSDPParamGroup], None]] = []
 
         # ---- where the parameters are
         # Outside of forward and backward modules have the sharded ones, even if the unsharded ones' data is there.
@@ -145,10 +140,47 @@ class FSDPParamGroup:
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self, storage_device)
         self.registration, self.unsharded = self.parameters.registration, self.parameters.unsharded
-        self.parameters.rebuild(Change.MEMORY)
+        self.parameters.rebuild(Rebuild.MEMORY)
 
     def __repr__(self) -> str:
         return self.purpose.label
+
+    # ---- the state and the root
+
+    def join_state(self, state: FSDPState) -> None:
+        """Belongs to `state` from now on."""
+        self.state = state
+
+    def note_originals(self, originals: list[weakref.ref[nn.Parameter]]) -> None:
+        """Remembers what its parameters were before fully_shard."""
+        self.originals = originals
+
+    def share_with(self, users: Iterable[FSDPState]) -> None:
+        """Gives the parameters to the modules of these states as well, and to no others besides its own."""
+        self.users = (*users,)
+
+    @cached_property
+    def root(self) -> Root:
+        """The Root that runs the group: `state.root`, which is built when it is first asked for."""
+        return self.state.root
+
+    @property
+    def built_root(self) -> Root | None:
+        """The Root that runs the group, if it is built."""
+        return vars(self).get("root")
+
+    def join_root(self, root: Root) -> None:
+        """Runs under `root` from now on."""
+        self.root, self.events = root, root.events
+        self.purpose.run_under(root)
+
+    def leave_root(self) -> None:
+        """Runs under another root next, which is not built yet."""
+        root = self.built_root
+        for wait in root.writers if root is not None else ():  # the next root does not know them
+            wait(self)
+        vars(self).pop("root", None)
+        self.events, self._backward_hooks = NO_EVENTS, []
 
     def _become(self, phase: Phase) -> None:
         """Changes the phase.
@@ -160,16 +192,6 @@ class FSDPParamGroup:
             raise RuntimeError(f"{self}: {self.phase.name} cannot become {phase.name}")
         self.phase = phase
 
-    # ---- around it
-
-    def join(self, root: Root) -> None:
-        """Runs under `root` from now on."""
-        self.root, self.queue, self._backward_hooks = root, root.queue, []
-
-    def share_with(self, users: tuple[FSDPState, ...]) -> None:
-        """Gives the parameters to the modules of these states as well, and to no others besides its own."""
-        self.users = users
-
     # ---- settings
 
     @property
@@ -177,7 +199,7 @@ class FSDPParamGroup:
         """True if memory is freed although there are views of it: the user wants that, or graphs have them as a rule,
         because no hook sees what autograd saves.
         """
-        return self.settings.free_viewed_storage or (self.root is not None and self.root.saves_unseen)
+        return self.settings.free_viewed_storage or self.root.saves_unseen
 
     @property
     def scatter_hook(self) -> CommHook | None:
@@ -228,16 +250,14 @@ class FSDPParamGroup:
         self.gradients.use(self._reduction())
         self.parameters.use_settings()
         if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
-            self.parameters.rebuild(Change.TRAINABLE)
+            self.parameters.rebuild(Rebuild.TRAINABLE)
         if self.settings.reduce_unused is not before.reduce_unused:
             self.needs_no_input_hooks = False
         if self.settings.secondary_size != before.secondary_size:
             self.use_comms(self.comms._replace(post_forward=self._secondary_comm()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
-        self.note_change()
-        for notify in self.events.settings_changed:
-            notify(self)
+        self.note_change(Change.SETTINGS)
 
     def choose_grad_dtype(self, param: FSDPParam, dtype: torch.dtype | None) -> None:
         """Delivers gradients of `param`, one of its parameters, in another dtype from now on. Every rank must call it.
@@ -251,14 +271,16 @@ class FSDPParamGroup:
             raise RuntimeError(f"{param.name}: its grad_dtype can't be set while {why}. Set it between steps.")
         param.choose_grad_dtype(dtype)
         self.reshard()
-        self.parameters.rebuild(Change.MEMORY)
-        self.note_change()
+        self.parameters.rebuild(Rebuild.MEMORY)
+        self.note_change(Change.SETTINGS)
 
-    def note_change(self) -> None:
-        """Notes that settings or trainable parameters may have changed."""
-        if self.root is not None:
-            self.root.changed.add(self)
-            self.root.leaves_gradients = self.root.leaves_gradients or leaves_gradients(self)
+    def note_change(self, change: Change, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
+        """Tells the root, and its observers, what a user may have changed. A root that is not built finds out when it
+        is, but for what was `replaced`: param -> what the user has put in its place.
+        """
+        root = self.root if replaced else self.built_root
+        if root is not None:
+            root.note_change(self, change, replaced)
 
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""
@@ -269,7 +291,7 @@ class FSDPParamGroup:
         ]
         if kinds[0] != kinds[1] or comms.post_forward is not before.post_forward:
             self.reshard()
-            self.parameters.rebuild(Change.MEMORY)
+            self.parameters.rebuild(Rebuild.MEMORY)
 
     def _make_comms(self) -> Comms:
         """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
@@ -313,7 +335,7 @@ class FSDPParamGroup:
                 return self.start_unshard(for_backward, demand)
         if self.parameters.buffers is None:
             self._notice_changes()
-        for wait in self.writers:
+        for wait in self.root.writers:
             wait(self)
         if self.root.consensus is not None:
             self.root.consensus.before_gather(self)
@@ -373,7 +395,7 @@ class FSDPParamGroup:
         self.unsharded.allow_reads()
         if self.parameters.extension is not None:
             if self.parameters.extension.finish():
-                self.parameters.rebuild(Change.OBJECTS)
+                self.parameters.rebuild(Rebuild.OBJECTS)
             self.unsharded.accept_versions()  # it may have refilled them by operations that count
 
     def join_gather(self) -> None:
@@ -451,7 +473,7 @@ class FSDPParamGroup:
         if not self.unsharded.free():
             if self.frees_viewed_storage:
                 self.unsharded.free(although_viewed=True)
-            elif self.root is not None:
+            else:
                 self.root.viewed.add(self)
         if self.parameters.extension is not None and not self.unsharded.keeps_storage:
             self.parameters.extension.free()
@@ -490,7 +512,7 @@ class FSDPParamGroup:
 
     def shard_versions(self) -> tuple[int, ...]:
         """Returns the versions of the sharded parameters, see Registration."""
-        for wait in self.writers:
+        for wait in self.root.writers:
             wait(self)
         return self.registration.versions()
 
@@ -512,7 +534,7 @@ class FSDPParamGroup:
                 f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
                 "runs. Leave that block first."
             )
-        for wait in self.writers:
+        for wait in self.root.writers:
             wait(self)
         if self.registration.versions() != self.gathered_versions:
             self.reshard()  # also secondary shards
@@ -524,7 +546,7 @@ class FSDPParamGroup:
             forget_cleared(self)
             parameters.adopt(found)
         elif parameters.trainable != self.registration.trainable():
-            parameters.rebuild(Change.TRAINABLE)
+            parameters.rebuild(Rebuild.TRAINABLE)
         if parameters.buffers is None and Accept.META not in accepted:
             expected = parameters.storage_device
             names = [f"{p.name} on {p.local.device}" for p in self.params if p.local.device != expected]
@@ -583,7 +605,7 @@ class FSDPParamGroup:
             root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
-            for wait in self.writers:
+            for wait in self.root.writers:
                 wait(self)
             now = self.registration.versions()
             if now != self.backward_versions:
@@ -669,8 +691,8 @@ class FSDPParamGroup:
         if ending is Ending.EVALUATION:
             keeps = keeps or self.keep_until is KeepUntil.USER
         elif choice is None:
-            keeps = root.group is self or root.state in self.users or root.runs_for_loss
-            keeps = keeps or self in root.prefetcher.first_in_backward or self in root.read_outside
+            keeps = root.group is self or root.state in self.users or root.forward.runs_for_loss
+            keeps = keeps or self in root.prefetcher.first_in_backward or self in root.forward.read_outside
         if keeps:
             return AfterForward.KEEP
         may_keep = self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING)

@@ -19,6 +19,7 @@ from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards
 from ..parameters.subclasses import SubclassGather, refuse_secondary_shards
 from ..torch_private import compat
 from ..torch_private.compat import peek_local, requires_grad_of, version_of
+from .events import Change
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
 from .owners import note_shards
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .group import FSDPParamGroup
 
 _SHARDED, _UNSHARDED = 0, 1
-_NOTHING: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
+NONE_REPLACED: Mapping[FSDPParam, nn.Parameter] = MappingProxyType({})
 _uncounted = count()
 
 
@@ -59,6 +60,10 @@ class Registration:
     def use_cast_buffers(self, cast_buffers: CastBuffers | None) -> None:
         """Has `cast_buffers` cast what users put in place of buffers, in each forward."""
         self._cast_buffers = cast_buffers
+
+    def cast_buffers_with(self, buffers: CastBuffers | None) -> None:
+        """Has `buffers` cast buffers that were replaced. None: they stay as they are."""
+        self.buffers = buffers
 
     # ---- swapping
 
@@ -152,7 +157,7 @@ def version_if_counted(tensor: Tensor) -> int:
     return next(_uncounted) if tensor.is_inference() else tensor._version
 
 
-class Change(IntEnum):
+class Rebuild(IntEnum):
     """How much of a group's memory and objects must be built anew. Each level includes those below it."""
 
     TRAINABLE = auto()  # which parameters require a gradient: buckets
@@ -193,16 +198,16 @@ class GroupParameters:
 
     # ---- building
 
-    def rebuild(self, change: Change, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
+    def rebuild(self, level: Rebuild, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
         """Builds anew what depends on `change`. The group must be resharded, unless only objects have changed.
 
         `replaced`: the parameters that users have replaced, with what they have put in their place.
         """
-        if change is Change.TRAINABLE:
+        if level is Rebuild.TRAINABLE:
             self._plan_gradients()
             return
         self.unsharded.allow_reads()
-        if change is not Change.OBJECTS and not self._build_memory(change is Change.MEMORY):
+        if level is not Rebuild.OBJECTS and not self._build_memory(level is Rebuild.MEMORY):
             self.drop_memory(replaced)
             return
         assert self.buffers is not None, "the memory is there"
@@ -228,7 +233,7 @@ class GroupParameters:
         self.registration.note_replacement()
         if replaced:
             self._group.gradients.forget_kept()
-        self.rebuild(Change.SHARDS, replaced)
+        self.rebuild(Rebuild.SHARDS, replaced)
 
     def _build_memory(self, is_new: bool) -> bool:
         """Puts the shards into the group's memory. Returns False if some of them are on another device.
@@ -306,7 +311,7 @@ class GroupParameters:
         has_memory = self.buffers is not None and not self._group.settings.keep_storage
         return has_memory and len(self._assigned) == len(self.params)
 
-    def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = _NOTHING) -> None:
+    def drop_memory(self, replaced: Mapping[FSDPParam, nn.Parameter] = NONE_REPLACED) -> None:
         """Holds no memory of the parameters, which lie elsewhere now. The next `rebuild` allocates some."""
         self.unsharded.allow_reads()
         self.registration.prepare(())
@@ -323,11 +328,7 @@ class GroupParameters:
         self.registration.watch(self.params, locals_)
         note_shards(self.params, locals_)
         self.unsharded.watch_versions(self.params, self.registration.versions())
-        group = self._group
-        if group.root is not None:
-            group.root.has_rebuilt = True
-        for notify in group.events.rebuilt:
-            notify(group, replaced)
+        self._group.note_change(Change.PARAMETERS, replaced)
 
     # ---- requires_grad
 
@@ -338,12 +339,12 @@ class GroupParameters:
         for param, before in zip(self.params, self.trainable, strict=True):
             if param.unsharded.requires_grad != before:
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
-        self.rebuild(Change.TRAINABLE)
+        self.rebuild(Rebuild.TRAINABLE)
 
     def follow_if_changed(self) -> None:
         """Plans buckets anew if other sharded parameters require a gradient than before."""
         if self.buffers is not None and self.registration.trainable() != self.trainable:
-            self.rebuild(Change.TRAINABLE)
+            self.rebuild(Rebuild.TRAINABLE)
 
     def _plan_gradients(self) -> None:
         """Plans to reduce the gradients of the parameters that require one now."""
@@ -355,4 +356,4 @@ class GroupParameters:
                     param.unsharded.requires_grad_(trainable)
         specs, group = self.specs if self.buffers is not None else (), self._group
         group.gradients.prepare(specs, group.settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
-        group.note_change()
+        group.note_change(Change.SETTINGS)

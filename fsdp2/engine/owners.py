@@ -12,19 +12,18 @@ from torch import Tensor
 from ..devices.simulation import simulated
 from ..torch_private.beyond_step import share_versions
 from ..torch_private.compat import storage_id
-from .state import names_below
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
     from .parameter import FSDPParam
-    from .root import Root
+    from .state import FSDPState
 
 # Left on an original parameter, with its name: if it turns up again, it was tied across groups, or is in an optimizer.
 SHARDED_AS = "_fsdp2_sharded_as"
 
-# All roots that are alive, by their identities. Other threads may be ranks of their own: it is only changed, and
-# copied, by operations that no other thread interrupts.
-_roots: dict[int, weakref.ref[Root]] = {}
+# The states of all sharded modules that are alive, by their identities. Other threads may be ranks of their own: it is
+# only changed, and copied, by operations that no other thread interrupts.
+_states: dict[int, weakref.ref[FSDPState]] = {}
 
 
 class Owned(NamedTuple):
@@ -34,28 +33,42 @@ class Owned(NamedTuple):
     param: FSDPParam
 
 
-def note_root(root: Root) -> None:
-    """Remembers a root, for as long as it is alive; not those of plans, which nobody else has."""
-    if simulated.get() is not None:
-        return
-    key = id(root)
-    _roots[key] = weakref.ref(root, lambda _: _roots.pop(key, None))
+def note_state(state: FSDPState) -> None:
+    """Remembers a state for as long as it is alive. States of plans are left out: only the plan has them."""
+    if simulated.get() is None:
+        key = id(state)
+        _states[key] = weakref.ref(state, lambda _: _states.pop(key, None))
+
+
+def forget_state(state: FSDPState) -> None:
+    """Forgets a state: the call that has made it has failed."""
+    _states.pop(id(state), None)
+
+
+def _all_states() -> list[FSDPState]:
+    return [state for state in [reference() for reference in [*_states.values()]] if state is not None]
 
 
 def all_groups() -> Iterator[FSDPParamGroup]:
     """Yields the groups of all sharded modules that are alive."""
-    for reference in [*_roots.values()]:
-        root = reference()
-        if root is not None:
-            yield from (group for group in root.groups if group.root is root)
+    for state in _all_states():
+        yield from state.groups
 
 
-def roots_of_thread() -> list[Root]:
-    """Returns the roots that are alive whose last forward pass, or their making, was on this thread. Another thread may
-    be another rank: what it does must not change what this one's roots know, nor while they use it.
+def outermost_of_thread() -> list[FSDPState]:
+    """Returns the states of outermost sharded modules that this thread runs: their last forward pass, or else their
+    fully_shard call, was on it. Another thread may be another rank, which must leave this one's roots alone. Models
+    whose process groups were destroyed are left out.
     """
-    roots = dict.fromkeys(group.root for group in all_groups())
-    return [root for root in roots if root.forward.thread == get_ident()]
+    outermost = dict.fromkeys(state.outermost for state in _all_states())
+    return [state for state in outermost if state.thread == get_ident() and _can_communicate(state)]
+
+
+def _can_communicate(state: FSDPState) -> bool:
+    try:
+        return state.groups[0].mesh.axis_groups is not None
+    except RuntimeError:
+        return False
 
 
 def owners_by_id() -> dict[int, Owned]:
@@ -69,14 +82,8 @@ def owners_by_id() -> dict[int, Owned]:
     return found
 
 
-def has_left(param: FSDPParam, group: FSDPParamGroup) -> bool:
-    """Returns True if the modules that had the parameter when fully_shard was applied are not in the model any more."""
-    inside = names_below(group.root.state.modules)
-    return not any(slot.module in inside for slot in param.slots)
-
-
 def names_of_unsharded(tensor: Tensor) -> list[str]:
-    """Returns the FQNs of the parameter whose unsharded parameter `tensor` is. An empty list: it is none."""
+    """Returns the FQNs of the parameter that `tensor` is the unsharded one of; an empty list if there is none."""
     return next((param.names for group in all_groups() for param in group.params if param.unsharded is tensor), [])
 
 

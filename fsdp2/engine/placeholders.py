@@ -168,7 +168,7 @@ def put_placeholders(root: Root) -> None:
         gradients = group.gradients
         if gradients.unsynchronized or gradients.partial:
             _mark(group)
-    root.leaves_gradients = any(map(leaves_gradients, root.groups))
+    root.find_left_gradients()
 
 
 def _mark(group: FSDPParamGroup) -> None:
@@ -196,7 +196,7 @@ def drop_placeholders(root: Root) -> None:
         for i in group.placeholders:
             take_placeholder(group.params[i])
         group.placeholders.clear()
-    root.leaves_gradients = any(map(leaves_gradients, root.groups))
+    root.find_left_gradients()
 
 
 def forget_cleared(group: FSDPParamGroup) -> None:

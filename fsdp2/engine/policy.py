@@ -208,6 +208,10 @@ class OffloadBudget:
         self.nbytes, self.pin_memory = nbytes, pin_memory
         self.left = nbytes
 
+    def _take(self, nbytes: int) -> None:
+        """Takes bytes of what is left: a call has sharded parameters of that size."""
+        self.left -= nbytes
+
     def __repr__(self) -> str:
         return f"OffloadBudget({self.nbytes}, pin_memory={self.pin_memory})"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,8 @@ from torch import nn
 
 from ..calls.compiled_backward import refuse_compiled_backward
 from ..calls.user_code import are_in_force, outside, run_hidden
-from ..collectives.choose import separate_where_usual
 from ..devices.write_notices import notices
 from ..parameters.subclasses import take_methods_set_later
-from ..parameters.ties import connect_ties
 from ..torch_private import compat
 from ..torch_private.compat import (
     graph_task,
@@ -27,143 +24,153 @@ from ..torch_private.compat import (
     top_saved_tensor_hooks,
 )
 from .autograd import SavedTensors
-from .events import NO_EVENTS, BackwardSteps, Events, Observer, RankConsensus, extensions
-from .owners import note_root
+from .events import BackwardSteps, Change, Events, Observer, RankConsensus, extensions
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
 from .policy import SECONDARY, Ending, KeepUntil, RootSettings
-from .schedule import Prefetcher, ReductionQueue
+from .schedule import Cursor, Prefetcher, ReductionQueue
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup
+    from .parameter import FSDPParam
     from .state import FSDPState
 
 
 @dataclass
 class ForwardPass:
-    """One call of the outermost sharded module outside backward.
+    """One call of the outermost sharded module outside backward."""
 
-    `has_grad`: it began with grad enabled, so that a backward may follow. `thread`: identity of the one it began on.
-    `finished`: modules of lists that share a group, of which some have run; `unfinished`: those states, and whether
-    backward comes back to them.
-    """
-
+    # It began with grad enabled, so that a backward may follow.
     has_grad: bool
+    # Identity of the thread on which it began.
     thread: int
+    # State of a list of modules that share groups -> the modules of the list that have run.
     finished: dict[FSDPState, set[nn.Module]] = field(default_factory=dict)
+    # States of such lists, while some of their modules have not run -> how the forward of the last one ended.
     unfinished: dict[FSDPState, Ending] = field(default_factory=dict)
+    # Groups of large submodules whose parameters an outer module has read without calling the submodule. They stay
+    # unsharded for backward, as the outer module's own groups do.
+    read_outside: set[FSDPParamGroup] = field(default_factory=set)
+    # A loss calls a large submodule between forward and backward, which needs it first.
+    runs_for_loss: bool = False
 
 
 @dataclass
 class BackwardPass:
-    """One backward pass.
+    """One backward pass."""
 
-    `task`: autograd's number of the pass. `builds_graph`: create_graph=True.
-    """
-
+    # Autograd's number of the pass.
     task: int
+    # It runs with create_graph=True.
     builds_graph: bool = False
 
 
 class Root:
-    """Runs the groups of the outermost sharded module (the root) and of all sharded modules below it.
+    """Runs the forward and backward passes of the outermost sharded module and of all sharded modules inside it.
 
-    It follows the order in which groups run, and gathers the next ones early. `state`, `states`: the root's FSDPState,
-    and those of all modules below; `group`, `groups`: the root's own group, and all of them; `new_groups`: those
-    that were under no other root before. `forward`, `backward`: the
-    pass that ran last, and the backward pass that runs. `running`: states whose forwards run now, the innermost last;
-    `depth`: how many forwards do. `frees_memory`: False while a graph reads unsharded parameters unnoticed.
+    It follows the order in which their groups run, gathers the next ones early, bounds the reductions in flight, and
+    tells observers what happens. An FSDPState builds it when it is first asked for.
     """
 
-    def __init__(self, state: FSDPState, states: Iterable[FSDPState], names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, state: FSDPState, states: Iterable[FSDPState]) -> None:
+        # The outermost state, and all states, outermost first.
         self.state, self.states = state, list(dict.fromkeys(states))
-        self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
+        # The outermost state's first group, and all groups.
         self.group = state.groups[0]
-        # Those that own parameters which modules of several states have.
-        self.shared = connect_ties(self.states)
-        # One that owns parameters of modules here, and is under another root.
+        self.groups: list[FSDPParamGroup] = [group for each in self.states for group in each.groups]
+        # A group that owns parameters of modules here, and is under another root.
         foreign = (group for each in self.states for group in each.tied_to if group not in self.groups)
         self._foreign = next(foreign, None)
-        self.new_groups = [group for group in self.groups if group.root is None]
+        # A user's choices for the whole model.
         self.settings = RootSettings()
+
+        # -- the pass that runs, or ran last
+        # States in use, the innermost last: their forwards run now, or a block of full_params uses their parameters.
         self.running: list[FSDPState] = []
+        # How many forwards run now.
         self.depth = 0
-        self.forward = ForwardPass(False, get_ident())
+        self.forward = ForwardPass(False, state.thread)
+        # None unless a backward pass runs.
         self.backward: BackwardPass | None = None
-        # Identity of the backward pass that runs, or ran last; how many have ended; how often a user dropped
-        # everything.
+        # Identity of the backward pass that runs, or ran last.
         self.backward_pass: object = object()
+        # How many backward passes have ended, and how often a user has dropped everything.
         self.num_backwards = self.num_resets = 0
-        self.frees_memory = True
-        # The backward pass that has built a graph last; a later one has read that graph.
-        self._graph_of: BackwardPass | None = None
-        self._graph_was_read = False
-        # Parameters of some group are others than when a pass began last.
+        # Functions that end the calls served between passes (served_calls.py), the innermost last.
+        self.served: list[Callable[[], None]] = []
+
+        # -- changes since the last pass
+        # Parameters of some group were replaced, or lie elsewhere, since a pass began last.
         self.has_rebuilt = True
-        # A profiler of torch ran when the last pass began; the observers that follow meanwhile.
-        self.is_profiled = False
-        self._shown: list[Observer] = []
-        # A check that needs the inputs of the next pass; None in steady steps.
-        self.take_inputs: Callable[[Root, Any, Any], None] | None = None
+        # Groups that may have other trainable parameters than in the last backward, also that of an earlier forward.
+        self.changed: set[FSDPParamGroup] = set()
+        # Gradients of some group are unsynchronized, or will be after the next backward pass.
+        self.leaves_gradients = any(map(leaves_gradients, self.groups))
+
+        # -- graphs that read weights unnoticed
+        # False while a graph reads unsharded parameters unnoticed: then resharding leaves their memory.
+        self.frees_memory = True
+        # The backward pass that has built that graph; None when a later pass has read it.
+        self._graph_of: BackwardPass | None = None
         # Autograd has saved weights where no hook sees them: then views of them are in graphs as a rule.
         self.saves_unseen = False
-        # Groups whose trainable parameters may have changed since the last backward, also that of an earlier forward.
-        self.changed: set[FSDPParamGroup] = set()
-        # Ranks were out of step: what this one has recorded may differ from what others have.
-        self.is_out_of_step = False
-        # Ranks were out of step because a pass has raised on this one.
-        self.has_failed = False
+
+        # -- memory that something outside keeps
         # Groups whose memory could not be freed because something had a view of it.
         self.viewed: set[FSDPParamGroup] = set()
         # Groups whose memory a forward has left for a reader in backward that nothing else notices.
         self.kept: set[FSDPParamGroup] = set()
-        # Where the inputs of a pass are moved.
+
+        # -- other ranks
+        # Ranks were out of step: what this one has recorded may differ from what others have.
+        self.is_out_of_step = False
+        # Ranks were out of step because a pass has raised on this one.
+        self.has_failed = False
+        # Has ranks agree what they communicate next, where some leave modules out.
+        self.consensus: RankConsensus | None = None
+
+        # -- the device
         device = self.group.mesh.device
+        # Where the inputs of a pass are moved.
         self.input_device = None if device.type in ("cpu", "meta") else device
-        self._is_on_cuda = device.type == "cuda"
-        # Shards without memory need not be waited for.
+        # Copies of offloaded shards to the device. Shards without memory need not be waited for.
         copies = [group.transfers for group in self.groups if compat.type_of(device) != "meta"]
         self._transfers = {each for each in copies if each is not None}
-        self.saved_tensors = SavedTensors(self.note_unseen)
-        self.queue = ReductionQueue()
-        self.events = NO_EVENTS
+
+        # -- schedule, events, and what features have joined
         self.prefetcher = Prefetcher(self.groups)
-        # What features have joined: see their classes.
-        self.consensus: RankConsensus | None = None
+        self.queue = ReductionQueue()
+        self.saved_tensors = SavedTensors(self.note_unseen)
+        self.events = Events()
+        # The observers that follow while a profiler of torch runs. One ran when the last pass began: `is_profiled`.
+        self._in_profiler: list[Observer] = []
+        self.is_profiled = False
+        # Steps on parameters in backward, as soon as their gradients are delivered.
         self.steps: BackwardSteps | None = None
-        # What may write to shards beside the host. Each is called before shards of a group are read, and waits.
+        # Called with a group before its shards are read. Each waits for writes to them that the host has only begun.
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
-        # What ends the calls that are served between passes, see served_calls.py, the innermost last.
-        self.served: list[Callable[[], None]] = []
-        # A loss calls a part between forward and backward, which needs it first.
-        self.runs_for_loss = False
-        # Groups of parts, of which an outer module has read parameters in this pass without calling the part: they
-        # stay for backward as its own do.
-        self.read_outside: set[FSDPParamGroup] = set()
+
+    @property
+    def shared(self) -> list[FSDPParamGroup]:
+        """The groups that own parameters which modules of several states have (tied weights)."""
+        return [group for group in self.groups if group.users]
+
+    def take_over(self) -> None:
+        """Runs all groups from now on, with the features and observers that the process has now."""
         for each in self.states:
-            each.root = self
-        for group in self.groups:
-            for wait in group.writers:  # which the root before knew
-                wait(group)
-            group.join(self)
-            group.writers = self.writers
-            group.rename(names)
-            group.purpose.root = weakref.ref(self)
-        note_root(self)
-        for group in self.new_groups:
-            separate_where_usual(group)
-        # Gradients of some group are unsynchronized, or will be after the next backward pass.
-        self.leaves_gradients = any(map(leaves_gradients, self.groups))
+            if each.outermost is self.state:  # else it has been moved into another model, and sharded with that
+                each.run_under(self)
         for join in extensions().features:
             join(self)
         observers = [make(self) for make in extensions().observers]
         self.observe([each for each in observers if each is not None])
 
+    # ---- what follows the root, and what joins it
+
     def observe(self, observers: Iterable[Observer]) -> None:
         """Has these observers, and no others, follow events from now on."""
         before, now = self.events.observers, (*observers,)
-        self.events = Events(now)
+        self.events.set_observers(now)
         for group in self.groups:
-            group.events = self.events
             group.unsharded.forget_references()  # observers may have some
         for each in now:
             if each not in before and type(each).attached is not Observer.attached:  # few do anything then
@@ -182,6 +189,25 @@ class Root:
         if observer in self.events.observers:
             self.events.remove(observer)
             observer.detached(self)
+
+    def use_consensus(self, consensus: RankConsensus | None, cursor: type[Cursor[FSDPParamGroup]]) -> None:
+        """Has ranks agree what they communicate, if there are several; groups are gathered ahead as `cursor` says."""
+        self.consensus, self.prefetcher = consensus, Prefetcher(self.groups, cursor)
+
+    def use_backward_steps(self, steps: BackwardSteps | None) -> None:
+        """Has backward step on parameters from now on. None: it does so no more."""
+        if self.steps is not None:
+            self.writers.remove(self.steps.wait_for_steps)
+        self.steps = steps
+        if steps is not None:
+            self.writers.append(steps.wait_for_steps)
+
+    def share_queue(self, queue: ReductionQueue) -> None:
+        """Adds reductions to `queue` from now on, which another root has, and moves those in flight there."""
+        if queue is not self.queue:
+            queue.running.extend(self.queue.running)
+            queue.returning.extend(self.queue.returning)
+            self.queue = queue
 
     def where(self) -> tuple[str, int]:
         """Returns what runs on this rank, and how many backward passes have ended."""
@@ -207,10 +233,10 @@ class Root:
         since the last pass.
         """
         self.is_profiled = not self.is_profiled
-        shown, self._shown = self._shown, [make(self) for make in extensions().in_profiler if self.is_profiled]
-        for each in shown:
+        before, self._in_profiler = self._in_profiler, [m(self) for m in extensions().in_profiler if self.is_profiled]
+        for each in before:
             self.remove(each)
-        for each in self._shown:
+        for each in self._in_profiler:
             self.add(each)
 
     # ---- forward
@@ -224,7 +250,8 @@ class Root:
                 f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
                 "predicts the memory and the time of a plain one when it is sharded."
             )
-        if self._is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
+        is_on_cuda = self.input_device is not None and self.input_device.type == "cuda"
+        if is_on_cuda and torch.cuda.is_current_stream_capturing() and (reason := self._why_not_captured()):
             raise RuntimeError(f"{self.group}: its pass can't be part of a CUDA graph: {reason}")
         if self._foreign is not None:
             this, owner = (type(group.modules[0]).__mro__[1].__name__ for group in (self.group, self._foreign))
@@ -241,7 +268,7 @@ class Root:
             self._forget()
         if compat.profiler_runs() is not self.is_profiled:
             self.switch_profiled()
-        if self._graph_was_read:
+        if not self.frees_memory and self._graph_of is None:
             self._free_for_graph()
         if self.consensus is not None:
             self.consensus.before_pass()
@@ -274,13 +301,16 @@ class Root:
 
     def _free_for_graph(self) -> None:
         """Frees what was left for a graph that a backward pass has built: a later one has read it."""
-        self.frees_memory, self._graph_was_read = True, False
+        self.frees_memory = True
         for group in self.groups:
             if group.keep_until < KeepUntil.NEXT_PASS:
                 group.reshard_if_idle()
 
-    def note_out_of_step(self) -> None:
-        """Notes that ranks were out of step: each may have left other work unfinished."""
+    def note_out_of_step(self, has_failed: bool = False) -> None:
+        """Notes that ranks were out of step: each may have left other work unfinished. `has_failed`: because a pass has
+        raised on this rank.
+        """
+        self.has_failed = self.has_failed or has_failed
         self.is_out_of_step = True
         self.notify(self.events.out_of_step)
 
@@ -304,19 +334,35 @@ class Root:
             with suppress(RuntimeError):
                 group.reshard_if_idle()
 
+    def note_change(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
+        """Notes what a user may have changed of `group`, and tells observers; see `Observer.changed`."""
+        if change is Change.SETTINGS:
+            self.changed.add(group)
+            self.leaves_gradients = self.leaves_gradients or leaves_gradients(group)
+        elif change is Change.PARAMETERS:
+            self.has_rebuilt = True
+        for notify in self.events.changed:
+            notify(group, change, replaced)
+
+    def find_left_gradients(self) -> None:
+        """Finds out whether gradients of some group are unsynchronized, or will be."""
+        self.leaves_gradients = any(map(leaves_gradients, self.groups))
+
     def follow_changes(self) -> None:
         """Plans the buckets of groups anew in which other parameters are trainable than in the last forward."""
         changed, self.changed = self.changed, set()
         for group in changed:
             group.parameters.follow_if_changed()
 
-    def enter(self, state: FSDPState) -> None:
+    def enter(self, state: FSDPState, is_forward: bool = True) -> None:
         """Notes that the groups of `state` are in use until `leave`, in the pass that runs, or between passes.
 
-        An exception (Ctrl-C, for example) may end it anywhere; the caller calls `leave` then, too.
+        An exception (Ctrl-C, for example) may end it anywhere; the caller calls `leave` then, too. `is_forward=False`:
+        a block of full_params uses them.
         """
         self.running.append(state)
         state.running += 1
+        self.depth += is_forward
         if len(self.running) == 1:
             # Storages are known by their addresses, which others may have taken since the last pass.
             self.saved_tensors.owners.clear()
@@ -324,8 +370,11 @@ class Root:
         if active is None or active[0] is not self.saved_tensors.pack:
             self.saved_tensors.activate(len(self.running))
 
-    def leave(self, num_running: int) -> None:
-        """Ends the uses, which may have failed, behind the first `num_running`. To call it again changes nothing."""
+    def leave(self, num_running: int, depth: int) -> None:
+        """Ends the uses, which may have failed, behind the first `num_running`; `depth` forwards run on. To call it
+        again changes nothing.
+        """
+        self.depth = depth
         if self.saved_tensors.in_force[-1][0] > num_running:
             self.saved_tensors.deactivate(num_running)
         while len(self.running) > num_running:
@@ -341,6 +390,32 @@ class Root:
                     self.free_viewed()
                 if self._transfers:
                     notices.before_next_write(self.settle_transfers)
+
+    @contextmanager
+    def in_same_pass(self) -> Iterator[None]:
+        """Context: a loss calls a large submodule between forward and backward. A pass of its own would free what the
+        forward has kept for backward. The submodule stays for backward, too: a loss may call it on each of many chunks.
+        """
+        num_running, depth, forward = len(self.running), self.depth, self.forward
+        try:
+            self.enter(self.state)
+            forward.runs_for_loss = True
+            yield
+        finally:
+            forward.runs_for_loss = False
+            self.leave(num_running, depth)
+
+    def note_reset(self) -> None:
+        """Notes that a user drops everything: handles of reductions that are in flight finish none."""
+        self.num_resets += 1
+
+    def forget_running(self) -> None:
+        """Forgets all forwards that run: a user drops everything."""
+        for state in self.running:
+            state.running = 0
+        self.running.clear()
+        self.depth = 0
+        self.saved_tensors.deactivate(0)
 
     def use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
@@ -388,7 +463,7 @@ class Root:
             self._begin_backward()
         if torch.is_grad_enabled() and not recomputes and self.backward and not self.backward.builds_graph:
             self.backward.builds_graph = True
-            self.frees_memory, self._graph_of, self._graph_was_read = False, self.backward, False
+            self.frees_memory, self._graph_of = False, self.backward
             self.note_unseen()
 
     def _begin_backward(self) -> None:
@@ -443,8 +518,8 @@ class Root:
             assert self.backward is not None, "it ends"
             if self.settings.is_last_backward and not self.backward.builds_graph:
                 self.prefetcher.ran.clear()
-            if not self.frees_memory and self._graph_of is not self.backward:
-                self._graph_was_read = True
+            if self._graph_of is not self.backward:
+                self._graph_of = None
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
@@ -479,7 +554,7 @@ class Root:
         self.settings = self.prefetcher.settings = replace(self.settings, is_last_backward=True)
         for group in self.groups:
             group.gradients.discard()
-        self.frees_memory, self._graph_was_read = True, False
+        self.frees_memory = True
         for notify in self.events.pass_failed:
             notify(self, True)
         mark_lost(self)

@@ -1,20 +1,21 @@
 """Runs a step: what surrounds a call of a sharded module in forward, and what backward calls.
 
-**One block in forward.** `run_forward` stands around the call of block b, with all its hooks. The all-gather of b began
-while block b - 1 computed. It is waited for, the unsharded parameters take their places in the modules, and the
-all-gather of b + 1 begins, beside the compute of b. While the user's code runs, what autograd saves of weights is noted
-as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the graph
-nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded, and
-what stays for backward: the root, the last block and the one before it, unless the user has chosen otherwise.
+**One block in forward.** `run_forward` surrounds the call of block b, with all its hooks. The all-gather of b began
+while block b - 1 computed. `run_forward` waits for it, registers the unsharded parameters in the modules, and begins
+the all-gather of b + 1, which runs while b computes. While the user's code runs, what autograd saves of weights is
+noted as descriptions (SavedTensors), so that no graph keeps their memory. When the call returns, hooks are left on the
+graph nodes of its outputs, and b is resharded: its memory goes back to the allocator. At most two blocks are unsharded,
+and what stays for backward: the root, the last block and the one before it, unless the user has chosen otherwise.
 
     compute     | b - 1          | b              | b + 1
     all-gathers |   [   b   ]    |   [ b + 1 ]    |   [ b + 2 ]
 
 **The same block in backward.** Autograd reaches a node of the output of b, or unpacks a weight, whichever comes first:
-`FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs beside the
-gradients of b. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of a bucket has
-come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes memory.
-Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and finishes them.
+`FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs while the
+gradients of b are computed. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of
+a bucket has come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes
+memory. Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and
+finishes them.
 
     compute     | b              | b - 1          | b - 2
     all-gathers |   [ b - 1 ]    |   [ b - 2 ]    |
@@ -34,8 +35,8 @@ What calls what:
 - FSDPParamGroup.pre_backward: backward has reached the module, or reads a weight: unshards, begins the gather of
   what ran before
 - FSDPParamGroup.last_gradient: all gradients are complete: reshards (then the last bucket is reduced)
-- post_backward: the gradients of all inputs are computed: reduces and reshards what is left of this forward
-- Root.end_backward: whatever none of these noticed
+- post_backward: the gradients of all inputs are computed: reduces and reshards the rest of this forward
+- Root.end_backward: reduces and reshards what none of these has noticed
 """
 
 from __future__ import annotations
@@ -80,14 +81,11 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
     root, in_backward = state.root, graph_task() != -1
     if not in_backward and (not root.running or state is root.state):
         root.begin_pass()
-        if root.take_inputs is not None:
-            root.take_inputs(root, args, kwargs)
     handed: list[HandedInputs] = []
     num_running, depth = len(root.running), root.depth
     try:
         try:
             root.enter(state)
-            root.depth = depth + 1
             args, kwargs = before_forward(state, args, kwargs, in_backward, handed)
             output = forward(*args, **kwargs)
             for inputs in reversed(handed):
@@ -110,11 +108,9 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
             _fail(state, module, in_backward, depth == 0)
             raise
         finally:
-            root.depth = depth
-            root.leave(num_running)
+            root.leave(num_running, depth)
     except BaseException:  # Ctrl-C may have ended the lines above. To leave again changes nothing.
-        root.depth = depth
-        root.leave(num_running)
+        root.leave(num_running, depth)
         raise
     output_dtype = state.policy.output_dtype
     return output if output_dtype is None else cast_floating(output, output_dtype)
@@ -130,7 +126,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
         for group in state.used:
             notify(group)
     if is_outermost:
-        root.read_outside.clear()
+        root.forward.read_outside.clear()
         for notify in root.events.pass_failed:
             notify(root, False)
     if not in_backward:
@@ -140,18 +136,20 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
 def before_forward(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any], in_backward: bool, handed: list[HandedInputs]
 ) -> Any:
-    """Prepares the inputs and the groups; returns the inputs. `in_backward`: activation checkpointing runs it again.
-    `handed`: receives the copies that stand for inputs.
+    """Casts and moves the inputs, unshards the groups, and returns the inputs.
+
+    `in_backward`: activation checkpointing runs the forward again. `handed`: receives the copies of inputs that the
+    forward gets in their place.
     """
     root, dtype, inputs = state.root, state.input_dtype, None
-    if root.input_device is not None and not in_backward:
-        args, kwargs = inputs_on_device(state, args, kwargs, handed)
+    if not in_backward:
+        if root.input_device is not None:
+            args, kwargs = inputs_on_device(state, args, kwargs, handed)
+        for notify in root.events.inputs_given:
+            notify(state, args, kwargs)
     if dtype is not None:
         inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
         if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
-            if not in_backward:
-                for notify in root.events.inputs_cast:
-                    notify(state, inputs, dtype)
             handed.append(HandedInputs(cast_to(dtype), args, kwargs))
             args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
@@ -183,7 +181,7 @@ def inputs_on_device(state: FSDPState, args: Any, kwargs: Any, handed: list[Hand
 
 
 def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward: bool) -> Any:
-    """Hooks the outputs, and reshards; returns the output."""
+    """Leaves hooks for backward on the outputs, reshards the groups, and returns the output."""
     root = state.root
     if in_backward:
         return output
@@ -236,8 +234,8 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
             if group.settings.unshard_in_backward or not are_noticed:
                 group.pre_backward()
 
-    # On nodes, not on tensors: a tensor may be the next module's input, whose hooks on it are to run first, in whatever
-    # order they came.
+    # On nodes, not on tensors: a tensor may be the next module's input, and that module's hooks on it must run first,
+    # whichever were registered first.
     for node in nodes:
         node.register_prehook(before_node)
     return True
@@ -257,7 +255,7 @@ def _call_post_backward(state: FSDPState, inputs: list[Tensor], in_backward: boo
 
 
 def post_backward(state: FSDPState) -> None:
-    """Reduces and reshards what is left of one forward, when the gradients of all its inputs are computed."""
+    """Reduces and reshards the rest of one forward, when the gradients of all its inputs are computed."""
     if state.root.backward is None:
         return
     if runs_transform() or ((num_dispatch_modes() or num_function_modes()) and are_in_force()):

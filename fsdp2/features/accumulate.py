@@ -9,7 +9,6 @@ reaches `.grad` before: gradients wait unsharded (sync="last"), or as shards of 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from ..engine.comm import Purpose, Work
 from ..engine.group import FSDPParamGroup
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.root import Root
-from ..engine.state import require_state
+from ..engine.state import require_root
 from ..ranks.rank_facts import ranks_of
 from ..torch_private.compat import no_torch_function
 from .blocks import BlockWatch, watch_of
@@ -64,7 +63,7 @@ def accumulate(
     Each micro-batch gives the *sum* of its losses, and its weight: how many tokens, or samples, that sum is over.
     Behind the block, `.grad` of each parameter is the gradient of (sum of all losses) / (sum of all weights), over all
     micro-batches of all ranks, as if one process had computed the mean over the whole batch. Ranks and micro-batches
-    may have any weights, also 0. They travel in one small collective a step, which runs beside backward. Sums of
+    may have any weights, also 0. One small collective a step adds them up, while backward runs. Sums of
     gradients are divided by the total where they would be divided by the number of ranks otherwise: a factor of
     `set_gradient_divide_factor` does not count inside.
 
@@ -95,7 +94,7 @@ def accumulate(
         ValueError: another `sync`, or `num_batches` less than 1.
         RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
             another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
-            `set_optimizer_in_backward` is in force; gradients are reduced, or travel, in float16; groups are on
+            `set_optimizer_in_backward` is in force; gradients are reduced, or sent, in float16; groups are on
             different ranks (expert parallelism). When it ends, on all ranks: a weight was negative or not finite, the
             weights sum up to 0, or there were fewer than `num_batches`.
 
@@ -117,10 +116,7 @@ def accumulate(
             raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
         if num_batches < 1:
             raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
-    state = require_state(model)
-    if state.root.state is not state:
-        raise RuntimeError(f"accumulate: expected the root, the outermost sharded module, got {state}")
-    return Accumulation(state.root, sync, num_batches)
+    return Accumulation(require_root(model, "accumulate"), sync, num_batches)
 
 
 class Accumulation:
@@ -224,7 +220,7 @@ class Accumulation:
 
     @hides_modes
     def _finish(self) -> None:
-        """Reduces what is not reduced yet, and checks all weights. It raises on all ranks, or on none."""
+        """Reduces the gradients that are left, and checks all weights. It raises on all ranks, or on none."""
         self.runs_backward = True
         if not self.has_begun_last:
             self._refuse_cleared()
@@ -395,8 +391,7 @@ class Totals:
 
     def __init__(self, root: Root, num_batches: int | None) -> None:
         self._mesh, self._num_batches = root.group.mesh, num_batches
-        self._purpose = Purpose("the weights of accumulate")
-        self._purpose.root = weakref.ref(root)
+        self._purpose = Purpose("the weights of accumulate", root)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._rows: Tensor | None = None
@@ -448,7 +443,7 @@ class Totals:
 
     @hides_modes
     def start(self) -> None:
-        """Begins to gather the rows of all ranks, all of which must call it."""
+        """Begins to gather the rows of all ranks. All of them must call it."""
         self._row = self._make_row()
         rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
         with streams.beside(device):

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -33,12 +32,11 @@ from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
 from ..engine.group import FSDPParamGroup
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
-from ..engine.schedule import Cursor, Prefetcher
-from ..engine.state import FSDPState, groups_below, names_below
+from ..engine.schedule import Cursor
+from ..engine.state import FSDPState, groups_below
 from ..ranks.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
 from ..torch_private.beyond_step import alias, has_backend
 from ..torch_private.compat import backend_name, size_may_change
-from .passes import share_reductions
 from .user_collectives import pass_began, pass_ended
 from .vocab_parallel import refuse_beside_conditional
 
@@ -176,7 +174,7 @@ class Consensus:
         self._pass_ended()
 
     def before_collective(self) -> None:
-        """Reaches consensus: a user is about to communicate over all ranks, of which others may run another module."""
+        """Reaches consensus: a user is about to communicate over all ranks. Others may be in another module."""
         self._reach(_COLLECTIVE, False)
 
     def _pass_ended(self) -> None:
@@ -244,7 +242,7 @@ class Consensus:
         try:
             chosen, first, last = self._find_largest([-request, -event, event])
         except RuntimeError as error:
-            if not self.root.is_out_of_step:  # a peer is gone: there is nobody to tell
+            if not self.root.is_out_of_step:  # a peer is gone: no rank is there to be told
                 self._is_in_forward = self._is_in_backward = self._is_open = False
                 self._pass_ended()
             error.args = (f"{error} (while this rank is {self._describe(event)})",)
@@ -270,8 +268,7 @@ class Consensus:
         """Returns the Comms of the consensus, once all ranks have come to the first one, and none has died: it would be
         waited for while process groups are made.
         """
-        nothing, purpose, found = torch.empty(0, device=self._device), Purpose(_ASKED), []
-        purpose.root = ref(self.root)
+        nothing, purpose, found = torch.empty(0, device=self._device), Purpose(_ASKED, self.root), []
         for group in self._process_groups:
             compare_first(make_comm(group, self._device, purpose), "beginning to ask", nothing)
         for group in self._process_groups:
@@ -312,12 +309,11 @@ def join_consensus(root: Root) -> None:
     """
     if not any(map(is_conditional, root.states)):
         return
-    root.prefetcher = Prefetcher(root.groups, ConditionalCursor)
-    if not root.group.mesh.axis_groups:
-        return
-    root.consensus = consensus = Consensus(root)
-    for group in root.groups:
-        group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
+    consensus = Consensus(root) if root.group.mesh.axis_groups else None
+    root.use_consensus(consensus, ConditionalCursor)
+    if consensus is not None:
+        for group in root.groups:
+            group.set(reduce_when=ReduceWhen.ASKED if group in consensus.conditional else ReduceWhen.GROUP)
 
 
 def set_conditional(state: FSDPState, conditional: bool) -> None:
@@ -349,9 +345,10 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
         group.set(conditional=conditional)
     for group in root.groups:
         group.set(reduce_when=ReduceWhen.BUCKET)  # the new root chooses
-    replacement = Root(root.state, root.states, names_below(root.state.modules))
+    root.state.drop_root()
+    replacement = root.state.root
     replacement.set(**vars(root.settings))
-    share_reductions(replacement, root)
+    replacement.share_queue(root.queue)
 
 
 # ---- prefetching

@@ -20,7 +20,6 @@ from ..engine.build import attach
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.parameter import FSDPParam
 from ..engine.policy import GroupSettings
-from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, groups_of, names_below, require_state, states_among
 from ..parameters.saved_shards import refuse_others
 
@@ -32,13 +31,13 @@ class Description:
     """
 
     def __init__(self, state: FSDPState) -> None:
-        root = state.root
         self.modules, self.policy, self.ignored = state.modules, state.policy, state.ignored
         self.casts = {} if state.cast_buffers is None else state.cast_buffers.casts
         self.groups = [_GroupDescription(group) for group in state.groups]
         self.parts = [Description(part) for part in state.parts]
         self.root_settings, self.prefetch = None, {}
-        if root.state is state:
+        if state.outermost is state:
+            root = state.root
             self.root_settings = root.settings
             # Prefetch lists name groups of the whole model: they come with its root, as indices.
             index = {group: i for i, group in enumerate(root.groups)}
@@ -56,17 +55,17 @@ class Description:
 
     def build(self) -> FSDPState:
         """Builds the state of copied modules, and of their parts."""
-        state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy)
-        state.ignored = vars(self).get("ignored", set())  # older pickles have none
+        parts, ignored = [part.build() for part in self.parts], vars(self).get("ignored", set())  # older pickles: none
+        state = FSDPState(self.modules, [each.build() for each in self.groups], self.policy, parts, ignored)
         if state.cast_buffers is not None:
             state.cast_buffers.take(vars(self).get("casts", {}))
-        state.parts = [part.build() for part in self.parts]
         return state
 
-    def set_root(self, root: Root) -> None:
-        """Gives `root`, the copy of a root, the original's settings."""
+    def set_root(self, state: FSDPState) -> None:
+        """Gives the root of `state`, a copy of a root's, the original's settings."""
         if self.root_settings is None:
             return
+        root = state.root
         names = ("finalize_backward", "prefetch_budget", "averages_running_stats")
         changes = {name: getattr(self.root_settings, name) for name in names}
         root.set(**changes)
@@ -142,7 +141,7 @@ def _finish(module: nn.Module) -> None:
             own.__dict__[STATE] = state
         names = names_below(state.modules)
         attach(state, states_among(names), [type(own) for own in state.modules])
-        each.set_root(state.root)
+        each.set_root(state)
 
 
 def copying_methods(cls: Any, new_sharded: Callable[[type], nn.Module]) -> dict[str, Callable[..., Any]]:

@@ -7,7 +7,7 @@ when the last of its gradients is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from statistics import median_low
 from typing import Any
@@ -18,17 +18,17 @@ from ..calls.user_code import hides_modes
 from ..engine.build import Plan
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.module_class import make_subclass
-from ..engine.root import Root
 from ..engine.state import FSDPState
 from ..engine.step import run_forward
 from ..torch_private.compat import untraced
 from ..torch_private.once import once
 
-# Below, a collective of its own costs more than it saves, absolutely and beside the groups of the modules inside: the
-# projections of a block whose experts are sharded get no group, though they may be larger than another model's head.
+# Below these, a collective of its own costs more than it saves: absolutely, and compared with the groups of the modules
+# inside. The projections of a block with sharded experts get no group, though they may be larger than another model's
+# head.
 MIN_BYTES = 4 * 1024 * 1024
 MIN_SHARE_OF_A_GROUP = 0.5
-# Modules inside that hold less, beside what is left for the call, are no blocks: adapters, for example, which are
+# Modules inside that hold less, compared with the rest of the call, are no blocks: adapters, for example, which are
 # sharded by themselves, before the block that they are in.
 MIN_SHARE_INSIDE = 1 / 16
 
@@ -50,7 +50,7 @@ def plan_large_submodules(plan: Plan) -> None:
         names.setdefault(parameter.slots[0].module, []).append(name)
         if len({slot.module for slot in parameter.slots}) > 1:
             tied.update(slot.module for slot in parameter.slots)
-    # What is tied to a parameter of an earlier call, and has nothing else, uses the group of that call when it runs.
+    # A module with one parameter, tied to one of an earlier call, uses the group of that call when it runs.
     for each in plan.tied.values():
         for module in [slot.module for slot in each.slots]:
             own_ones = {param for param in module._parameters.values() if param is not None}
@@ -75,31 +75,30 @@ def _nbytes(params: Iterable[nn.Parameter]) -> int:
     return sum(param.nbytes for param in params)
 
 
-def gather_when_called(root: Root) -> None:
-    """Has each large submodule of a root gather its own parameters when it is called.
+def gather_when_called(state: FSDPState) -> None:
+    """Has each large submodule of a call's modules gather its own parameters when it is called.
 
     An outer module may read the parameters of a submodule without calling it (a head's weight, for a fused loss). It
-    gets the unsharded ones then, which stay for backward, as its own do (`root.read_outside`).
+    gets the unsharded ones then, which stay for backward, as its own do (`ForwardPass.read_outside`).
     """
-    for state in root.states:
-        for part in state.parts:
-            (module,) = part.modules
-            if _STATE not in module.__dict__:
-                module.__dict__[_STATE] = part
-                object.__setattr__(module, "__class__", _own_class(type(module)))
-                if isinstance(module, nn.Embedding):  # its backward reads no weight
-                    for group in part.groups:
-                        group.set(unshard_in_backward=False)
+    for part in state.parts:
+        (module,) = part.modules
+        if _STATE not in module.__dict__:
+            module.__dict__[_STATE] = part
+            object.__setattr__(module, "__class__", _own_class(type(module)))
+            if isinstance(module, nn.Embedding):  # its backward reads no weight
+                for group in part.groups:
+                    group.set(unshard_in_backward=False)
 
 
 def is_read_outside(group: FSDPParamGroup) -> bool:
     """Returns True if the outer module has read parameters of a large submodule without calling it, in this pass."""
-    return group in group.root.read_outside
+    return group in group.root.forward.read_outside
 
 
 @hides_modes
 def _read_parameters(state: FSDPState) -> None:
-    """Registers the unsharded parameters of a large submodule, of which one is being read, if the outer module runs."""
+    """Registers the unsharded parameters of a large submodule if the outer module runs: one of them is being read."""
     root = state.root
     in_backward = root.backward is not None
     is_used = in_backward or any(state in other.parts for other in root.running)
@@ -107,21 +106,7 @@ def _read_parameters(state: FSDPState) -> None:
         if group.phase is not UNSHARDED and is_used:
             group.pre_forward(in_backward)
             if not in_backward:
-                root.read_outside.add(group)
-
-
-def _run_in_same_pass(root: Root, run: Callable[[], Any]) -> Any:
-    """Runs a call of a large submodule between forward and backward, by a loss. A pass of its own would free what the
-    forward has kept for backward. The submodule stays for backward, too: a loss may call it on each of many chunks.
-    """
-    num_running, depth = len(root.running), root.depth
-    try:
-        root.enter(root.state)
-        root.depth, root.runs_for_loss = depth + 1, True
-        return run()
-    finally:
-        root.depth, root.runs_for_loss = depth, False
-        root.leave(num_running)
+                root.forward.read_outside.add(group)
 
 
 @once
@@ -135,7 +120,8 @@ def _own_class(cls: Any) -> Any:
         root = part.root
         if root.running or not root.prefetcher.ran or root.backward is not None:
             return run()
-        return _run_in_same_pass(root, run)
+        with root.in_same_pass():
+            return run()
 
     def get_attribute(self: nn.Module, name: str) -> Any:
         if name in self.__dict__["_parameters"]:

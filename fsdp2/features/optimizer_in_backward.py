@@ -121,17 +121,12 @@ def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
     finalize(root)  # what is in flight belongs to the one before
     for group in root.groups:
         group.set(optimizer_in_backward=steps)
-    if isinstance(root.steps, OptimizerInBackward):
-        root.writers.remove(root.steps.wait_for_steps)
-    root.steps = None
     step_in_backward(root)
 
 
 def step_in_backward(root: Root) -> None:
     """Has a root step in backward on those of its groups that have an optimizer for that."""
-    if any(map(steps_of, root.groups)):
-        root.steps = steps = OptimizerInBackward(root)
-        root.writers.append(steps.wait_for_steps)
+    root.use_backward_steps(OptimizerInBackward(root) if any(map(steps_of, root.groups)) else None)
 
 
 class OptimizerInBackward:

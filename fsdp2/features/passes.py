@@ -62,31 +62,16 @@ def _all_or_nothing(root: Root) -> Iterator[None]:
 
 def reset(root: Root) -> None:
     """Drops all that is in flight or unsharded, and unsynchronized gradients."""
-    root.num_resets += 1
+    root.note_reset()
     root.queue.abandon(None)
     root.recover()
     for group in root.groups:
         group.gradients.unsynchronized.clear()
         group.gradients.partial.clear()
     drop_placeholders(root)
-    for state in root.running:
-        state.running = 0
-    root.running.clear()
-    root.depth = 0
-    root.saved_tensors.deactivate(0)
+    root.forget_running()
     for group in root.groups:
         group.reshard_if_idle()
-
-
-def share_reductions(root: Root, other: Root) -> None:
-    """Queues the reductions of `root` with those of another root from now on."""
-    mine, theirs = root.queue, other.queue
-    if mine is not theirs:
-        theirs.running.extend(mine.running)
-        theirs.returning.extend(mine.returning)
-        root.queue = theirs
-    for group in root.groups:
-        group.queue = root.queue
 
 
 class _OptimizerEvent:

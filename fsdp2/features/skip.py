@@ -8,7 +8,6 @@ and nothing is in flight. Then they tell each other why.
 
 from __future__ import annotations
 
-import weakref
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ..collectives import choose as collectives
 from ..collectives.choose import make_comm
 from ..engine.comm import Purpose, compare_first
 from ..engine.root import Root
-from ..engine.state import modules_below, require_state
+from ..engine.state import modules_below, require_root
 from ..ranks.rank_facts import gather_by_rank, ranks_of
 from ..torch_private.beyond_step import has_backend
 from ..torch_private.compat import backend_name, no_torch_function
@@ -81,10 +80,7 @@ def skip_step_on_error(model: nn.Module, catch: Kinds = torch.OutOfMemoryError) 
     kinds = catch if isinstance(catch, tuple) else (catch,)
     if not kinds or not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
         raise TypeError(f"catch: expected a class of exceptions or a tuple of such, got {catch!r}")
-    state = require_state(model)
-    if state.root.state is not state:
-        raise RuntimeError(f"skip_step_on_error: expected the root, the outermost sharded module, got {state}")
-    return SkippableStep(state.root, kinds)
+    return SkippableStep(require_root(model, "skip_step_on_error"), kinds)
 
 
 class SkippableStep:
@@ -96,8 +92,7 @@ class SkippableStep:
         self._buffers: list[_Saved] = []
         self._was_entered = False
         self._reasons: dict[int, str] | None = None
-        self._purpose = Purpose("the end of a step")
-        self._purpose.root = weakref.ref(root)
+        self._purpose = Purpose("the end of a step", root)
 
     @property
     def skipped(self) -> bool:

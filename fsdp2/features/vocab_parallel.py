@@ -80,7 +80,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
         group.adopt_replacements(Accept.SHARDED)
     group.root.prefetcher.ran_alone(group)
-    for wait in group.writers:
+    for wait in group.root.writers:
         wait(group)
     (param,) = group.params
     output: Tensor = _Rows.apply(param.sharded, group, param, ids)

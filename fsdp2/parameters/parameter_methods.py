@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calls.user_code import hides_modes
+from ..engine.events import Change
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.parameter import USER_CLASS, FSDPParam
 from ..engine.placeholders import UnsynchronizedGrad
@@ -19,7 +20,7 @@ from .replacements import Accept
 from .saved_shards import refuse_others
 
 if TYPE_CHECKING:
-    from ..engine.root import Root
+    from ..engine.state import FSDPState
 
 
 def parameter_methods(cls: Any) -> dict[str, Callable[..., Any]]:
@@ -127,9 +128,11 @@ def _refuse_shared_memory(self: nn.Module) -> nn.Module:
 # ---- state dicts
 
 
-def hook_state_dicts(root: Root) -> None:
-    """Has state dicts hold sharded parameters, also between unshard() and reshard(), and adopts what is loaded."""
-    for module in dict.fromkeys(module for state in root.states for module in state.modules if STATE in vars(module)):
+def hook_state_dicts(state: FSDPState) -> None:
+    """Has state dicts of a call's modules hold sharded parameters, also between unshard() and reshard(), and adopts
+    what is loaded.
+    """
+    for module in state.modules:
         if _before_state_dict not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(_before_state_dict)
             module.register_state_dict_post_hook(_after_state_dict)
@@ -137,7 +140,7 @@ def hook_state_dicts(root: Root) -> None:
             module.register_load_state_dict_post_hook(_after_load)
     for slot in [
         slot
-        for group in root.new_groups
+        for group in (group for each in (state, *state.parts) for group in each.groups)
         for param in group.params
         if param.leaf_class is not nn.Parameter
         for slot in param.slots
@@ -211,5 +214,4 @@ def _after_load(module: nn.Module, _: Any) -> None:
     _swap_buffers(module, exact=False)
     for group in _groups_within(module):
         if group.adopt_replacements(Accept.META | Accept.UNTIED | Accept.WHOLE):
-            for notify in group.events.loaded:
-                notify(group)
+            group.note_change(Change.LOADED)

@@ -1,9 +1,10 @@
 """Lets modules of several fully_shard calls have one parameter (tied weights): one group owns it, all of them use it.
 
-The first call cuts the parameter. It can't know what other modules have it, so it leaves a mark on the original. When a
-later call meets the mark, its module gets the sharded parameter of the first, as one more slot. So there is one sharded
-parameter and one unsharded leaf, whose gradient autograd completes when the last of its users has had its backward, as
-in plain training. What remains is that the group is unsharded whenever any of its users runs: `connect_ties`.
+The first call cuts the parameter. It can't know which other modules have it, so it leaves a mark on the original. When
+a later call meets the mark, it registers the first call's sharded parameter in its own module: the parameter gets one
+more slot. So there is one sharded parameter and one unsharded leaf. Autograd completes the leaf's gradient when the
+last module that uses it has had its backward, as in plain training. `connect_ties` has each of these modules unshard
+the group that owns the parameter.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ MARK = "_fsdp2_original"
 
 @dataclass(eq=False)
 class Original:
-    """Says of a parameter, on which it stays, that it was sharded: under which name, and how it was then.
+    """The mark on a parameter that was sharded: what has become of it, and how it was then."""
 
-    `content`: its version counter, and where it lies.
-    """
-
+    # The name of the parameter, with the class of the module that was sharded.
     name: str
+    # The parameter that was cut from it.
     param: weakref.ref[FSDPParam]
+    # Its version counter, and where it lay.
     content: tuple[int | None, Memory | None]
     requires_grad: bool
 
@@ -48,8 +49,8 @@ class Original:
 def mark_originals(
     originals: Iterable[weakref.ref[Any]], params: Iterable[FSDPParam], root: str
 ) -> list[weakref.ref[Any]]:
-    """Marks those parameters, of which `params` have been cut, that something else still holds: another module perhaps.
-    Returns weak references to them. `root`: the class of the call's module.
+    """Marks the originals of `params` that something else still holds, perhaps another module. Returns weak references
+    to them. `root`: the class of the call's module.
     """
     held = []
     for reference, param in zip(originals, params, strict=True):
@@ -68,8 +69,9 @@ def original_of(parameter: Tensor) -> Original | None:
 
 
 def find_owner(mark: Original, inside: Iterable[FSDPState]) -> Owned | None:
-    """Returns what has become of a parameter that an earlier call has sharded: in the groups of `inside`, which are
-    looked at first, or in any other. None: its module is gone.
+    """Returns the parameter that an earlier call has cut from a marked one, with its group. None: its module is gone.
+
+    It looks at the groups of `inside` first, then at all others.
     """
     param = mark.param()
     if param is None:
@@ -79,9 +81,7 @@ def find_owner(mark: Original, inside: Iterable[FSDPState]) -> Owned | None:
 
 
 def has_changed(parameter: Tensor, mark: Original, owner: FSDPParam) -> bool:
-    """Returns True if somebody has written to a parameter, moved or frozen it, since it was marked, and not to its
-    owner's.
-    """
+    """Returns True if a parameter was written to, moved or frozen since it was marked, and its owner's was not."""
     is_frozen = parameter.requires_grad not in (mark.requires_grad, owner.sharded.requires_grad)
     return is_frozen or mark.content != _content_of(parameter)
 
@@ -93,27 +93,29 @@ def _content_of(parameter: Tensor) -> tuple[int | None, Memory | None]:
     return local._version if counts else None, memory_of(local)
 
 
-def connect_ties(states: Sequence[FSDPState]) -> list[FSDPParamGroup]:
-    """Has each of `states`, of one root, use the groups that own parameters of its modules. Returns these groups.
+def connect_ties(states: Sequence[FSDPState]) -> None:
+    """Has forwards of each of `states`, which are of one root, unshard all groups that own parameters of its modules.
 
     It reads what slots parameters have, so that copies of a model are connected as the model is.
     """
     candidates = []
     for state in states:
-        state.used = state.groups
+        state.use_tied_groups(())
         for group in state.groups:
             group.share_with(())
             num_slots = len(group.registration.watched[0])
             if num_slots > len(group.params):
                 candidates.append(group)
     if not candidates:
-        return []
-    # Parts come behind the states around them, whose modules they have.
+        return
+    # Parts come behind the states around them: these have the same modules.
     state_of_module = {module: state for state in states for module in state.own_modules()}
+    shared: dict[FSDPState, list[FSDPParamGroup]] = {}
     for group in candidates:
         slots = [slot for param in group.params for slot in param.slots]
         found = dict.fromkeys(state_of_module.get(slot.module) for slot in slots)
-        group.share_with(tuple(state for state in found if state is not None and state is not group.state))
+        group.share_with(state for state in found if state is not None and state is not group.state)
         for state in group.users:
-            state.used = [*state.used, group]
-    return [group for group in candidates if group.users]
+            shared.setdefault(state, []).append(group)
+    for state, groups in shared.items():
+        state.use_tied_groups(groups)

@@ -279,7 +279,8 @@ class DeviceOfSizes:
 def _without_watchers() -> AbstractContextManager[None]:
     return events.chosen(
         plan=(plan_large_submodules,),
-        features=(gather_when_called,),
+        after_sharding=(gather_when_called,),
+        features=(),
         observers=(),
         in_profiler=(),
         class_attributes=(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -90,9 +89,7 @@ def bounds_over(
     sent = _to_device([0 if i in there else int(each) for i, each in enumerate(numbers)], mesh.device)
     # What is a number on the host of this rank may be one on the device of another: each keeps its index.
     own = torch.stack([there[i].to(sent) if i in there else each for i, each in enumerate(sent.unbind())])
-    both, purpose = torch.cat([~own, own]), Purpose(name)
-    if root is not None:
-        purpose.root = weakref.ref(root)
+    both, purpose = torch.cat([~own, own]), Purpose(name, root)
     all_reduce_over(both, mesh.axis_groups, largest=True, purpose=purpose)
     found = both.tolist()
     return [(~inverse, most) for inverse, most in zip(found[: len(own)], found[len(own) :], strict=True)]

@@ -17,6 +17,7 @@ from ..checks.model_facts import find_written, known_of
 from ..collectives.choose import choice_of
 from ..engine.buckets import codecs_of
 from ..engine.codec import Cast
+from ..engine.events import Change
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.layout import GatherLayout, ParamSpec, gather_layout
 from ..engine.memory import Memory
@@ -232,7 +233,7 @@ class OurGroup:
 
     @property
     def is_root(self) -> bool:
-        return self.engine_group.root.state is self.engine_group.state
+        return self.engine_group.state.outermost is self.engine_group.state
 
     @property
     def params(self) -> Sequence[OurParam]:
@@ -308,7 +309,7 @@ class OurGroup:
         )
 
     def before_read(self) -> None:
-        for wait in self.engine_group.writers:
+        for wait in self.engine_group.root.writers:
             wait(self.engine_group)
 
     def versions(self) -> tuple[int, ...]:
@@ -330,8 +331,7 @@ class OurGroup:
             return buffers.unsharded_parameters()
 
     def note_loaded(self) -> None:
-        for notify in self.engine_group.events.loaded:
-            notify(self.engine_group)
+        self.engine_group.note_change(Change.LOADED)
 
     def noted_values(self) -> Sequence[NotedValues]:
         group = self.engine_group

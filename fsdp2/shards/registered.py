@@ -45,7 +45,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
                     group.reshard_stale()
                 if group.state not in used:
                     used[group.state] = _Use(group.state)
-                    group.root.enter(group.state)
+                    group.root.enter(group.state, is_forward=False)
                 used[group.state].add(group, was_kept)
                 group.start_unshard(for_backward=in_backward)
             for group in groups:
@@ -70,7 +70,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
             for state in reversed(used):
                 if not in_backward:
                     used[state].settle(failed)
-                state.root.leave(used[state].num_running)
+                state.root.leave(used[state].num_running, used[state].depth)
             for use in used.values() if not in_backward else ():
                 use.settle_shared(failed)
     refuse_written(written)
@@ -81,7 +81,7 @@ class _Use:
 
     def __init__(self, state: FSDPState) -> None:
         self._state = state
-        self.num_running = len(state.root.running)
+        self.num_running, self.depth = len(state.root.running), state.root.depth
         self._groups: list[FSDPParamGroup] = []
         self._was_kept = False
 

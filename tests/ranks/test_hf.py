@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import helpers
 from fsdp2 import CPUOffloadPolicy, ShardPlacementResult, fully_shard, hf, replicate
-from fsdp2.engine.events import Observer
+from fsdp2.engine.events import Change, Observer
 from fsdp2.engine.state import require_state
 from fsdp2.hf import load, save
 from helpers import RankError, assert_same, full, leaves, run_checks, run_ranks, world_sizes
@@ -646,8 +646,8 @@ class Loads(Observer):
     def __init__(self) -> None:
         self.count = 0
 
-    def loaded(self, group: Any) -> None:
-        self.count += 1
+    def changed(self, group: Any, change: Change, replaced: Any) -> None:
+        self.count += change is Change.LOADED
 
 
 def new_values_are_seen(folder: Path) -> None:

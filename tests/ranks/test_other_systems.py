@@ -214,20 +214,19 @@ def sharding_fails(where: Any) -> None:
     nothing_is_spoilt()
 
 
-def an_observer_fails() -> Any:
-    class Failing(events.Observer):
-        def attached(self, root: Any) -> None:
-            raise Fails
+def a_follower_fails() -> Any:
+    def fail(state: Any) -> None:
+        raise Fails
 
     usual = events.extensions()
-    changed = dataclasses.replace(usual, observers=(*usual.observers, lambda root: Failing()))
+    changed = dataclasses.replace(usual, after_sharding=(*usual.after_sharding, fail))
     return mock.patch.object(events._Current, "extensions", changed)
 
 
 FAILURES = [
     ("a group that can't be built", lambda: sharding_fails(fails_at(GroupParameters, "rebuild"))),
     ("memory that can't be had", lambda: sharding_fails(fails_at(GroupParameters, "_allocate"))),
-    ("an observer that fails", lambda: sharding_fails(an_observer_fails())),
+    ("what follows a call fails", lambda: sharding_fails(a_follower_fails())),
 ]
 
 

@@ -468,7 +468,7 @@ def test_a_call_that_fails_leaves_the_owner_as_it_was(monkeypatch: pytest.Monkey
         fully_shard(model.embed)
         (group,) = require_state(model.embed).groups
         with monkeypatch.context() as patched:
-            patched.setattr("fsdp2.engine.root.note_root", fail)
+            patched.setattr("fsdp2.engine.build.note_state", fail)
             with pytest.raises(MemoryError):
                 fully_shard(model)
         assert [len(param.slots) for param in group.params] == [1] == [len(param.names) for param in group.params]

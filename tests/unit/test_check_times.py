@@ -80,7 +80,7 @@ def run(model: Any, noted: Noting, numbers: range, rare: tuple[int, ...] = ()) -
 
 def follows(events: Events) -> set[str]:
     """Returns the events of forwards that the ForwardChecks follow."""
-    names = ("inputs_cast", "forward_began", "forward_ended", "pass_ended")
+    names = ("inputs_given", "forward_began", "forward_ended", "pass_ended")
     return {
         name
         for name in names

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.engine.events import EVENTS, Events, Observer
+from fsdp2.engine.events import EVENTS, Change, Events, Observer
 from fsdp2.engine.state import require_state
 from helpers import fake_world
 
@@ -151,7 +151,10 @@ def test_a_group_that_is_rebuilt_says_what_a_user_has_replaced(root: Any) -> Non
     found: list[list[str]] = []
 
     class Replaced(Observer):
-        def rebuilt(self, group: Any, replaced: Any) -> None:
+        def changed(self, group: Any, change: Change, replaced: Any) -> None:
+            if change is not Change.PARAMETERS:
+                assert not replaced
+                return
             assert all(parameter is not param.unsharded for param, parameter in replaced.items())
             found.append([param.name for param in replaced])
 

@@ -60,7 +60,7 @@ ALLOWED = {
     "engine._known": CACHE,
     "collectives._last_default": "interned meshes",
     "collectives._num_made": "process groups are torch's, and made once",
-    "engine._roots": "the roots that are alive",
+    "engine._states": "the states of all sharded modules that are alive",
     "torch_private._running": THREADS,
     "engine._shard_in": "finds the owner of a tensor that the user has",
     "collectives._subgroups": "process groups are torch's, and made once",
