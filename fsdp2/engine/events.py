@@ -58,8 +58,9 @@ class Observer:
     # ---- the observer itself
 
     def attached(self, root: Root) -> None:
-        """It follows `root` from now on, which knows its groups and their names. It must not communicate: one rank alone
-        may have asked for the root. After `fully_shard` of an outer module there is another root, with other observers.
+        """It follows `root` from now on, which knows its groups and their names. It must not communicate: one rank
+        alone may have asked for the root. After `fully_shard` of an outer module there is another root, with other
+        observers.
         """
 
     def detached(self, root: Root) -> None:
