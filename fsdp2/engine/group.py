@@ -89,7 +89,7 @@ class FSDPParamGroup:
         self.state: FSDPState
         # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
         self.users: tuple[FSDPState, ...] = ()
-        # If there are users, the states whose backward has begun, and not ended.
+        # If there are users, the states with a backward that has begun, and not ended.
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
@@ -98,7 +98,7 @@ class FSDPParamGroup:
         self.root: Root = None  # type: ignore[assignment]
         self.queue: ReductionQueue = None  # type: ignore[assignment]
         self.events: Events = NO_EVENTS
-        # What may write to shards beside the host: those of the root.
+        # Each waits for work that may still write to shards (late steps): those of the root.
         self.writers: list[Callable[[FSDPParamGroup], None]] = []
 
         # ---- where the parameters are
@@ -167,7 +167,7 @@ class FSDPParamGroup:
         self.root, self.queue, self._backward_hooks = root, root.queue, []
 
     def share_with(self, users: tuple[FSDPState, ...]) -> None:
-        """Gives the parameters to the modules of these states as well, and to no others besides its own."""
+        """Notes which other states have modules with some of the parameters."""
         self.users = users
 
     # ---- settings
@@ -186,8 +186,8 @@ class FSDPParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory in which the unsharded parameters lie while they are there: they themselves in compute
-        dtypes, padding, and behind them what travels packed. Small parameters take twice their size.
+        """Bytes of the memory of the unsharded parameters while they are there: in compute dtypes, with padding and
+        the segments that are gathered packed. Small parameters take twice their size.
         """
         return self.unsharded.nbytes
 
@@ -638,8 +638,8 @@ class FSDPParamGroup:
 
         `has_run`: a module's own code has run. If it has left a weight where something else can read it in backward
         (`ctx.weight = weight` in an autograd function, hooks of a user's own for saved tensors, a list), their memory
-        stays as it is until then: nothing would gather for such a reader. Ranks communicate as ever, since others may
-        have left none.
+        stays as it is until then: nothing would gather for such a reader. Ranks communicate in the
+        same way in any case, since other ranks may have left none.
         """
         stays, backward_follows = self._after_forward(ending), ending is Ending.TRAINING
         if stays is AfterForward.KEEP:
@@ -738,8 +738,8 @@ class FSDPParamGroup:
         """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only
         if forward has hooked the inputs.
 
-        Of a group with users, gradients may be still to come: they are left to buckets, or the end. While the backward
-        of another user runs, around this one or beside it, that needs the parameters.
+        If the group has users, gradients may be still to come: buckets reduce them, or the end of backward does. While
+        the backward of another user runs, the parameters are still needed.
         """
         if self.users:
             self.begun.discard(state)
