@@ -1,4 +1,4 @@
-"""Copies offloaded shards to the device for each all-gather, beside what the device computes."""
+"""Copies offloaded shards to the device for each all-gather, while the device computes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class StagedShards:
         self._follows = False
 
     def start(self, start_gather: Callable[[], Work | None], follows: bool) -> None:
-        """Begins to copy the shards, and to gather behind that, beside what the device computes. `follows`: whoever
-        waits for the gather has waited for the copy.
+        """Begins to copy the shards, and then to gather, while the device computes. `follows`: to wait for the gather
+        is to wait for the copy, too.
         """
         self._storage.resize_(self._shards.nbytes)
         self._copy = self._transfers.start_in(self.memory, self._shards, start_gather)

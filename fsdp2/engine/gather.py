@@ -200,9 +200,10 @@ class GatherPlan:
             storage.resize_(0)
 
     def start(self, comm: Comm, more_outputs: Sequence[Tensor] = (), more_inputs: Sequence[Tensor] = ()) -> Work | None:
-        """Begins to gather; `more` beside the plan's parameters. Every rank of `comm` must call it, in the same order.
+        """Begins to gather. Every rank of `comm` must call it, in the same order.
 
-        Returns None if there is nothing to wait for. `finish` follows when the work has been waited for.
+        `more_outputs`, `more_inputs`: tensors of other parameters, which the same collective gathers. Returns None if
+        there is nothing to wait for. `finish` follows when the work has been waited for.
         """
         if self.has_memory:
             self.allocate()

@@ -22,7 +22,7 @@ from ..parameters.replacements import Accept, find_replacements
 from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
-from .events import NO_EVENTS, Change
+from .events import NO_EVENTS, Change, Events
 from .gather import PendingGather
 from .gradients import GroupGradients
 from .group_parameters import NONE_REPLACED, GroupParameters, Rebuild
@@ -89,7 +89,7 @@ class FSDPParamGroup:
         self.state: FSDPState
         # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
         self.users: tuple[FSDPState, ...] = ()
-        # If there are users, the states whose backward has begun, and not ended.
+        # If there are users, the states with a backward that has begun, and not ended.
         self.begun: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
@@ -208,8 +208,8 @@ class FSDPParamGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory in which the unsharded parameters lie while they are there: they themselves in compute
-        dtypes, padding, and behind them what travels packed. Small parameters take twice their size.
+        """Bytes of the memory of the unsharded parameters while they are there: in compute dtypes, with padding and
+        the segments that are gathered packed. Small parameters take twice their size.
         """
         return self.unsharded.nbytes
 
@@ -660,8 +660,8 @@ class FSDPParamGroup:
 
         `has_run`: a module's own code has run. If it has left a weight where something else can read it in backward
         (`ctx.weight = weight` in an autograd function, hooks of a user's own for saved tensors, a list), their memory
-        stays as it is until then: nothing would gather for such a reader. Ranks communicate as ever, since others may
-        have left none.
+        stays as it is until then: nothing would gather for such a reader. Ranks communicate in the
+        same way in any case, since other ranks may have left none.
         """
         stays, backward_follows = self._after_forward(ending), ending is Ending.TRAINING
         if stays is AfterForward.KEEP:
@@ -760,8 +760,8 @@ class FSDPParamGroup:
         """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only
         if forward has hooked the inputs.
 
-        Of a group with users, gradients may be still to come: they are left to buckets, or the end. While the backward
-        of another user runs, around this one or beside it, that needs the parameters.
+        If the group has users, gradients may be still to come: buckets reduce them, or the end of backward does. While
+        the backward of another user runs, the parameters are still needed.
         """
         if self.users:
             self.begun.discard(state)

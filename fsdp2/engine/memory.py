@@ -65,8 +65,8 @@ class Memory:
             self.secondary = SecondaryShards(restored, secondary, unsharded)
 
     def renew_shards(self) -> None:
-        """Puts the shards into other memory, without values: users may hold parts of the old one. If the unsharded
-        parameters lie there, too, so do those that `unsharded_parameters` returns from now on.
+        """Puts the shards into other memory, without values: users may hold parts of the old one. Unsharded parameters
+        that share the memory of the shards must be put there by the caller.
         """
         storage, is_allocated = self._unsharded.storage, self._unsharded.is_allocated
         if not is_allocated:

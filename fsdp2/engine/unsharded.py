@@ -91,7 +91,7 @@ class UnshardedParameters:
         # Tensors over the memory, which share the parameters' version counters; and the bytes at which they begin.
         self._bases: list[Tensor] = []
         self._offsets: tuple[int, ...] = ()
-        # Some are complex numbers, of which views may be conjugated.
+        # True if some are complex numbers: their views may be conjugated.
         self._are_complex = False
         # The views that were made again: the next step saves the same ones.
         self.views: dict[Place, Tensor] = {}
@@ -276,8 +276,8 @@ class UnshardedParameters:
     def changed_names(
         self, weight: Tensor | int | tuple[Any, ...], before: tuple[int, ...], now: tuple[int, ...]
     ) -> list[str]:
-        """Returns the names of parameters, of one of which `weight` is a view, whose versions differ between `before`
-        and `now`; all names, if some were replaced.
+        """Returns the names of the parameters that `weight` may be a view of, if their versions differ between `before`
+        and `now`; all names, if some parameters were replaced.
         """
         if before[-1:] != now[-1:]:  # or nothing is known of before
             return [param.name for param in self._params]

@@ -21,7 +21,7 @@ from ..torch_private import compat
 
 
 class FreedParameter(nn.Parameter):
-    """Is the class of an unsharded parameter while it must not be read."""
+    """The class of an unsharded parameter while it must not be read."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,7 +29,7 @@ class FreedParameter(nn.Parameter):
 
 
 class FreedDTensor(DTensor):
-    """Is the same for the DTensor of tensor parallelism."""
+    """The same for the DTensor of tensor parallelism."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +37,7 @@ class FreedDTensor(DTensor):
 
 
 def freed_class(kind: type[Any]) -> type | None:
-    """Returns the class of freed parameters whose class is `kind` otherwise; None if objects of `kind` can't change
+    """Returns the class that refuses reads of a freed parameter of class `kind`. None: objects of `kind` can't change
     their class.
     """
     if issubclass(kind, DTensor):

@@ -80,8 +80,8 @@ def _find_replacement(param: FSDPParam, accept_whole: bool, may_be_untied: bool)
     """Returns what is registered in place of `param` now.
 
     `accept_whole`: a plain tensor of the whole parameter, which is sharded then, is accepted, too. `may_be_untied`: a
-    tied parameter may be several objects (loading with assign=True, and `to_empty`, make one for each name), of which
-    the first one counts.
+    tied parameter may be several objects (loading with assign=True, and `to_empty`, make one for each name): the first
+    one counts.
 
     Raises:
         ValueError: it is gone, has another shape or distribution, or is registered in some of several slots only.
