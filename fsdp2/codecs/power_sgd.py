@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..engine.codec import is_large
+from ..engine.codec import Part, Steps, Sums, is_large
 from ..engine.comm import Comm
 from ..engine.layout import ParamSpec
-from .replicas import Part, Steps, Sums
 
 # Each all-reduce of P also sums these digits of what a rank knows, and their squares: equal on all ranks if and only if
 # the squares have no variance. With digits below 64 float32 tells that apart for some hundred replicas.

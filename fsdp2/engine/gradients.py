@@ -17,22 +17,21 @@ Ranks that must reduce what others do, without gradients of their own, call `red
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
+from functools import cache
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
 
 from ..calls.user_code import are_in_force, hidden, run_shown
-from ..codecs.replicas import Part, ReplicaSum, replica_sum_of
+from ..parameters.cut_graphs import refuse_graph
 from ..torch_private import compat
-from ..torch_private.compat import backward_hooks_of, local_of, new_dtensor, post_accumulate_hooks_of
+from ..torch_private.compat import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
 from . import reduce
 from .buckets import Bucket, ReducePlan, cuts_for, plan_buckets
-from .codec import Codec, Encoder
+from .codec import Codec, Encoder, Part, ReplicaSum
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
 from .parameter import FSDPParam
@@ -45,67 +44,6 @@ if TYPE_CHECKING:
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
-SomeTensor = TypeVar("SomeTensor", bound=Tensor)
-
-
-class _Node(Protocol):
-    """A node of `_WithoutGraph`, which keeps the attributes that its forward sets."""
-
-    parameter: str
-    alive: _Alive
-
-
-class _WithoutGraph(torch.autograd.Function):
-    """Makes a gradient whose graph the reduction has cut off. Its node says so, to backward of a loss made of it."""
-
-    @staticmethod
-    def forward(ctx: _Node, anchor: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
-        ctx.parameter, ctx.alive = name, _Alive()
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        refuse_loss_of_gradient(ctx)
-
-
-class _Alive:
-    """Marks a node as alive: it is in `without_graph` until the node is freed."""
-
-    def __init__(self) -> None:
-        without_graph[id(self)] = weakref.ref(self, partial(_forget, id(self)))
-
-
-# Identity -> each _Alive of a node of `_WithoutGraph`.
-without_graph: dict[int, weakref.ref[_Alive]] = {}
-
-
-def _forget(key: int, _: object) -> None:
-    without_graph.pop(key, None)
-
-
-def refuse_loss_of_gradient(node: object) -> None:
-    """Refuses to go on behind `node` of the graph of a loss, if it made the gradient of a sharded parameter.
-
-    Raises:
-        RuntimeError: it did.
-    """
-    if _made_gradient(node):
-        name = getattr(node, "parameter", "a sharded parameter")
-        raise RuntimeError(
-            f"{name}: a loss is made of its .grad, which backward(create_graph=True) has computed; gradients "
-            "of sharded parameters have no graph, because they are reduced. Call the model and torch.autograd.grad("
-            "loss, list(full.values()), create_graph=True) inside `with fsdp2.full_params(model) as full:` instead, "
-            "with the same batch on every rank."
-        )
-
-
-def without_node(gradient: SomeTensor) -> SomeTensor:
-    """Returns a gradient without the node that refuses to be part of a loss, if it has that node. It is a view."""
-    return gradient.detach() if _made_gradient(gradient.grad_fn) else gradient  # type: ignore[return-value]
-
-
-def _made_gradient(node: object) -> bool:
-    return getattr(node, "_forward_cls", None) is _WithoutGraph
 
 
 @final
@@ -289,7 +227,9 @@ class GroupGradients:
         if wanted == self._summing_for:
             return
         self._summing_for, self._summing = wanted, None
-        if replicas is not None:
+        if replicas is not None and wanted[:2] != (None, None):
+            from ..codecs.choose_sum import replica_sum_of  # a plain training needs none of them
+
             self._summing = replica_sum_of(policy, hook, name)
         self._summing_name = hook.name if hook is not None else repr(policy.compression.all_reduce)
 
@@ -583,21 +523,11 @@ class GroupGradients:
             else:
                 param.add_to_gradient(accumulated, gradient)
             if i in self._had_graph:
-                self._mark_without_graph(i)
+                self._had_graph.discard(i)
+                refuse_graph(param)
             if is_hooked:
                 for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
                     hook(sharded)
-
-    def _mark_without_graph(self, i: int) -> None:
-        """Replaces `.grad` by a gradient over the same memory that raises if a loss is made of it."""
-        self._had_graph.discard(i)
-        param = self._params[i]
-        gradient = param.sharded.grad
-        assert gradient is not None, "it has just been delivered"
-        make = partial(new_dtensor, param.tensor_class, local_of(gradient), param.gradient_spec)
-        with torch.enable_grad():
-            anchor = torch.empty(0, requires_grad=True)
-            param.sharded.grad = _WithoutGraph.apply(anchor, param.name, make)
 
 
 def _noting(streams: GroupStreams, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -32,7 +32,7 @@ from .policy import COPIED, GATHERED, GATHERING, SECONDARY, SHARDED, UNSHARDED, 
 from .reduce import Reduction
 
 if TYPE_CHECKING:
-    from ..codecs.replicas import CommHook
+    from ..codecs.comm_hook import CommHook
     from .root import BackwardPass, Root
     from .schedule import ReductionQueue
     from .state import FSDPState

@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..codecs.replicas import Steps, Sums
 from ..devices import streams
 from ..devices.streams import Transfer, Transfers
 from ..torch_private import compat
 from .buckets import PIECES_IN_FLIGHT, ReducePlan
-from .codec import Member, Rows
+from .codec import Member, Rows, Steps, Sums
 from .comm import AllWork, Comm, SumWork, Work
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).

@@ -215,7 +215,7 @@ def rounding_at_random_is_bounded_and_alike(replicas: int | None) -> None:
 
 
 def bytes_are_as_counted(replicas: int | None) -> None:
-    """As the docstring of codecs/replicas.py says, for P elements: n from two, 2 (R - 1) n(P / R) from more."""
+    """As the docstring of codecs/encoded_sum.py says, for P elements: n from two, 2 (R - 1) n(P / R) from more."""
     if replicas is not None:
         return
     size = dist.get_world_size()
