@@ -236,7 +236,7 @@ class GroupParameters:
                 param.take(parameter)
         self.registration.note_replacement()
         if replaced:
-            self._gradients.forget_kept()
+            self._gradients.codecs.discard()
         self._rebuild(replaced)
 
     def follow_slots(self) -> None:

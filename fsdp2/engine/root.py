@@ -467,8 +467,16 @@ class Root:
         if self.consensus is not None:
             self.consensus.after_backward()
         for group in groups:
-            if group.gradients.partial:
+            if group.gradients.unsynchronized.reduced_in_shard:
                 group.gradients.resume()
+
+    def use_queue(self, queue: ReductionQueue) -> None:
+        """Puts the reductions of this root into `queue` from now on, and those that are in flight."""
+        if queue is not self.queue:
+            queue.take_over(self.queue)
+            self.queue = queue
+        for group in self.groups:
+            group.queue = queue
 
     def deliver(self) -> None:
         """Finishes the reductions in flight."""

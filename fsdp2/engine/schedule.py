@@ -285,7 +285,7 @@ class ReductionQueue:
         while len(running) > self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
         for entry in running:
-            if entry.pending.has_second_stage:
+            if entry.pending.is_summing:
                 entry.pending.advance()
 
     def set_limits(self, max_running: int, group_nbytes: Iterable[int]) -> None:
@@ -297,14 +297,19 @@ class ReductionQueue:
         """Adds a reduction that has begun."""
         self.running.append(_Entry(gradients, pending, gradients.backward_pass))
 
+    def take_over(self, other: ReductionQueue) -> None:
+        """Takes the reductions in flight of another queue, behind its own."""
+        self.running.extend(other.running)
+        self.returning.extend(other.returning)
+
     def has(self, gradients: GroupGradients) -> bool:
         """Returns True if some of these gradients are in flight."""
         return any(entry.gradients is gradients for entry in (*self.running, *self.returning))
 
     def finish_all(self) -> None:
         """Finishes all reductions, and delivers their gradients."""
-        if self.running:
-            self.running[-1].pending.is_last = True
+        if self.running and self.running[-1].pending.is_summing:
+            self.running[-1].pending.mark_last()
         while self.running:
             self._finish_oldest()
         if self.returning:

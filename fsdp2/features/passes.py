@@ -27,12 +27,12 @@ def reduce_unsynchronized(root: Root, groups: Iterable[FSDPParamGroup] | None = 
         chosen = list(reversed(root.groups) if groups is None else groups)
         if root.consensus is not None:
             root.consensus.before_backward()
-        if any(group.gradients.left_gradients for group in chosen):
+        if any(group.gradients.unsynchronized.were_left for group in chosen):
             root.follow_changes()
             root.notify(root.events.backward_began)
             root.take_placeholders()
         for group in chosen:
-            if group.gradients.left_gradients:
+            if group.gradients.unsynchronized.were_left:
                 # As one more backward that computes nothing. Gradients that a user has assigned are included.
                 group.gradients.begin_backward(object())
                 group.gradients.flush()
@@ -67,7 +67,6 @@ def reset(root: Root) -> None:
     root.recover()
     for group in root.groups:
         group.gradients.unsynchronized.clear()
-        group.gradients.partial.clear()
         group.hold = min(group.hold, Hold.NEXT_PASS)
     drop_placeholders(root)
     for state in root.running:
@@ -81,13 +80,7 @@ def reset(root: Root) -> None:
 
 def share_reductions(root: Root, other: Root) -> None:
     """Queues the reductions of `root` with those of another root from now on."""
-    mine, theirs = root.queue, other.queue
-    if mine is not theirs:
-        theirs.running.extend(mine.running)
-        theirs.returning.extend(mine.returning)
-        root.queue = theirs
-    for group in root.groups:
-        group.queue = root.queue
+    root.use_queue(other.queue)
 
 
 class _OptimizerEvent:

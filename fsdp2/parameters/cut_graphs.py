@@ -1,4 +1,4 @@
-"""Refuses losses that are made of `.grad` after backward(create_graph=True): reducing gradients has cut their graphs."""
+"""Refuses losses made of `.grad` after backward(create_graph=True): reducing gradients has cut their graphs."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def power_sgd_is_the_mathematics(replicas: int | None) -> None:
                     kept = lost.setdefault(part.name, [torch.zeros_like(each) for each in matrices])
                     q = qs.get(part.name)
                     if q is None:
-                        sums = next(g.gradients._summing for g in groups_below(model) if has(g, part.name))
+                        sums = next(g.gradients.codecs.replica_sum for g in groups_below(model) if has(g, part.name))
                         q = sums._states[part.i].first
                     mean, qs[part.name] = approximate(matrices, q, kept)
                     assert (mean - expected).norm() > 1e-3 * expected.norm(), "nothing was compressed"
@@ -438,7 +438,7 @@ def what_tools_say(replicas: int | None) -> None:
         model = shard(codec, replicas)
         assert f"all_reduce by {codec!r}" in str(describe(model))
         backward(model, batch(dist.get_rank(), 0))
-        kept = sum(group.gradients.kept_nbytes for group in groups_below(model))
+        kept = sum(group.gradients.codecs.nbytes for group in groups_below(model))
         assert kept >= sum(plan.layout.shard_numel * 4 - 64 for plan in Flats(model).plans) > 0
         copied = copy.deepcopy(model)
         backward(copied, batch(dist.get_rank(), 1))

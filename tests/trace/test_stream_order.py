@@ -687,7 +687,7 @@ def drops_inputs() -> Any:
 
     def forgetful(pending: PendingReduce, *args: Any, **kwargs: Any) -> None:
         begin(pending, *args, **kwargs)
-        pending._held_beside = None
+        pending._in_use.clear()
 
     return mock.patch.object(PendingReduce, "__init__", forgetful)
 
