@@ -20,8 +20,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache
-from typing import TYPE_CHECKING, final
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _KEY = "fsdp2"
 _NOTHING = nullcontext()
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @final
@@ -78,7 +79,6 @@ class Bucket:
         self.missing = self.size
 
 
-@final
 class GroupGradients:
     """Reduces the gradients of one group as they arrive in backward, and keeps unsynchronized ones.
 
@@ -89,7 +89,7 @@ class GroupGradients:
         group: the group, which is told of the first gradient and of the last.
         params: its parameters; a parameter index counts them.
         reduction: how their gradients are summed.
-        streams: the group's streams, on whose home all of this runs. None: the device has none.
+        streams: the group's streams, see GradientsAtHome. None: the device has none.
     """
 
     def __init__(
@@ -196,9 +196,6 @@ class GroupGradients:
         With `reduce_unused` this does nothing: all buckets are reduced when backward leaves the module. Without
         gradient sync, `_process` keeps the gradients.
         """
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self._complete(bucket)
         if (compat.num_dispatch_modes() or compat.num_function_modes()) and are_in_force():
             with hidden():
                 return self._complete(bucket)
@@ -219,9 +216,6 @@ class GroupGradients:
 
     def flush(self) -> None:
         """Reduces what has arrived, also if the rest of its bucket has not."""
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.flush()
         self._process_agreed(self._find_arrived(self.buckets if self._fills() else []))
 
     def _fills(self) -> bool:
@@ -247,9 +241,6 @@ class GroupGradients:
 
     def reduce_with_zeros(self) -> None:
         """Reduces all buckets, with zeros for the gradients that this rank does not have. Every rank must call it."""
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.reduce_with_zeros()
         for bucket in self.buckets:
             self._fill(bucket)
             self._process(self._take(bucket.indices))
@@ -277,19 +268,16 @@ class GroupGradients:
 
     def end_backward(self) -> None:
         """Reduces what is left. `resume` follows, when no rank reduces any more."""
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.end_backward()
-        settings = self.group.settings
-        leaves = not (settings.reduce_gradients and settings.all_reduce)
-        if leaves or self.unsynchronized.may_be_sums:
-            self.unsynchronized.end_pass(leaves)
+        settings, earlier = self.group.settings, self.unsynchronized
         unused = [each for each in self.buckets if each not in self._complete_buckets and self._fills()]
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
             self._process_agreed(self._find_arrived(unused))
-        if self.unsynchronized.unreduced and settings.reduce_gradients:
-            self._process_agreed(set(self.unsynchronized.unreduced))
+        if earlier.unreduced and settings.reduce_gradients:
+            self._process_agreed(set(earlier.unreduced))
+        leaves = not (settings.reduce_gradients and settings.all_reduce)
+        if leaves or earlier.may_be_sums:
+            earlier.end_pass(leaves)
         for bucket in is_partly_there:
             bucket.reset()
         self._complete_buckets.clear()
@@ -298,9 +286,6 @@ class GroupGradients:
         """Begins to sum between replicas those shards of earlier passes that no reduction of this pass has included.
         (A reduction of a parameter includes them: `_process` passes them on as `carried`.)
         """
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.resume()
         settings, shards = self.group.settings, self.unsynchronized.reduced_in_shard
         while shards and settings.reduce_gradients and settings.all_reduce:
             first = next(iter(shards))
@@ -404,25 +389,16 @@ class GroupGradients:
 
     def start_return(self, pending: Pending) -> bool:
         """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.start_return(pending)
         return pending.start_return()
 
     def abandon(self, pending: Pending) -> None:
         """Waits until no buffer is in use, and drops the results."""
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.abandon(pending)
         pending.abandon()
 
     def receive(self, pending: Pending, of_pass: object) -> None:
         """Waits for a reduction, and adds its shards to the sharded parameters' `.grad`; or keeps them, if a later pass
         is to sum them between replicas.
         """
-        if (streams := self._streams) is not None and streams.are_apart():
-            with streams.at_home():
-                return self.receive(pending, of_pass)
         shards = pending.finish()
         if pending.is_partial:
             count = self.reduction.num_blocks
@@ -471,6 +447,39 @@ class GroupGradients:
             if is_hooked:
                 for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
                     hook(sharded)
+
+
+# ---- models that compute on several streams
+
+
+def _at_home(method: Method) -> Method:
+    """Decorator: the method of GroupGradients runs at the home of the group's streams."""
+
+    @wraps(method)
+    def run(self: GroupGradients, *args: Any) -> Any:
+        streams = self._streams
+        if streams is None or not streams.are_apart():
+            return method(self, *args)
+        with streams.at_home():
+            return method(self, *args)
+
+    return run  # type: ignore[return-value]
+
+
+@final
+class GradientsAtHome(GroupGradients):
+    """The GroupGradients of a group whose device has streams: all that enters runs at the group's home stream, behind
+    the work of the streams that have computed gradients.
+    """
+
+    _complete = _at_home(GroupGradients._complete)
+    flush = _at_home(GroupGradients.flush)
+    reduce_with_zeros = _at_home(GroupGradients.reduce_with_zeros)
+    end_backward = _at_home(GroupGradients.end_backward)
+    resume = _at_home(GroupGradients.resume)
+    start_return = _at_home(GroupGradients.start_return)
+    abandon = _at_home(GroupGradients.abandon)
+    receive = _at_home(GroupGradients.receive)
 
 
 def _noting(streams: GroupStreams, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

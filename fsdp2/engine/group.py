@@ -22,7 +22,7 @@ from ..torch_private import compat
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Events
-from .gradients import GroupGradients
+from .gradients import GradientsAtHome, GroupGradients
 from .group_parameters import GroupParameters
 from .memory import PendingGather
 from .mesh import DataMesh
@@ -116,7 +116,8 @@ class FSDPParamGroup:
             GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
         )
         self.comms = self.usual_comms = self._make_comms()
-        self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
+        gradients = GroupGradients if self.streams is None else GradientsAtHome
+        self.gradients = gradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)
         self.parameters.neighbours = self.comms.post_forward
         self.registration = self.parameters.registration
