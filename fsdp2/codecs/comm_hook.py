@@ -19,16 +19,15 @@ from ..engine.layout import ParamSpec
 
 @final
 class GradBucket:
-    """The argument of a hook in the shape of DDP's: gradients of this rank, in one flat tensor. Like `dist.GradBucket`.
-
-    `names`, `shapes`: of the parameters, in the order of `gradients`.
-    """
+    """The argument of a hook in DDP's shape: gradients of this rank, in one flat tensor. Like `dist.GradBucket`."""
 
     def __init__(self, index: int, flat: Tensor, parts: Sequence[Part], is_last: bool) -> None:
         self._index, self._flat, self._is_last = index, flat, is_last
         self._parts = [part for part in parts if 0 not in part.shape]
         self.names = [part.name for part in self._parts]
+        """Names of the parameters, in the order of `gradients`."""
         self.shapes = [part.shape for part in self._parts]
+        """Shapes of this rank's shards of them."""
 
     def index(self) -> int:
         """Returns the number of the bucket: the same for the same parameters, in each pass and on all ranks."""
@@ -59,23 +58,26 @@ class GradBucket:
 
 @final
 class CommHook:
-    """Has replicas sum by `hook(state, bucket)`, which returns a future of the mean; where there are none, the ranks
-    that shard by `hook(state, gradient, shard)` (`HookedComm`). Groups of a model share it.
+    """Sums gradients by a user's hook. The groups of a model share it.
+
+    Replicas sum by `hook(state, bucket)`, which returns a future of the mean. Without replicas, the ranks that shard
+    reduce by `hook(state, gradient, shard)` (`HookedComm`).
 
     Between replicas it runs when the next bucket is there, or none will come: so `is_last` is true. The host waits for
     its future before it goes on, where there are no streams: hooks may begin collectives from threads, and in the same
     order as other ranks only if nothing else does.
 
-    `in_place`: between replicas it is `hook(state, gradient)`, which puts the mean into the flat tensor.
-    `is_running`: the collectives that begin now are the hook's, for a reduction that all ranks have agreed on.
+    Args:
+        in_place: between replicas it is `hook(state, gradient)`, which puts the mean into the flat tensor.
     """
 
     nbytes = 0
     is_running = False
+    """True while the collectives that begin are the hook's, for a reduction that all ranks have agreed on."""
 
     def __init__(self, state: object, hook: Callable[..., Any], in_place: bool = False) -> None:
         self.state, self.hook, self.in_place = state, hook, in_place
-        # Which parameters, by name -> index of the bucket.
+        # Names of the parameters of a bucket -> its index.
         self._indices: dict[tuple[str, ...], int] = {}
 
     @property

@@ -65,21 +65,24 @@ class Codec(Protocol):
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
     hold an address. It knows no parameters and no ranks; the engine owns what it keeps between steps.
 
-    `exchanges`: what travels are bytes that this codec encodes and sums. False: numbers that the process group sums;
-    then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
-    to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
-    large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
-    until another object takes the parameter's place or a backward pass fails. `fsdp2.compression.state_dict` saves it.
-
     Of weights, `summed` is the dtype in which the parameter is stored. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: sharded parameters are exact.
     """
 
     @property
-    def exchanges(self) -> bool: ...
+    def exchanges(self) -> bool:
+        """True if ranks exchange bytes that this codec encodes and sums. False: the process group sums numbers; then
+        only the methods `packed_dtype` and `sent_nbytes` are called.
+        """
 
     @property
-    def feedback(self) -> bool: ...
+    def feedback(self) -> bool:
+        """True if what encoding has changed is added to the next gradient of the same parameter (error feedback).
+
+        The engine keeps it for each parameter on each rank, as large as the unsharded gradient in the packed dtype
+        (between replicas: as the shard), also while the parameter is frozen, until another object takes its place or a
+        backward pass fails. `fsdp2.compression.state_dict` saves it.
+        """
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
         """Returns the dtype in which gradients are packed, no wider than `summed`, the dtype of their sums: casting
@@ -319,14 +322,18 @@ def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:
 
 
 class Member(NamedTuple):
-    """The place of elements `first` to `last` of parameter i's shards in packed segments: from `offset` on."""
+    """The place of a parameter's shards, or of a piece of them, in packed segments."""
 
     i: int
+    """Index of the parameter in its group."""
     offset: int
+    """First element in each segment."""
     first: int
+    """First element of the piece, in each rank's shard."""
     last: int
-    # Elements of one rank's padded shard.
+    """One past its last element."""
     shard_numel: int
+    """Elements of one rank's padded shard."""
 
 
 @final

@@ -26,36 +26,32 @@ Shards = dict[int, tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one group's gradients are summed.
-
-    Args:
-        shards: the ranks that reduce first; each gets its slice of the sum.
-        replicas: the ranks that sum these slices between them, if there are several.
-        divisor: what the sum over all ranks is divided by. None: their number.
-        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does. With
-            `divide_late` it is kept where there are no replicas, too.
-        hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
-        transfers: copy the gradients to the CPU. None: they stay where they were computed.
-        scatters_twice: replicas share one set of shards: each of them gets its slice of their sum, by a second
-            reduce-scatter. False: each gets all of it, by an all-reduce.
-        divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
-        by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
-
-    `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
-    step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
-    """
+    """How one group's gradients are summed."""
 
     shards: Comm
+    """The ranks that reduce first. Each gets its slice of the sum."""
     replicas: Comm | None = None
+    """The ranks that sum these slices between them, if there are several."""
     divisor: float | None = None
+    """The sum over all ranks is divided by it. None: by the number of ranks."""
     all_reduce: bool = True
+    """Also sums between replicas. False: keeps the slice of this rank until a later reduction does; with `divide_late`
+    also where there are no replicas."""
     hook: Callable[[Tensor], None] | None = None
+    """Called with each reduced flat tensor, in the reduce dtype, before it becomes gradients."""
     transfers: Transfers | None = None
+    """Copies the gradients to the CPU. None: they stay where they were computed."""
     scatters_twice: bool = False
+    """Replicas share one set of shards: each gets its slice of their sum, by a second reduce-scatter. False: each gets
+    all of it, by an all-reduce."""
     divide_late: Callable[[Tensor], None] | None = None
+    """Divides complete sums in place, by a number that is not known before. `divisor` is 1 then."""
     by_hook: bool = False
+    """`shards` reduces by a user's hook, which sees whole buckets, with zeros for padding."""
     num_blocks: int = field(init=False, repr=False)
+    """How many shards the first step leaves on each rank: one, or that of each replica, which the second step sums."""
     num_shards: int = field(init=False, repr=False)
+    """How many ranks have shards of a bucket: replica by replica, the ranks of each in order."""
 
     def __post_init__(self) -> None:
         num_blocks = self.replicas.size if self.replicas is not None and self.scatters_twice else 1
@@ -209,7 +205,7 @@ class PendingReduce(Pending):
         except StopIteration as end:
             self._work, self._steps, self.is_summing = end.value, None, False
         except BaseException:
-            self._has_failed = True
+            self._steps, self._has_failed = None, True
             raise
 
     def _wait(self) -> None:

@@ -1,8 +1,10 @@
 """Tests reductions for many random groups and numbers of ranks, all of which are simulated in this process."""
 
+import ast
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from fsdp2.codecs.int8 import Int8
 from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import buckets, reduce
 from fsdp2.engine.buckets import split_pieces
-from fsdp2.engine.codec import Cast, Encoder
+from fsdp2.engine.codec import Cast, Encoder, Sums
 from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.pack import Concatenation, Pieces, ReducePlan, Segments
@@ -366,3 +368,84 @@ def test_a_codec_sees_zeros_as_padding(shape: tuple[int, int]) -> None:
     for (first, last), piece in zip(pieces.bounds, packed, strict=True):
         pieces.pack(torch.ones(shape, dtype=BF16), first, last, piece)
     assert sum(piece.sum() for piece in packed) == specs[0].numel
+
+
+class Steps:
+    """A sum between replicas in three collectives, of which one may fail."""
+
+    nbytes = 0
+
+    def __init__(self, failing: int | None) -> None:
+        self.failing, self.done = failing, 0
+
+    def holds_for(self, spec: ParamSpec) -> bool:
+        return True
+
+    def steps(self, sums: Sums, comm: Replicas, divisor: float, what: str) -> Iterator[Replicas]:
+        for i in range(3):
+            if i == self.failing:
+                raise RuntimeError("a peer is gone")
+            sums.flat.mul_(2)
+            yield comm
+            self.done += 1
+
+
+@pytest.mark.parametrize("failing", [None, 2])
+def test_an_incomplete_sum_between_replicas_is_not_delivered(failing: int | None) -> None:
+    """After an error another pass's reductions are finished: one whose own step has raised must raise again."""
+    spec, summing = ParamSpec((4, 2), F32, F32, 1), Steps(failing)
+    layout, (comm,) = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes), Exchange(1).comms
+    plan = ReducePlan(layout, (spec,), 1, CPU, summing=summing)  # type: ignore[arg-type]
+    pending = reduce.start({0: torch.ones(4, 2)}, plan, Reduction(comm, Replicas()), {})  # type: ignore[arg-type]
+    if failing is None:
+        flat, offset = pending.finish()[0]
+        assert torch.equal(flat[offset : offset + 8], torch.full((8,), 8.0))
+        assert (summing.done, pending.is_summing) == (3, False)
+        return
+    pending.advance()
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        pending.finish()
+    with pytest.raises(RuntimeError, match="has failed before"):
+        pending.finish()
+
+
+def test_a_failed_reduce_scatter_is_not_delivered() -> None:
+    """A second wait for it may return at once."""
+
+    class Gone(RankComm):
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("a peer is gone")
+
+    specs, comm = (ParamSpec((4, 2), F32, F32, 2),), Gone(Exchange(2), 0, 2)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 0), specs, 2, CPU)
+    pending = reduce.start({0: torch.ones(4, 2)}, plan, Reduction(comm), {})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        pending.finish()
+    with pytest.raises(RuntimeError, match="has failed before"):
+        pending.finish()
+    pending.abandon()
+    assert comm.waits == 2
+
+
+def yields_inside_with(tree: ast.AST) -> list[str]:
+    """Returns the generators that yield inside a `with`, but for context managers."""
+    found = []
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        if any("contextmanager" in ast.unparse(each) for each in function.decorator_list):
+            continue
+        blocks = [node for node in ast.walk(function) if isinstance(node, ast.With)]
+        if any(isinstance(node, ast.Yield | ast.YieldFrom) for block in blocks for node in ast.walk(block)):
+            found.append(function.name)
+    return found
+
+
+def test_no_sum_yields_inside_a_with() -> None:
+    """Its caller would go on inside that: on another stream, or without grad."""
+    engine = Path(reduce.__file__).parent
+    paths = [engine / "reduce.py", *(engine.parent / "codecs").glob("*.py")]
+    assert [name for path in paths for name in yields_inside_with(ast.parse(path.read_text()))] == []
+    assert yields_inside_with(ast.parse("def f():\n    with a:\n        yield")) == ["f"]
