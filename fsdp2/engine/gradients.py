@@ -130,7 +130,11 @@ class GroupGradients:
         """Reduces in that way from now on."""
         before, self.reduction = self.reduction, reduction
         if (before.divisor, before.divide_late) != (reduction.divisor, reduction.divide_late):  # names tell them
-            self._names.cache_clear()
+            self.forget_names()
+
+    def forget_names(self) -> None:
+        """Notes that the parameters have got other names."""
+        self._names.cache_clear()
 
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plans the buckets of the parameters `trainable`."""

@@ -178,6 +178,7 @@ class FSDPParamGroup:
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Names the group and its parameters after the FQNs of their modules."""
+        self.gradients.forget_names()
         for param in self.params:
             for i, slot in enumerate(param.slots):
                 prefix = names.get(slot.module)

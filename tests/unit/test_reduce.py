@@ -9,9 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.launches import LaunchMeter
+from fsdp2 import fully_shard
 from fsdp2.codecs.int8 import Int8
 from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import buckets, reduce
@@ -21,7 +22,7 @@ from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.pack import Concatenation, Pieces, ReducePlan, Segments
 from fsdp2.engine.reduce import Reduction
-from helpers import own_rows
+from helpers import fake_world, own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")
@@ -449,3 +450,14 @@ def test_no_sum_yields_inside_a_with() -> None:
     paths = [engine / "reduce.py", *(engine.parent / "codecs").glob("*.py")]
     assert [name for path in paths for name in yields_inside_with(ast.parse(path.read_text()))] == []
     assert yields_inside_with(ast.parse("def f():\n    with a:\n        yield")) == ["f"]
+
+
+def test_a_failing_reduction_is_named_by_the_module_that_was_sharded_last() -> None:
+    """FQNs begin at the root, which may be another one in the next step."""
+    with fake_world(2):
+        inner = fully_shard(nn.Linear(2, 2))
+        inner(torch.ones(1, 2)).sum().backward()
+        outer = fully_shard(nn.Sequential(inner))
+        failing = mock.patch.object(reduce, "start", side_effect=RuntimeError("on purpose"))
+        with failing, pytest.raises(RuntimeError, match=r"reducing the gradients of 0\.bias, 0\.weight"):
+            outer(torch.ones(1, 2)).sum().backward()
