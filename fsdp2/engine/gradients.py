@@ -62,6 +62,7 @@ class Bucket:
         self.indices = indices
         """The parameters of the bucket."""
         self.size = len(indices)
+        """How many they are."""
         self._begin, self._complete = weakref.WeakMethod(begin), weakref.WeakMethod(complete)
         self.missing = self.size
         """How many gradients are still to come."""

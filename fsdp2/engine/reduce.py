@@ -145,17 +145,18 @@ class PendingReduce(Pending):
         self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], begun: Begun, what: str
     ) -> None:
         self.nbytes, self._plan, self._reduction, self._what = begun.nbytes, plan, reduction, what
-        may_wait = reduction.replicas is not None or reduction.divide_late is not None
-        self.is_partial = may_wait and not reduction.all_reduce
+        has_second_part = reduction.replicas is not None or reduction.divide_late is not None
+        self.is_partial = has_second_part and not reduction.all_reduce
         self.is_summing = reduction.replicas is not None and reduction.all_reduce
         # This rank's shards of the sum, when all collectives are over.
         self._output = begun.output
         # The collective in flight.
         self._work = begun.work
-        # What it may read or write, or a stream beside. It goes when the collective has been waited for.
+        # Tensors and works that this collective, or a stream beside, may still use. They are dropped when it has been
+        # waited for.
         self._in_use: list[object] = [*begun.inputs]
         self._when_read = begun.when_read
-        # What follows the collective in flight. None: nothing does.
+        # The collectives that follow the one in flight. None: no other does.
         self._steps: _Steps | None = None
         # True if a collective has failed: the sums are incomplete.
         self._has_failed = False
