@@ -267,22 +267,22 @@ class GroupGradients:
 
     def begin_backward(self, backward_pass: object) -> None:
         """Begins a backward pass, or what stands for one."""
-        self.backward_pass = backward_pass
-        if self.unsynchronized.included:
-            self.unsynchronized.begin_pass()
+        self.backward_pass, earlier = backward_pass, self.unsynchronized
+        if earlier.included or earlier.may_be_sums is not earlier.were_left:
+            earlier.begin_pass()
 
     def end_backward(self) -> None:
         """Reduces what is left. `resume` follows, when no rank reduces any more."""
         settings, earlier = self.group.settings, self.unsynchronized
+        leaves = not (settings.reduce_gradients and settings.all_reduce)
+        if leaves is not earlier.were_left:
+            earlier.end_pass(leaves)
         unused = [each for each in self.buckets if each not in self._complete_buckets and self._fills()]
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
             self._process_agreed(self._find_arrived(unused))
         if earlier.unreduced and settings.reduce_gradients:
             self._process_agreed(set(earlier.unreduced))
-        leaves = not (settings.reduce_gradients and settings.all_reduce)
-        if leaves or earlier.may_be_sums:
-            earlier.end_pass(leaves)
         for bucket in is_partly_there:
             bucket.reset()
         self._complete_buckets.clear()

@@ -31,8 +31,8 @@ class UnsynchronizedGradients:
         self.were_left = False
         """True if the last backward pass has left gradients, by its settings. It is the same on all ranks."""
         self.may_be_sums = False
-        """True if gradients of the running or next pass may be sums of several micro-batches, here or on another rank.
-        Sums are sent in the reduce dtype. It is the same on all ranks."""
+        """True if gradients of the running pass may be sums of several micro-batches, here or on another rank. Sums are
+        sent in the reduce dtype. It is the same on all ranks."""
 
     def __bool__(self) -> bool:
         return bool(self.unreduced or self.reduced_in_shard)
@@ -44,21 +44,23 @@ class UnsynchronizedGradients:
 
     def begin_pass(self) -> None:
         """Begins a backward pass, which has included nothing so far."""
+        self.may_be_sums = self.were_left
         self.included.clear()
 
     def end_pass(self, leaves: bool) -> None:
-        """Ends a backward pass. `leaves`: it has left gradients, by its settings."""
-        self.were_left = self.may_be_sums = leaves
+        """Notes if a backward pass has left gradients, by its settings. This rank may still take part in reductions of
+        that pass which other ranks need: `may_be_sums` stays.
+        """
+        self.were_left = leaves
 
     def fail_pass(self) -> None:
         """Drops what a backward pass that has failed had included, and keeps what it had not."""
-        self.may_be_sums = self.were_left
         for i in self.included:
             self.forget(i)
 
     def expect(self) -> None:
         """Notes that there are gradients which no backward pass has computed: a user has assigned them."""
-        self.were_left = self.may_be_sums = True
+        self.were_left = True
 
     def keep(self, i: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """Keeps an unsharded gradient of parameter i, in `dtype`. Later ones are added to its memory."""
