@@ -252,6 +252,7 @@ def count_group(name: str, precision: str, library: Library, world_size: int) ->
     with (
         mock.patch("fsdp2.engine.gather.costs_launches", return_value=True),
         mock.patch("fsdp2.engine.buckets.costs_launches", return_value=True),
+        mock.patch("fsdp2.engine.pack.costs_launches", return_value=True),
     ):
         few, more = (_count_steps(_Stack(MODELS[name], blocks), precision, library, mesh, link) for blocks in (3, 4))
     dist.destroy_process_group()

@@ -3,10 +3,10 @@
 `Codec` says what a codec of your own has; the guide examples/guides/compressed-gradients.md writes one.
 """
 
+from .codecs.comm_hook import GradBucket as GradBucket
 from .codecs.float8 import Float8 as Float8
 from .codecs.int8 import Int8 as Int8
 from .codecs.power_sgd import PowerSGD as PowerSGD
-from .codecs.replicas import GradBucket as GradBucket
 from .engine.codec import Codec as Codec
 from .engine.codec import Compression as Compression
 from .engine.codec import Rows as Rows

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .bridge.torch_interface import require_torch_state
 from .calls.user_code import hides_modes
 from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
-from .codecs.replicas import CommHook
+from .codecs.comm_hook import CommHook
 from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions

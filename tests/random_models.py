@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.compression import Compression
-from fsdp2.engine import buckets, gather
+from fsdp2.engine import buckets, gather, pack
 from recipes import Recipe
 
 DIM = 6
@@ -332,7 +332,7 @@ def shard(model: Root, groups: list[Group], recipe: Recipe, world_size: int) -> 
     buckets.MIN_PIECE_BYTES = recipe.pick("bytes of pieces", 1 << 20, (16,), 0.3)
     buckets.MIN_PIECE_BYTES_OF_RANK = buckets.MIN_PIECE_BYTES // 8
     are_launches = recipe.pick("operations are launches", False, (True,), 0.4)  # as on a GPU
-    gather.costs_launches = buckets.costs_launches = lambda device: are_launches
+    gather.costs_launches = buckets.costs_launches = pack.costs_launches = lambda device: are_launches
     replicas = recipe.pick("replicas", None, [n for n in range(1, world_size + 1) if world_size % n == 0], 0.4)
     if replicas is not None:
         names = ("replicate", "shard")

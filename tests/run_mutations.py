@@ -159,8 +159,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the mean between replicas is over the shard group",
-        r"self\._reduction\.divisors\(\)\[1\]",
-        "self._reduction.divisors()[0]",
+        r"reduction\.replicas, reduction\.divisors\(\)\[1\]",
+        "reduction.replicas, reduction.divisors()[0]",
         (ACCUMULATION,),
     ),
     Mutation(
@@ -183,19 +183,19 @@ MUTATIONS = (
     ),
     Mutation(
         "an unsynchronized gradient is lost",
-        r"taken\[i\] = earlier\.add_\(taken\[i\]\) if i in taken else earlier",
-        "taken[i] = taken.get(i, earlier)",
+        r"return earlier if gradient is None else earlier\.add_\(gradient\)",
+        "return earlier if gradient is None else gradient",
         (ACCUMULATION,),
     ),
     Mutation(
         "a sum that waits for its replicas is lost",
-        r"^( +)self\._output\.as_strided\(shard\.shape, strides, self\._layout\.offsets\[i\]\)\.add_\(shard\)$",
+        r"^( +)output\.as_strided\(shard\.shape, strides, layout\.offsets\[i\]\)\.add_\(shard\)$",
         r"\1pass",
         (ACCUMULATION,),
     ),
     Mutation(
         "a reset keeps sums that wait for their replicas",
-        r"^ +group\.gradients\.partial\.clear\(\)$",
+        r"^ +self\.reduced_in_shard\.clear\(\)$",
         "",
         (ACCUMULATION,),
     ),
@@ -237,8 +237,8 @@ MUTATIONS = (
     ),
     Mutation(
         "weighted sums are not divided",
-        r"if self\._reduction\.divide_late is not None:",
-        "if self._reduction.divide_late is None:",
+        r"if reduction\.divide_late is not None:",
+        "if reduction.divide_late is None:",
         ("tests/ranks/test_accumulate.py",),
     ),
     # ---- dims, dtypes and codecs, which few tests but the matrix of training have
@@ -287,7 +287,7 @@ MUTATIONS = (
     ),
     Mutation(
         "zeros for unused parameters are not reduced",
-        r"unused = \[each for each in self\.buckets if not each\.completed and self\._fills\(\)\]",
+        r"unused = \[each for each in self\.buckets if each not in self\._complete_buckets and self\._fills\(\)\]",
         "unused = []",
         (TRAINING,),
     ),
@@ -356,8 +356,8 @@ MUTATIONS = (
     # ---- streams
     Mutation(
         "shards that a sum between replicas takes along are freed early",
-        r"held = work, \[\*inputs, \*carried\.values\(\)\]",
-        "held = work, [*inputs]",
+        r"self\._in_use = \[\*begun\.inputs, begun\.output, \*carried\.values\(\)\]",
+        "self._in_use = [*begun.inputs, begun.output]",
         ("tests/fake_gpu/test_ways.py",),
     ),
     Mutation(

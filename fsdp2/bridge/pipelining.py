@@ -40,8 +40,8 @@ def _adapt(stage: ModuleType) -> None:
         finally:
             for group in groups:
                 _register_sharded(group)
-                # Autograd does not tell us of assigned gradients.
-                group.gradients.left_gradients |= backward_type == "weight"
+                if backward_type == "weight":  # autograd does not tell us of assigned gradients
+                    group.gradients.unsynchronized.expect()
                 reduce_unsynchronized(group.root, [group])
             for root in dict.fromkeys(group.root for group in groups):
                 if root.settings.finalize_backward:

@@ -150,7 +150,7 @@ class TorchParamGroup:
         """
         root = self._groups[0].root
         reduce_unsynchronized(root, self._groups)
-        if not any(group.params and group.gradients.left_gradients for group in root.groups):
+        if not any(group.params and group.gradients.unsynchronized.were_left for group in root.groups):
             finalize(root)
 
     @property

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..engine.codec import is_large
+from ..engine.codec import Part, Steps, Sums, is_large
 from ..engine.comm import Comm
 from ..engine.layout import ParamSpec
-from .replicas import Part, Steps, Sums
 
 # Each all-reduce of P also sums these digits of what a rank knows, and their squares: equal on all ranks if and only if
 # the squares have no variance. With digits below 64 float32 tells that apart for some hundred replicas.
@@ -78,17 +77,18 @@ class PowerSGD:
 
 @dataclass
 class _State:
-    """What PowerSGD keeps of one parameter between steps.
-
-    `count`: how often it was summed. `q`: [m, r], the last one; `renewed`: how often there was a new one; `first`: the
-    one to begin with. `residual`: [n, m], what was not sent.
-    """
+    """What PowerSGD keeps of one parameter between steps."""
 
     count: int = 0
+    """How often its gradient was summed."""
     q: Tensor | None = None
+    """[m, r]: Q of the last sum."""
     first: Tensor | None = None
+    """[m, r]: Q to begin with."""
     renewed: int = 0
+    """How often there was a new Q."""
     residual: Tensor | None = None
+    """[n, m]: the part of earlier gradients that was not sent."""
 
     def forget(self) -> None:
         """Begins anew. `count` stays: other replicas have begun the same sums."""
@@ -110,7 +110,7 @@ class LowRankSum:
 
     def __init__(self, how: PowerSGD) -> None:
         self._how = how
-        # Parameter index -> what is known of it.
+        # By parameter index.
         self._states: dict[int, _State] = {}
 
     @property

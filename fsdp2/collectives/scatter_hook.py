@@ -14,7 +14,7 @@ from .comm_memory import TORCH_MEMORY
 from .gloo import REDUCING
 
 if TYPE_CHECKING:
-    from ..codecs.replicas import CommHook
+    from ..codecs.comm_hook import CommHook
 
 
 @final

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..calls.compiled_backward import refuse_compiled_backward
-from ..engine.gradients import refuse_loss_of_gradient, without_graph
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import Owned, all_groups, outermost_of_thread, sharded_owner, some_of
+from ..parameters.cut_graphs import refuse_loss_of_gradient, without_graph
 from ..torch_private.compat import compiled_autograd, no_torch_function, records_backward
 from ..torch_private.dtensor import finds_accumulator, wrap_engine
 from .crossings import owner_of, refuse_differing_numbers

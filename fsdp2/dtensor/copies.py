@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..engine.gradients import without_node
+from ..parameters.cut_graphs import without_node
 from ..torch_private.compat import chosen_grad_dtype, local_of, set_grad_dtype
 from .sharded_dtensor import replace_attribute
 

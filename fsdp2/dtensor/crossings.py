@@ -208,7 +208,7 @@ class _DistributedLike:
 
     def __call__(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         owner = sharded_owner(self._leaf)
-        if owner is not None and (owner.group.gradients.unsynchronized or owner.group.gradients.partial):
+        if owner is not None and owner.group.gradients.unsynchronized:
             owner.group.root.enter_backward()  # removes the placeholders of unsynchronized gradients from `.grad`
         return tuple(each if each is None else self._distributed(as_sharded(each)) for each in gradients)
 

@@ -10,7 +10,10 @@ process group sums the segments (reduce-scatter), or
     exchange  row r of all ranks goes to rank r           an all-to-all: bytes, which no process group sums
     sum       [W, n]          -> [P] in the summed dtype  on the rank that owns the shard, in the order of ranks
 
-and the sum is divided there. Each rank's gradient is so rounded once. (`replicas.py` has sums between replicas.)
+and the sum is divided there. Each rank's gradient is so rounded once.
+
+Replicas sum the shards that result by one collective, or by a `ReplicaSum`: encoded, as matrices of low rank, or by a
+user's hook (codecs/).
 
 A gather of a parameter needs two of these methods. Each rank encodes its shard, [1, P] numbers in the dtype in which
 it rests; the process group gathers bytes; and each rank decodes [W, n] of them into the unsharded parameter, [W, P]
@@ -21,17 +24,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..devices.simulation import kind_of
 
 if TYPE_CHECKING:
-    from ..codecs.replicas import ReplicaCodec
+    from .comm import Comm, Work
+    from .layout import ParamSpec
 
 # What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
 Rows: TypeAlias = "Sequence[Tensor] | Tensor"
@@ -61,21 +65,24 @@ class Codec(Protocol):
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
     hold an address. It knows no parameters and no ranks; the engine owns what it keeps between steps.
 
-    `exchanges`: what travels are bytes that this codec encodes and sums. False: numbers that the process group sums;
-    then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
-    to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
-    large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
-    until another object takes the parameter's place or a backward pass fails. `fsdp2.compression.state_dict` saves it.
-
     Of weights, `summed` is the dtype in which the parameter is stored. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: sharded parameters are exact.
     """
 
     @property
-    def exchanges(self) -> bool: ...
+    def exchanges(self) -> bool:
+        """True if ranks exchange bytes that this codec encodes and sums. False: the process group sums numbers; then
+        only the methods `packed_dtype` and `sent_nbytes` are called.
+        """
 
     @property
-    def feedback(self) -> bool: ...
+    def feedback(self) -> bool:
+        """True if what encoding has changed is added to the next gradient of the same parameter (error feedback).
+
+        The engine keeps it for each parameter on each rank, as large as the unsharded gradient in the packed dtype
+        (between replicas: as the shard), also while the parameter is frozen, until another object takes its place or a
+        backward pass fails. `fsdp2.compression.state_dict` saves it.
+        """
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
         """Returns the dtype in which gradients are packed, no wider than `summed`, the dtype of their sums: casting
@@ -315,14 +322,18 @@ def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:
 
 
 class Member(NamedTuple):
-    """The place of elements `first` to `last` of parameter i's shards in packed segments: from `offset` on."""
+    """The place of a parameter's shards, or of a piece of them, in packed segments."""
 
     i: int
+    """Index of the parameter in its group."""
     offset: int
+    """First element in each segment."""
     first: int
+    """First element of the piece, in each rank's shard."""
     last: int
-    # Elements of one rank's padded shard.
+    """One past its last element."""
     shard_numel: int
+    """Elements of one rank's padded shard."""
 
 
 @final
@@ -413,3 +424,76 @@ class Encoder:
         if found is None or found.shape != shape or found.dtype != numbers.dtype:
             found = self._residuals[member.i] = numbers.new_zeros(shape)
         return found
+
+
+# ---- sums between replicas
+
+
+Steps: TypeAlias = "Generator[Work | None, None, None]"
+"""A sum in several collectives: it begins one, yields its Work, and is resumed when that has been waited for. It yields
+None to be resumed later: when another bucket is there, or none will come."""
+
+
+class Part(NamedTuple):
+    """The place of the shard of one parameter in a flat tensor of sums."""
+
+    i: int
+    """Index of the parameter in its group."""
+    name: str
+    offset: int
+    """First element of the shard."""
+    numel: int
+    """Elements of the shard with padding."""
+    shape: tuple[int, ...]
+    """Shape of this rank's shard, without padding."""
+    parameter: nn.Parameter
+    """The sharded parameter."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns the shard in `flat`, as a view."""
+        return flat.narrow(0, self.offset, math.prod(self.shape)).view(self.shape)
+
+
+class Sums(NamedTuple):
+    """The reduced gradients of one bucket that replicas add up. Padding is zeros."""
+
+    flat: Tensor
+    """[P], to which the sum of all replicas is written. If replicas share one set of shards, [R * P]: the shards of all
+    of them."""
+    own: Tensor | None
+    """[P], to which this rank's sum is written, if replicas share one set of shards."""
+    parts: Sequence[Part]
+    is_last: Callable[[], bool]
+    """Returns True if no other bucket follows in this backward pass."""
+
+
+class ReplicaSum(Protocol):
+    """Sums the gradients of one group between replicas, and keeps what that needs between steps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it keeps between steps."""
+
+    def holds_for(self, spec: ParamSpec) -> bool:
+        """Returns True if gradients of such a parameter are summed so; the others are by one collective. Equal on all
+        ranks.
+        """
+
+    def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
+        """Sums, and divides by `divisor`. Every replica must run it, with the same parts."""
+
+    def discard(self) -> None:
+        """Drops what it keeps, after a backward pass that has failed."""
+
+    def kept_state(self) -> dict[str, Any]:
+        """Returns copies, on the CPU, of what it keeps."""
+
+    def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
+        """Takes what `kept_state` has returned, in place of what it has."""
+
+
+class ReplicaCodec(Protocol):
+    """A codec that sums between replicas by collectives of its own: `PowerSGD`."""
+
+    def make_sum(self) -> ReplicaSum:
+        """Returns the sum of one group."""

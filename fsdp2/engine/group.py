@@ -24,7 +24,7 @@ from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_
 from .comm import Comm, Purpose
 from .events import NO_EVENTS, Change, Events
 from .gather import PendingGather
-from .gradients import GroupGradients
+from .gradients import GradientsAtHome, GroupGradients
 from .group_parameters import NONE_REPLACED, GroupParameters, Rebuild
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
@@ -46,7 +46,7 @@ from .policy import (
 from .reduce import Reduction
 
 if TYPE_CHECKING:
-    from ..codecs.replicas import CommHook
+    from ..codecs.comm_hook import CommHook
     from .root import BackwardPass, Root
     from .state import FSDPState
 
@@ -137,7 +137,8 @@ class FSDPParamGroup:
         )
         # How its ranks communicate, and how they would, had the user chosen nothing.
         self.comms = self.usual_comms = self._make_comms()
-        self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
+        gradients = GroupGradients if self.streams is None else GradientsAtHome
+        self.gradients = gradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self, storage_device)
         self.registration, self.unsharded = self.parameters.registration, self.parameters.unsharded
         self.parameters.rebuild(Rebuild.MEMORY)
@@ -234,6 +235,7 @@ class FSDPParamGroup:
 
     def rename(self, names: Mapping[nn.Module, str]) -> None:
         """Names the group and its parameters after the FQNs of their modules."""
+        self.gradients.forget_names()
         for param in self.params:
             for i, slot in enumerate(param.slots):
                 prefix = names.get(slot.module)

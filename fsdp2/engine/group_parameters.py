@@ -232,7 +232,7 @@ class GroupParameters:
                 param.take(parameter)
         self.registration.note_replacement()
         if replaced:
-            self._group.gradients.forget_kept()
+            self._group.gradients.codecs.discard()
         self.rebuild(Rebuild.SHARDS, replaced)
 
     def _build_memory(self, is_new: bool) -> bool:

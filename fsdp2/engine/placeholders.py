@@ -135,9 +135,9 @@ def leaves_gradients(group: FSDPParamGroup) -> bool:
     """Returns True if gradients of the group are unsynchronized, or will be after the next backward pass, or if there
     are placeholders.
     """
-    settings, gradients = group.settings, group.gradients
+    settings = group.settings
     leaves = not (settings.reduce_gradients and settings.all_reduce)
-    return leaves or bool(gradients.unsynchronized or gradients.partial or group.placeholders)
+    return leaves or bool(group.gradients.unsynchronized or group.placeholders)
 
 
 def take_placeholders(root: Root) -> None:
@@ -165,15 +165,14 @@ def take_placeholders(root: Root) -> None:
 def put_placeholders(root: Root) -> None:
     """Puts a placeholder into `.grad` of each parameter whose gradient is unsynchronized."""
     for group in root.groups:
-        gradients = group.gradients
-        if gradients.unsynchronized or gradients.partial:
+        if group.gradients.unsynchronized:
             _mark(group)
     root.find_left_gradients()
 
 
 def _mark(group: FSDPParamGroup) -> None:
     gradients, marked = group.gradients, group.placeholders
-    for i in {*gradients.unsynchronized, *gradients.partial}:
+    for i in gradients.unsynchronized.indices:
         if i in marked and not isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
             gradients.forget(i)  # the user has cleared it since
         else:
@@ -184,7 +183,7 @@ def _mark(group: FSDPParamGroup) -> None:
 def mark_lost(root: Root) -> None:
     """Marks as lost what a backward pass that has failed had included of earlier passes."""
     for group in root.groups:
-        for i in group.gradients.taken:
+        for i in group.gradients.unsynchronized.included:
             group.placeholders.add(i)
             put_placeholder(group.params[i], UnsynchronizedGrad, is_lost=True)
     put_placeholders(root)

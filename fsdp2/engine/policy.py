@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .codec import AS_IS, Cast, Codec, Compression, is_compressed
 
 if TYPE_CHECKING:
-    from ..codecs.replicas import CommHook
+    from ..codecs.comm_hook import CommHook
     from ..collectives.choose import CommChoice
     from .group import FSDPParamGroup
 

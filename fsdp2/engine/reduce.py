@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from ..codecs.replicas import Steps, Sums
 from ..devices import streams
 from ..devices.streams import Transfer, Transfers
 from ..torch_private import compat
-from .buckets import PIECES_IN_FLIGHT, ReducePlan
-from .codec import Member, Rows
+from .buckets import PIECES_IN_FLIGHT
+from .codec import Member, Rows, Sums
 from .comm import AllWork, Comm, SumWork, Work
+from .pack import Pieces, ReducePlan
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
 Shards = dict[int, tuple[Tensor, int]]
@@ -25,36 +26,32 @@ Shards = dict[int, tuple[Tensor, int]]
 
 @dataclass(frozen=True)
 class Reduction:
-    """How one group's gradients are summed.
-
-    Args:
-        shards: the ranks that reduce first; each gets its slice of the sum.
-        replicas: the ranks that sum these slices between them, if there are several.
-        divisor: what the sum over all ranks is divided by. None: their number.
-        all_reduce: also sum between replicas; else keep what this rank got until a later reduction does. With
-            `divide_late` it is kept where there are no replicas, too.
-        hook: called with each reduced flat tensor, in the reduce dtype, before it becomes gradients.
-        transfers: copy the gradients to the CPU. None: they stay where they were computed.
-        scatters_twice: replicas share one set of shards: each of them gets its slice of their sum, by a second
-            reduce-scatter. False: each gets all of it, by an all-reduce.
-        divide_late: divides complete sums in place, by a number that is not known before. `divisor` is 1 then.
-        by_hook: `shards` reduces by a hook of a user's, which sees whole buckets, with zeros for padding.
-
-    `num_blocks`: how many shards the first step leaves on each rank: one, or that of each replica, which the second
-    step sums. `num_shards`: of how many ranks a bucket has shards; replica by replica, and the ranks of each in order.
-    """
+    """How one group's gradients are summed."""
 
     shards: Comm
+    """The ranks that reduce first. Each gets its slice of the sum."""
     replicas: Comm | None = None
+    """The ranks that sum these slices between them, if there are several."""
     divisor: float | None = None
+    """The sum over all ranks is divided by it. None: by the number of ranks."""
     all_reduce: bool = True
+    """Also sums between replicas. False: keeps the slice of this rank until a later reduction does; with `divide_late`
+    also where there are no replicas."""
     hook: Callable[[Tensor], None] | None = None
+    """Called with each reduced flat tensor, in the reduce dtype, before it becomes gradients."""
     transfers: Transfers | None = None
+    """Copies the gradients to the CPU. None: they stay where they were computed."""
     scatters_twice: bool = False
+    """Replicas share one set of shards: each gets its slice of their sum, by a second reduce-scatter. False: each gets
+    all of it, by an all-reduce."""
     divide_late: Callable[[Tensor], None] | None = None
+    """Divides complete sums in place, by a number that is not known before. `divisor` is 1 then."""
     by_hook: bool = False
+    """`shards` reduces by a user's hook, which sees whole buckets, with zeros for padding."""
     num_blocks: int = field(init=False, repr=False)
+    """How many shards the first step leaves on each rank: one, or that of each replica, which the second step sums."""
     num_shards: int = field(init=False, repr=False)
+    """How many ranks have shards of a bucket: replica by replica, the ranks of each in order."""
 
     def __post_init__(self) -> None:
         num_blocks = self.replicas.size if self.replicas is not None and self.scatters_twice else 1
@@ -76,21 +73,23 @@ class Reduction:
 
 
 class Pending:
-    """One reduction in flight.
-
-    `nbytes`: size of its inputs. `is_partial`: a later reduction sums the result between replicas; it stays in the
-    reduce dtype until then. `has_second_stage`: `advance` begins an all-reduce, or a reduce-scatter, between replicas,
-    or the next step of another sum. `is_last`: no other reduction follows in this backward pass; the queue says so when
-    it knows.
-    """
+    """One reduction in flight."""
 
     nbytes: int
+    """Size of its inputs."""
     is_partial = False
-    has_second_stage = False
+    """True if a later reduction sums the result between replicas. It stays in the reduce dtype until then."""
+    is_summing = False
+    """True while collectives between replicas are still to begin: `advance` begins the next one."""
     is_last = False
+    """True if no other reduction follows in this backward pass, as far as is known."""
 
     def advance(self) -> None:
         """Waits for the collective in flight, and begins the next one between replicas, if there is one."""
+
+    def mark_last(self) -> None:
+        """Notes that no other reduction follows in this backward pass."""
+        self.is_last = True
 
     def start_return(self) -> bool:
         """Waits for the sums, and begins to copy them to the CPU. Returns True if gradients rest there."""
@@ -104,6 +103,7 @@ class Pending:
         """Waits until no buffer is in use, and drops the buffers."""
 
 
+@final
 class Unreduced(Pending):
     """The gradients of a group of one rank, which need no reduction."""
 
@@ -114,100 +114,116 @@ class Unreduced(Pending):
         return self._shards
 
 
+class Begun(NamedTuple):
+    """The first step of a reduction, in flight: each rank gets its shards of the sum over the ranks that shard."""
+
+    output: Tensor
+    """This rank's shards, flat, in the reduce dtype."""
+    work: Work | None
+    """Fills the output. None: it is filled."""
+    inputs: list[Tensor]
+    """Memory that is read until then."""
+    nbytes: int
+    """Size of the inputs."""
+    when_read: Callable[[], None] | None = None
+    """Called when the inputs have been read."""
+
+
+@final
 class PendingReduce(Pending):
     """One reduction between ranks in flight. It holds its buffers, and the gradients it reads, until `finish`.
 
-    `carried`: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
-    `what`: names the gradients, for the second stage. `return_segments`: called when the inputs have been read.
-    `plan`: says how replicas sum, if not by one collective.
+    The first step has begun when it is made. A sum between replicas may follow, in one collective or several; where
+    there are streams, it runs on a stream beside the one that computes.
+
+    Args:
+        carried: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
+        what: names the gradients.
     """
 
     def __init__(
-        self,
-        plan: ReducePlan,
-        reduction: Reduction,
-        work: Work | None,
-        output: Tensor,
-        inputs: list[Tensor],
-        carried: Mapping[int, Tensor],
-        nbytes: int,
-        what: str = "",
-        return_segments: Callable[[], None] | None = None,
+        self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], begun: Begun, what: str
     ) -> None:
-        self.nbytes, self._return_segments = nbytes, return_segments
-        self._plan, self._layout, self._reduction, self._work, self._output = plan, plan.layout, reduction, work, output
-        # What is still to be done between replicas, in several collectives.
-        self._steps: Steps | None = None
-        self._inputs_kept_alive = inputs
-        # None: the reduce-scatter has been waited for.
-        self._carried: Mapping[int, Tensor] | None = carried
-        # What the stream beside the one that computes may still use.
-        self._held_beside: tuple[Work, list[Tensor]] | None = None
-        self._held: list[Work] = []
+        self.nbytes, self._plan, self._reduction, self._what = begun.nbytes, plan, reduction, what
+        has_second_part = reduction.replicas is not None or reduction.divide_late is not None
+        self.is_partial = has_second_part and not reduction.all_reduce
+        self.is_summing = reduction.replicas is not None and reduction.all_reduce
+        # This rank's shards of the sum, when all collectives are over.
+        self._output = begun.output
+        # The collective in flight.
+        self._work = begun.work
+        # Tensors and works that this collective, or a stream beside, may still use. They are dropped when it has been
+        # waited for.
+        self._in_use: list[object] = [*begun.inputs]
+        self._when_read = begun.when_read
+        # The collectives that follow the one in flight. None: no other does.
+        self._steps: _Steps | None = None
+        # True if a collective has failed: the sums are incomplete.
+        self._has_failed = False
         self._return: Transfer[Tensor] | None = None
-        may_wait = reduction.replicas is not None or reduction.divide_late is not None
-        self.is_partial = may_wait and not reduction.all_reduce
-        self.has_second_stage = reduction.replicas is not None and reduction.all_reduce
-        self._what = what
-        # What a second reduce-scatter fills: allocated here, on the stream that computes.
-        self._own: Tensor | None = None
-        if self.has_second_stage and reduction.scatters_twice:
-            self._own = output.new_empty(self._layout.shard_numel)
-        if work is None:
-            self.advance()
-        elif self.has_second_stage and streams.exist_on(output.device):  # replicas sum beside backward
-            held = work, [*inputs, *carried.values()]
-            with streams.beside(output.device, waits=not reduction.shards.follows_stream):
-                self.advance()
-            self._held_beside = held
+        if self.is_summing or carried:
+            own = None
+            if self.is_summing and reduction.scatters_twice:  # allocated here, on the stream that computes
+                own = self._output = begun.output.new_empty(plan.layout.shard_numel)
+            self._in_use = [*begun.inputs, begun.output, *carried.values()]
+            self._steps = _sum(begun.output, own, carried, plan, reduction, what, lambda: self.is_last)
+            if begun.work is None or self._runs_beside:
+                self._advance(waits=begun.work is None or not reduction.shards.follows_stream)
+
+    @property
+    def _runs_beside(self) -> bool:
+        """True if what follows runs on a stream beside the one that computes."""
+        needs_time = self._work is not None or self._plan.summing is not None  # else one collective begins at once
+        return self.is_summing and needs_time and streams.exist_on(self._output.device)
 
     def advance(self) -> None:
         if self._steps is not None:
-            self._step(self._steps)
-            return
-        if self._carried is None:
-            return
-        carried, self._carried = self._carried, None
-        self._wait()
-        for i, shard in carried.items():
-            strides = (self._layout.shard_numel, 1)[-shard.dim() :]
-            self._output.as_strided(shard.shape, strides, self._layout.offsets[i]).add_(shard)
-        comm = self._reduction.replicas
-        if comm is not None and self.has_second_stage:
-            divisor = self._reduction.divisors()[1]
-            if self._plan.summing is not None and comm.size > 1:
-                sums = Sums(self._output, self._own, self._plan.parts, lambda: self.is_last)
-                self._steps = self._plan.summing.steps(sums, comm, divisor, self._what)
-                if self._own is not None:
-                    self._output, self._own = self._own, None
-                self._step(self._steps)
-                return
-            if self._own is None:
-                self._work = comm.all_reduce(self._output, divisor, self._what)
-                return
-            blocks, self._output, self._own = self._output, self._own, None
-            self._inputs_kept_alive.append(blocks)
-            self._work = comm.reduce_scatter([self._output], [blocks], divisor, self._what)
+            self._advance()
 
-    def _step(self, steps: Steps) -> None:
-        """Waits for the collective in flight, and begins the next one between replicas. Where there are streams, all
-        that are left, on a stream beside the caller's.
+    def _advance(self, waits: bool = True) -> None:
+        """Begins the next collective between replicas; on a stream beside, all of them. `waits`: as for
+        `streams.beside`.
         """
-        device = self._output.device
-        if not streams.exist_on(device):
-            self._wait()
-            try:
-                self._work = next(steps)
-            except StopIteration:
-                self._steps = None
+        if not self._runs_beside:
+            self._step()
             return
-        with streams.beside(device):
-            for work in steps:
-                if work is None:
-                    return
-                self._held.append(work)
-                work.wait()
-            self._steps, self._work = None, streams.StreamWork(device)
+        held, device = [self._work, *self._in_use], self._output.device
+        with streams.beside(device, waits):
+            self._step()
+            while self._steps is not None and self._work is not None:
+                held.append(self._work)
+                self._step()
+            if self._work is None:
+                self._work = streams.StreamWork(device)
+        self._in_use = held
+
+    def _step(self) -> None:
+        """Waits for the collective in flight, and begins the next one, if there is one."""
+        self._wait()
+        assert self._steps is not None, "something follows"
+        try:
+            self._work = next(self._steps)
+        except StopIteration as end:
+            self._work, self._steps, self.is_summing = end.value, None, False
+        except BaseException:
+            self._steps, self._has_failed = None, True
+            raise
+
+    def _wait(self) -> None:
+        """Waits for the collective in flight, and drops what it has read. The sums stay."""
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:  # a peer is gone, for example
+                self._has_failed = True
+                purpose = (self._reduction.replicas or self._reduction.shards).purpose
+                purpose.locate(error, f"reducing gradients of {purpose.label}")
+                raise
+            self._work = None
+        self._in_use.clear()
+        when_read, self._when_read = self._when_read, None
+        if when_read is not None:
+            when_read()
 
     def start_return(self) -> bool:
         transfers = self._reduction.transfers
@@ -222,48 +238,71 @@ class PendingReduce(Pending):
         reduce dtype).
 
         If they rest on the CPU the host waits, else as with collectives.
+
+        Raises:
+            RuntimeError: a collective fails, or has failed before.
         """
         if self._reduction.transfers is not None and self.start_return():
             shards = self._return.finish()  # type: ignore[union-attr]
         else:
             shards = self._finish_sums()
-        return {i: (shards, self._layout.offsets[i]) for i in self._layout.indices}
+        return {i: (shards, self._plan.layout.offsets[i]) for i in self._plan.layout.indices}
 
     def _finish_sums(self) -> Tensor:
-        self.advance()
+        if self._has_failed:
+            raise RuntimeError(f"the reduction of gradients{self._what} has failed before: its sums are incomplete")
         while self._steps is not None:
-            self.advance()
+            self._advance()
         self._wait()
+        output, reduction, dtype = self._output, self._reduction, self._plan.layout.delivered_dtype
         if self.is_partial:
-            return self._output
-        if self._reduction.divide_late is not None:
-            self._reduction.divide_late(self._output)
-        if self._reduction.hook is not None:
-            self._reduction.hook(self._output)
-        output, dtype = self._output, self._layout.delivered_dtype
+            return output
+        if reduction.divide_late is not None:
+            reduction.divide_late(output)
+        if reduction.hook is not None:
+            reduction.hook(output)
         return output if output.dtype == dtype else output.to(dtype)
 
     def abandon(self) -> None:
         self._wait()
-
-    def _wait(self) -> None:
-        """Waits for the collective in flight, and drops what it has read. The sums stay."""
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:  # a peer is gone, for example
-                purpose = (self._reduction.replicas or self._reduction.shards).purpose
-                purpose.locate(error, f"reducing gradients of {purpose.label}")
-                raise
-            self._work = None
-        self._held_beside = None
-        self._held.clear()
         if self._return is not None:
             self._return.finish()
-        self._inputs_kept_alive.clear()
-        return_segments, self._return_segments = self._return_segments, None
-        if return_segments is not None:
-            return_segments()
+        self._steps = None
+
+
+_Steps: TypeAlias = "Generator[Work | None, None, Work | None]"
+
+
+def _sum(
+    output: Tensor,
+    own: Tensor | None,
+    carried: Mapping[int, Tensor],
+    plan: ReducePlan,
+    reduction: Reduction,
+    what: str,
+    is_last: Callable[[], bool],
+) -> _Steps:
+    """Adds to `output` what earlier reductions have left, and has replicas sum it, where it is, or into `own`.
+
+    It yields what is to be waited for before it goes on, as `codec.Steps` do, and returns the collective that is still
+    in flight. Never yield inside a `with`: the caller would go on inside it, on another stream for example.
+    """
+    layout, comm, divisor = plan.layout, reduction.replicas, reduction.divisors()[1]
+    for i, shard in carried.items():
+        strides = (layout.shard_numel, 1)[-shard.dim() :]
+        output.as_strided(shard.shape, strides, layout.offsets[i]).add_(shard)
+    del carried  # its memory
+    if comm is None or not reduction.all_reduce:
+        return None
+    if plan.summing is not None and comm.size > 1:
+        yield from plan.summing.steps(Sums(output, own, plan.parts, is_last), comm, divisor, what)
+        return None
+    if own is None:
+        return comm.all_reduce(output, divisor, what)
+    return AllWork([comm.reduce_scatter([own], [output], divisor, what)], [output])
+
+
+# ---- the first step
 
 
 def start(
@@ -276,49 +315,65 @@ def start(
     """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not
     be written to until `finish`. `what` names them.
 
-    Every rank must call it, in the same order, with the same plan.
+    No gradients: begins to sum between replicas what earlier reductions have left (`carried`), where no gradient has
+    come since. Every rank must call it, in the same order, with the same plan.
     """
-    layout, comm = plan.layout, reduction.shards
-    if comm.size == 1:
-        return _start_alone(gradients, plan, reduction, carried, what)
-    if plan.pieces and reduction.hook is None and not reduction.by_hook:  # a hook sees the sum as a whole
-        return _start_in_pieces(gradients[layout.indices[0]], plan, reduction, carried, what)
+    if not gradients:
+        begun = _begin_with_nothing(carried, plan, reduction)
+    elif reduction.shards.size == 1:
+        extras = reduction.replicas, reduction.hook, reduction.transfers, reduction.divide_late
+        if not any(each is not None for each in extras):
+            shards = {i: _own(gradients[i], i, plan, reduction.divisor) for i in plan.layout.indices}
+            return Unreduced(shards, plan.nbytes)
+        begun = _begin_alone(gradients, plan, reduction)
+    elif plan.pieces is not None and reduction.hook is None and not reduction.by_hook:  # a hook sees the whole sum
+        begun = _scatter_pieces(gradients[plan.layout.indices[0]], plan, plan.pieces, reduction, what)
+    else:
+        begun = _scatter(gradients, plan, reduction, what)
+    return PendingReduce(plan, reduction, carried, begun, what)
+
+
+def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, what: str) -> Begun:
+    """Packs gradients, and begins a reduce-scatter, or an exchange of what is encoded."""
+    layout, comm, num_blocks = plan.layout, reduction.shards, reduction.num_blocks
     device = gradients[layout.indices[0]].device
     # Nobody reads padding but a user's hook, and other sums than all-reduces.
     reads_padding = reduction.hook is not None or plan.summing is not None or reduction.by_hook
     allocate = comm.memory.zeros if reads_padding else comm.memory.empty
-    num_blocks = reduction.num_blocks
     output = allocate(layout.shard_numel * num_blocks, dtype=layout.reduce_dtype, device=device)
     inputs = [gradients[i].to(layout.wire_dtype).contiguous().view(-1) for i in layout.direct]
     outputs = [output.as_strided(size, (1,), offset) for size, offset in plan.direct]
-    return_segments = None
+    when_read = None
     if layout.packed_numel:
         segments = plan.take_segments(device, comm.memory)
-        if reads_padding:
-            segments.flat.zero_()
-        plan.pack(gradients, segments)
+        plan.pack(gradients, segments, reads_padding)
         inputs.append(segments.flat)
         is_part = outputs or num_blocks > 1
         outputs.append(output[layout.packed_start : layout.shard_numel] if is_part else output)
-        return_segments = partial(plan.return_segments, segments)
+        when_read = partial(plan.return_segments, segments)
     divisor = comm.size if reduction.divisor is None else reduction.divisor
-    work = None
-    if plan.exchanges and outputs:
+    if not outputs:
+        return Begun(output, None, inputs, plan.nbytes)
+    if plan.exchanges:
         work, sent = _exchange(plan, reduction, outputs, inputs, plan.members[: len(inputs)], divisor, what)
-        if return_segments is not None and not _share_memory(sent[-1], inputs[-1]):
-            return_segments()  # they are encoded
-            return_segments = None
-        inputs = sent
-    elif outputs:
-        sources = inputs
-        if num_blocks > 1:
-            outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
-        if comm.memory.is_symmetric:
-            _meet(comm, outputs, sources)
-        work = comm.reduce_scatter(outputs, sources, divisor, what)
-    return PendingReduce(
-        plan, reduction, work, output, inputs, carried, plan.nbytes, what, return_segments=return_segments
-    )
+        if when_read is not None and not _share_memory(sent[-1], inputs[-1]):
+            when_read()  # they are encoded
+            when_read = None
+        return Begun(output, work, sent, plan.nbytes, when_read)
+    sources = inputs
+    if num_blocks > 1:
+        outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
+    if comm.memory.is_symmetric:
+        _meet(comm, outputs, sources)
+    return Begun(output, comm.reduce_scatter(outputs, sources, divisor, what), inputs, plan.nbytes, when_read)
+
+
+def _begin_with_nothing(carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> Begun:
+    """Begins with zeros, to which what earlier reductions have left is added."""
+    layout, some = plan.layout, next(iter(carried.values()))
+    numel = layout.shard_numel * reduction.num_blocks
+    output = reduction.shards.memory.zeros(numel, dtype=layout.reduce_dtype, device=some.device)
+    return Begun(output, None, [], layout.payload_nbytes)
 
 
 def _meet(comm: Comm, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -387,34 +442,12 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     return is_one_address or compat.storage_id(one) == compat.storage_id(other)
 
 
-def resume(
-    carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, device: torch.device, what: str
-) -> PendingReduce:
-    """Begins to sum between replicas what earlier reductions have left, where no gradient has come since. Every rank
-    must call it, in the same order.
-    """
-    layout = plan.layout
-    numel = layout.shard_numel * reduction.num_blocks
-    output = reduction.shards.memory.zeros(numel, dtype=layout.reduce_dtype, device=device)
-    return PendingReduce(plan, reduction, None, output, [], carried, layout.payload_nbytes, what)
-
-
-def _start_alone(
-    gradients: Mapping[int, Tensor],
-    plan: ReducePlan,
-    reduction: Reduction,
-    carried: Mapping[int, Tensor],
-    what: str,
-) -> Pending:
-    """Begins the reduction of a group whose parameters one rank holds whole."""
-    layout = plan.layout
-    extras = reduction.replicas, reduction.hook, reduction.transfers, reduction.divide_late
-    if not any(each is not None for each in extras):
-        return Unreduced({i: _own(gradients[i], i, plan, reduction.divisor) for i in layout.indices}, plan.nbytes)
+def _begin_alone(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> Begun:
+    """Begins the reduction of a group whose parameters one rank holds whole: nothing is scattered."""
     output = _as_one(gradients, plan, reads_padding=reduction.hook is not None or plan.summing is not None)
     if reduction.replicas is None and reduction.divisor not in (None, 1):
         output.div_(reduction.divisor)
-    return PendingReduce(plan, reduction, None, output, [], carried, plan.nbytes, what)
+    return Begun(output, None, [], plan.nbytes)
 
 
 def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> tuple[Tensor, int]:
@@ -465,12 +498,10 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bo
     return output
 
 
-# ---- large gradients, part by part
+# ---- large gradients, piece by piece
 
 
-def _start_in_pieces(
-    gradient: Tensor, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], what: str
-) -> PendingReduce:
+def _scatter_pieces(gradient: Tensor, plan: ReducePlan, pieces: Pieces, reduction: Reduction, what: str) -> Begun:
     """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
     streams, they are on a stream beside the caller's, which goes on.
     """
@@ -479,24 +510,29 @@ def _start_in_pieces(
     output = reduction.shards.memory.empty(numel, dtype=layout.reduce_dtype, device=device)
     running: deque[Work] = deque()
     with streams.beside(device):
-        for first, last in plan.pieces:
+        for bounds in pieces.bounds:
             if len(running) == PIECES_IN_FLIGHT:
                 running.popleft().wait()
-            running.append(_start_piece(gradient, plan, reduction, output, first, last, what))
+            running.append(_scatter_piece(gradient, plan, pieces, reduction, output, bounds, what))
     # On streams the host has not waited for the pieces to be packed.
     inputs = [gradient] if streams.exist_on(device) else []
-    nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(plan.pieces)
-    return PendingReduce(plan, reduction, AllWork(running), output, inputs, carried, nbytes, what)
+    nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(pieces.bounds)
+    return Begun(output, AllWork(running), inputs, nbytes)
 
 
-def _start_piece(
-    gradient: Tensor, plan: ReducePlan, reduction: Reduction, output: Tensor, first: int, last: int, what: str = ""
+def _scatter_piece(
+    gradient: Tensor,
+    plan: ReducePlan,
+    pieces: Pieces,
+    reduction: Reduction,
+    output: Tensor,
+    bounds: tuple[int, int],
+    what: str,
 ) -> Work:
-    """Begins to reduce elements `first` to `last` of each rank's shard of one gradient into their place in `output`."""
-    comm, divisor = reduction.shards, reduction.divisors()[0]
-    size = plan.world_size, last - first
-    segments = comm.memory.empty(*size, dtype=plan.layout.wire_dtype, device=output.device)
-    plan.pack_piece(gradient, first, last, segments)
+    """Begins to reduce one piece of each rank's shard of a gradient into its place in `output`."""
+    comm, divisor, (first, last) = reduction.shards, reduction.divisors()[0], bounds
+    segments = comm.memory.empty(plan.world_size, last - first, dtype=plan.layout.wire_dtype, device=output.device)
+    pieces.pack(gradient, first, last, segments)
     outputs, inputs = [output[first:last]], [segments.view(-1)]
     if not plan.exchanges:
         if reduction.num_blocks > 1:
@@ -504,5 +540,5 @@ def _start_piece(
         if comm.memory.is_symmetric:
             _meet(comm, outputs, inputs)
         return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
-    work, sent = _exchange(plan, reduction, outputs, inputs, [[plan.member_of_piece(first, last)]], divisor, what)
+    work, sent = _exchange(plan, reduction, outputs, inputs, [[pieces.member(first, last)]], divisor, what)
     return AllWork([work], sent)

@@ -205,8 +205,7 @@ class Root:
     def share_queue(self, queue: ReductionQueue) -> None:
         """Adds reductions to `queue` from now on, which another root has, and moves those in flight there."""
         if queue is not self.queue:
-            queue.running.extend(self.queue.running)
-            queue.returning.extend(self.queue.returning)
+            queue.take_over(self.queue)
             self.queue = queue
 
     def where(self) -> tuple[str, int]:
@@ -534,7 +533,7 @@ class Root:
         if self.consensus is not None:
             self.consensus.after_backward()
         for group in groups:
-            if group.gradients.partial:
+            if group.gradients.unsynchronized.reduced_in_shard:
                 group.gradients.resume()
 
     def deliver(self) -> None:

@@ -251,12 +251,14 @@ def _bytes_of(group: FSDPParamGroup) -> int:
 
 
 class _Entry(NamedTuple):
-    """A reduction in flight, and the backward pass that began it."""
+    """A reduction in flight."""
 
     gradients: GroupGradients
     pending: Pending
     of_pass: object
+    """Identity of the backward pass that began it."""
     delivery: Future[None] | None = None
+    """Its delivery, if another thread has begun that."""
 
 
 _nbytes = attrgetter("pending.nbytes")
@@ -265,17 +267,21 @@ _nbytes = attrgetter("pending.nbytes")
 class ReductionQueue:
     """The reductions in flight of one root, or of roots that share the queue, oldest first.
 
-    `running`: not delivered yet. Of a sum in two steps, the reduce-scatter may have been waited for. `returning`: being
-    copied to the CPU, or stepped on there. Whoever begins a reduction calls `make_room` first. That finishes the oldest
-    while `running` has more than `max_running` buckets and more than `window` bytes of inputs: a quarter of a typical
-    group, and one group more for each further `max_running`. Then compute waits in the middle of a group only if
-    gathering and reducing a group take longer than its backward.
+    GroupGradients calls `make_room` before it begins a reduction. That finishes the oldest while both limits are
+    exceeded. Compute then waits in the middle of a group only if gathering and reducing a group take longer than its
+    backward.
     """
 
     def __init__(self) -> None:
-        self.max_running, self.window = 1, 0
+        self.max_running = 1
+        """How many buckets may be in flight, whatever their size."""
+        self.window = 0
+        """How many bytes of inputs may be in flight, in any number of buckets: a quarter of a typical group, and one
+        group more for each further `max_running`."""
         self.running: deque[_Entry] = deque()
+        """Reductions that are not delivered. Replicas may be summing what a reduce-scatter has left."""
         self.returning: deque[_Entry] = deque()
+        """Reductions whose gradients are being copied to the CPU, or stepped on there."""
 
     def make_room(self) -> None:
         """Finishes the oldest reductions while both limits are exceeded. Of the others, it waits for the collective in
@@ -285,7 +291,7 @@ class ReductionQueue:
         while len(running) > self.max_running and sum(map(_nbytes, running)) > self.window:
             self._finish_oldest()
         for entry in running:
-            if entry.pending.has_second_stage:
+            if entry.pending.is_summing:
                 entry.pending.advance()
 
     def set_limits(self, max_running: int, group_nbytes: Iterable[int]) -> None:
@@ -297,14 +303,19 @@ class ReductionQueue:
         """Adds a reduction that has begun."""
         self.running.append(_Entry(gradients, pending, gradients.backward_pass))
 
+    def take_over(self, other: ReductionQueue) -> None:
+        """Takes the reductions in flight of another queue, behind its own."""
+        self.running.extend(other.running)
+        self.returning.extend(other.returning)
+
     def has(self, gradients: GroupGradients) -> bool:
         """Returns True if some of these gradients are in flight."""
         return any(entry.gradients is gradients for entry in (*self.running, *self.returning))
 
     def finish_all(self) -> None:
         """Finishes all reductions, and delivers their gradients."""
-        if self.running:
-            self.running[-1].pending.is_last = True
+        if self.running and self.running[-1].pending.is_summing:
+            self.running[-1].pending.mark_last()
         while self.running:
             self._finish_oldest()
         if self.returning:

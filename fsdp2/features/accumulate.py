@@ -342,7 +342,7 @@ class AccumulationWatch(BlockWatch):
                 inputs computes none.)
         """
         if self._is_foreign():
-            has_arrived = any(group.gradients.taken for group in root.groups)
+            has_arrived = any(group.gradients.unsynchronized.included for group in root.groups)
             if has_arrived or _count_stored(root) != self._stored_before:
                 raise RuntimeError(f"{root.state}: {_UNWEIGHTED}")
 
@@ -359,8 +359,8 @@ _UNWEIGHTED = (
 
 def _count_stored(root: Root) -> int:
     """Returns how many gradients wait for a later pass, or are in flight."""
-    stored = [len(each) for group in root.groups for each in (group.gradients.unsynchronized, group.gradients.partial)]
-    return sum(stored) + len(root.queue.running)
+    left = [group.gradients.unsynchronized for group in root.groups]
+    return sum(len(each.unreduced) + len(each.reduced_in_shard) for each in left) + len(root.queue.running)
 
 
 # ---- sums over ranks

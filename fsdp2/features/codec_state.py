@@ -28,7 +28,7 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         `torch.save(fsdp2.compression.state_dict(model), f"codecs-{rank}.pt")`
     """
     return {
-        group.params[0].name: group.gradients.kept_state()
+        group.params[0].name: {**_description(group), **group.gradients.codecs.kept_state()}
         for group in _groups_of(model, "fsdp2.compression.state_dict")
     }
 
@@ -58,9 +58,32 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         )
     for group in groups:
         group.adopt_replacements()  # else the next forward would, and drop what was loaded
-        group.gradients.check_kept(state[group.params[0].name])
+        _check(group, state[group.params[0].name])
     for group in groups:
-        group.gradients.load_kept(state[group.params[0].name])
+        group.gradients.codecs.load_kept(state[group.params[0].name], group.params[0].unsharded.device)
+
+
+def _description(group: FSDPParamGroup) -> dict[str, Any]:
+    """Returns the parameters, ranks and codecs that the state of a group holds for."""
+    comms = group.comms.reduces, group.comms.replicas
+    return {
+        "parameters": [
+            (param.name, spec.shard_numel) for param, spec in zip(group.params, group.gradients.specs, strict=True)
+        ],
+        "ranks": [(comm.rank, comm.size) for comm in comms if comm is not None],
+        **group.gradients.codecs.description(),
+    }
+
+
+def _check(group: FSDPParamGroup, state: dict[str, Any]) -> None:
+    """Raises ValueError unless `state` holds for this group."""
+    for what, here in _description(group).items():
+        if here != state[what]:
+            raise ValueError(
+                f"{group}: expected what codecs have kept of the {what} {here}, got that of {state[what]}. "
+                "Load on each rank what it has saved, with the same policies on as many ranks; or leave it out: "
+                "codecs then begin anew."
+            )
 
 
 def _groups_of(model: nn.Module, function: str) -> list[FSDPParamGroup]:

@@ -27,12 +27,12 @@ def reduce_unsynchronized(root: Root, groups: Iterable[FSDPParamGroup] | None = 
         chosen = list(reversed(root.groups) if groups is None else groups)
         if root.consensus is not None:
             root.consensus.before_backward()
-        if any(group.gradients.left_gradients for group in chosen):
+        if any(group.gradients.unsynchronized.were_left for group in chosen):
             root.follow_changes()
             root.notify(root.events.backward_began)
             root.take_placeholders()
         for group in chosen:
-            if group.gradients.left_gradients:
+            if group.gradients.unsynchronized.were_left:
                 # As one more backward that computes nothing. Gradients that a user has assigned are included.
                 group.gradients.begin_backward(object())
                 group.gradients.flush()
@@ -67,7 +67,6 @@ def reset(root: Root) -> None:
     root.recover()
     for group in root.groups:
         group.gradients.unsynchronized.clear()
-        group.gradients.partial.clear()
     drop_placeholders(root)
     root.forget_running()
     for group in root.groups:

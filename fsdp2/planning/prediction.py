@@ -171,7 +171,7 @@ class ShardedCopy:
         flat = [(group.parameters.buffers, group.transfers) for group in root.groups if group.params]
         shards = [(each.shards.nbytes, transfers) for each, transfers in flat if each is not None]
         kept_shards = sum(nbytes for nbytes, transfers in shards if transfers is None)
-        feedback = sum(group.gradients.kept_nbytes for group in root.groups)
+        feedback = sum(group.gradients.codecs.nbytes for group in root.groups)
         own, on_host = _stepped(root, optimizer)
         sharing = min(setting.ranks, machine.ranks_per_machine)
         step_seconds = own.traffic / MEMORY + on_host.traffic * sharing / HOST_MEMORY if machine.can_offload else 0.0

@@ -403,7 +403,6 @@ class OurShards:
                 reset(root)
         for group in self._engine_groups:
             group.gradients.unsynchronized.clear()
-            group.gradients.partial.clear()
 
 
 # ---- padding

@@ -332,10 +332,11 @@ def what_waits() -> None:
             for _ in range(2):
                 acc.backward(loss_sum(model, part), weight=1)
                 held = [group.gradients for group in groups_below(model)]
-                waits = [each.unsynchronized if sync == "last" else each.partial for each in held]
+                left = [each.unsynchronized for each in held]
+                waits = [each.unreduced if sync == "last" else each.reduced_in_shard for each in left]
                 numel = sum(value.numel() for each in waits for value in each.values())
                 assert whole <= numel * share < whole * 1.3, "and padding"
-                assert sync == "last" or not any(each.unsynchronized for each in held)
+                assert sync == "last" or not any(each.unreduced for each in left)
                 with pytest.raises(RuntimeError, match="complete when the block ends"):
                     fsdp2.clip_grad_norm_(model.parameters(), 1.0)
         model.zero_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from helpers import assert_same, full, run_ranks, world_sizes
 from matrix import MODES, TOPOLOGIES, Matrix, MatrixRun, Towers, set_mode
 from scenarios import WRAPS, MayFail, Net, Run, Wrap, blocks, kept, leaves, loss_of, sgd, whole
@@ -450,3 +450,28 @@ def test_parameters_that_share_the_memory_of_their_gradient(world_size: int) -> 
             assert torch.equal(model.b.grad.full_tensor(), total.view(3, 8)), syncs
 
     run_ranks(world_size, body)
+
+
+class Halves(nn.Module):
+    """Uses both parameters, or the first one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.a @ x + self.b @ x if both else self.a @ x
+
+
+def test_sums_that_the_last_backward_does_not_touch_are_sent_in_the_reduce_dtype() -> None:
+    """Each gradient is exact in bfloat16, 256 and 1; their sum is not: 257."""
+
+    def body(rank: int, _: int) -> None:
+        model = fully_shard(Halves(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        for value, is_last in ((256.0, False), (1.0, False), (0.0, True)):
+            model.set_requires_gradient_sync(is_last)
+            model(torch.full((8,), value), both=not is_last).backward()
+        for parameter in (model.a, model.b):
+            assert torch.equal(parameter.grad.full_tensor(), torch.full((8,), 257.0))
+
+    run_ranks(2, body)

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import full_params, fully_shard
-from fsdp2.engine.gradients import without_graph
 from fsdp2.engine.state import groups_of
+from fsdp2.parameters.cut_graphs import without_graph
 from helpers import assert_same, run_ranks
 from matrix import TOPOLOGIES, Matrix, MatrixRun
 from scenarios import (

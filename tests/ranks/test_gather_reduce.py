@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.collectives.comm_memory import TORCH_MEMORY
-from fsdp2.engine import buckets, gather, reduce
+from fsdp2.engine import buckets, gather, pack, reduce
 from fsdp2.engine import layout as layouts
-from fsdp2.engine.buckets import ReducePlan, split_buckets
+from fsdp2.engine.buckets import split_buckets
 from fsdp2.engine.codec import AsIs, Cast, Encoder
 from fsdp2.engine.comm import Purpose, Work
 from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
+from fsdp2.engine.pack import ReducePlan
 from fsdp2.engine.reduce import Reduction
 from helpers import own_rows, run_checks, world_sizes
 from known_memory import KnownMemory
@@ -190,7 +191,10 @@ def expected_mean(case: Case, i: int, spec: ParamSpec, reduce_dtype: torch.dtype
 def check_reduce(case: Case, rank: int, world_size: int) -> None:
     """As on CPU, and as on a device that packs by few kernels."""
     check_reduce_once(case, rank, world_size)
-    with mock.patch.object(buckets, "costs_launches", return_value=True):
+    with (
+        mock.patch.object(buckets, "costs_launches", return_value=True),
+        mock.patch.object(pack, "costs_launches", return_value=True),
+    ):
         check_reduce_once(case, rank, world_size)
     check_reduce_once(dataclasses.replace(case, direct_min_bytes=ALL_PACKED), rank, world_size, KnownMemory())
 

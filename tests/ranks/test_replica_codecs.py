@@ -215,7 +215,7 @@ def rounding_at_random_is_bounded_and_alike(replicas: int | None) -> None:
 
 
 def bytes_are_as_counted(replicas: int | None) -> None:
-    """As the docstring of codecs/replicas.py says, for P elements: n from two, 2 (R - 1) n(P / R) from more."""
+    """As the docstring of codecs/encoded_sum.py says, for P elements: n from two, 2 (R - 1) n(P / R) from more."""
     if replicas is not None:
         return
     size = dist.get_world_size()
@@ -289,7 +289,7 @@ def power_sgd_is_the_mathematics(replicas: int | None) -> None:
                     kept = lost.setdefault(part.name, [torch.zeros_like(each) for each in matrices])
                     q = qs.get(part.name)
                     if q is None:
-                        sums = next(g.gradients._summing for g in groups_below(model) if has(g, part.name))
+                        sums = next(g.gradients.codecs.replica_sum for g in groups_below(model) if has(g, part.name))
                         q = sums._states[part.i].first
                     mean, qs[part.name] = approximate(matrices, q, kept)
                     assert (mean - expected).norm() > 1e-3 * expected.norm(), "nothing was compressed"
@@ -438,7 +438,7 @@ def what_tools_say(replicas: int | None) -> None:
         model = shard(codec, replicas)
         assert f"all_reduce by {codec!r}" in str(describe(model))
         backward(model, batch(dist.get_rank(), 0))
-        kept = sum(group.gradients.kept_nbytes for group in groups_below(model))
+        kept = sum(group.gradients.codecs.nbytes for group in groups_below(model))
         assert kept >= sum(plan.layout.shard_numel * 4 - 64 for plan in Flats(model).plans) > 0
         copied = copy.deepcopy(model)
         backward(copied, batch(dist.get_rank(), 1))

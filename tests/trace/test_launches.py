@@ -18,7 +18,7 @@ from benchmarks.launches import LaunchMeter, count_group
 from benchmarks.libraries import load_library
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.collectives import choose as collectives
-from fsdp2.engine import buckets, gather
+from fsdp2.engine import buckets, gather, pack
 from fsdp2.engine.layout import MAX_OPERATIONS
 from fsdp2.engine.state import groups_of
 from helpers import NIGHTLY, fake_world
@@ -158,6 +158,7 @@ def test_stacks_that_are_cut_along_another_dim_are_copied_by_one_kernel() -> Non
         fake_world(16),
         mock.patch.object(gather, "costs_launches", return_value=True),
         mock.patch.object(buckets, "costs_launches", return_value=True),
+        mock.patch.object(pack, "costs_launches", return_value=True),
     ):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = fully_shard(Experts(), mp_policy=policy, shard_placement_fn=lambda _: Shard(1))

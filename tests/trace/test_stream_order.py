@@ -29,7 +29,7 @@ from fsdp2.devices.home_streams import GroupStreams
 from fsdp2.devices.streams import Transfers
 from fsdp2.engine import buckets, comm
 from fsdp2.engine import group as groups
-from fsdp2.engine.gradients import GroupGradients
+from fsdp2.engine.gradients import GradientsAtHome, GroupGradients
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
 from fsdp2.engine.state import groups_of
@@ -672,13 +672,7 @@ def one_for_all() -> Any:
 
 def finishes_where_called() -> Any:
     """Reductions end on the stream that calls."""
-    receive = GroupGradients.receive
-
-    def receive_here(gradients: GroupGradients, pending: Any, of_pass: object) -> None:
-        with mock.patch.object(gradients._streams, "are_apart", return_value=False):
-            receive(gradients, pending, of_pass)
-
-    return mock.patch.object(GroupGradients, "receive", receive_here)
+    return mock.patch.object(GradientsAtHome, "receive", GroupGradients.receive)
 
 
 def drops_inputs() -> Any:
@@ -687,7 +681,7 @@ def drops_inputs() -> Any:
 
     def forgetful(pending: PendingReduce, *args: Any, **kwargs: Any) -> None:
         begin(pending, *args, **kwargs)
-        pending._held_beside = None
+        pending._in_use.clear()
 
     return mock.patch.object(PendingReduce, "__init__", forgetful)
 

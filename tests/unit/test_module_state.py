@@ -70,7 +70,7 @@ ALLOWED = {
     "torch_private.hooks_of_all_modules": "torch's own table, under another name",
     "devices.notices": OF_CLASS,
     "devices.simulated": "the simulation that a thread plans by; operations of torch do not hand it on",
-    "engine.without_graph": "the nodes of graphs that are alive, which no other object knows",
+    "parameters.without_graph": "the nodes of graphs that are alive, which no other object knows",
     "features._in_pass": OF_TORCH,
     "features._lock": THREADS,
     "features._replaced": OF_TORCH,

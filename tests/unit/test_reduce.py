@@ -1,22 +1,28 @@
 """Tests reductions for many random groups and numbers of ranks, all of which are simulated in this process."""
 
+import ast
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.launches import LaunchMeter
+from fsdp2 import fully_shard
 from fsdp2.codecs.int8 import Int8
 from fsdp2.collectives.comm_memory import TORCH_MEMORY
-from fsdp2.engine import reduce
-from fsdp2.engine.buckets import ReducePlan, split_pieces
-from fsdp2.engine.codec import Cast, Encoder
+from fsdp2.engine import buckets, reduce
+from fsdp2.engine.buckets import split_pieces
+from fsdp2.engine.codec import Cast, Encoder, Sums
 from fsdp2.engine.comm import Purpose, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
+from fsdp2.engine.pack import Concatenation, Pieces, ReducePlan, Segments
 from fsdp2.engine.reduce import Reduction
-from helpers import own_rows
+from helpers import fake_world, own_rows
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")
@@ -218,7 +224,7 @@ def test_an_unsynchronized_and_a_new_gradient_together() -> None:
     specs = tuple(ParamSpec(shape, F32, BF16, 2) for shape in ((4, 2), (8,)))
     layout = bucket_layout(specs, range(2), F32, RankComm.direct_min_bytes, BF16)
     plan = ReducePlan(layout, specs, 2, CPU)
-    assert plan._is_one_cat
+    assert isinstance(getattr(plan._fill, "__self__", None), Concatenation)
     waited, fresh = torch.rand(4, 2), torch.rand(8).bfloat16()
     segments = plan.take_segments(CPU)
     plan.pack({0: waited, 1: fresh}, segments)
@@ -236,11 +242,10 @@ def test_one_operation_packs_the_same_as_many(dtype: torch.dtype, rows: tuple[in
     gradients = {i: torch.rand(spec.shape).to(dtype) for i, spec in enumerate(specs)}
     packed = []
     for is_one in (True, False):
-        plan = ReducePlan(layout, specs, 4, CPU)
-        plan._is_one_operation = lambda *_, is_one=is_one: is_one  # type: ignore[method-assign]
-        segments = plan.take_segments(CPU)
+        segments = ReducePlan(layout, specs, 4, CPU).take_segments(CPU)
         segments.flat.zero_()
-        plan.pack(gradients, segments)
+        fill = Concatenation(specs, layout, 4, casts=False, copies_to_cast=True).fill if is_one else Segments.fill
+        fill(segments, [gradients[i] for i in layout.packed])
         packed.append(segments.of_ranks)
     assert torch.equal(*packed)
 
@@ -264,8 +269,10 @@ def test_gradients_that_one_operation_packs_on_a_cpu(
     """Where it pads or casts it copies twice: only what is little. Gradients of a row for each rank need no views."""
     specs = (ParamSpec((rows, columns), F32, dtype, 4),) * 2
     plan = ReducePlan(bucket_layout(specs, range(2), F32, 1 << 40), specs, 4, CPU)
-    gradients = [torch.empty(rows, columns, dtype=dtype)] * 2
-    assert plan._is_one_operation(gradients, plan.layout.wire_dtype) is expected
+    segments = plan.take_segments(CPU)
+    with LaunchMeter() as meter:
+        plan.pack({i: torch.empty(rows, columns, dtype=dtype) for i in range(2)}, segments)
+    assert (meter.launches["aten._chunk_cat"] > 0) is expected
 
 
 def test_segments_are_used_again_when_they_have_been_read() -> None:
@@ -323,7 +330,6 @@ def test_chunks_are_the_padded_gradient_cut_across_all_ranks() -> None:
     for rows, columns, ranks, count in itertools.product((1, 5, 8, 33), (1, 8, 12), (2, 3, 8), (1, 3, 16)):
         spec = ParamSpec((rows, columns), F32, BF16, ranks)
         layout = bucket_layout([spec], [0], F32, 1 << 40)
-        plan = ReducePlan(layout, (spec,), ranks, CPU)
         gradient = torch.randn(rows, columns, dtype=BF16)
         padded = torch.full((ranks, layout.packed_numel), 7.0)
         flat = torch.full((ranks * spec.shard_numel,), 7.0)
@@ -336,7 +342,7 @@ def test_chunks_are_the_padded_gradient_cut_across_all_ranks() -> None:
         for first, last in pieces:
             assert first * F32.itemsize % 16 == 0
             packed = torch.full((ranks, last - first), 7.0)
-            plan.pack_piece(gradient, first, last, packed)
+            Pieces(0, spec, pieces, zeroes_padding=False, unbinds=False).pack(gradient, first, last, packed)
             assert torch.equal(packed, padded[:, first:last])
 
 
@@ -356,6 +362,102 @@ def test_a_codec_sees_zeros_as_padding(shape: tuple[int, int]) -> None:
         segments.flat.fill_(torch.nan)
         plan.pack({i: torch.ones(specs[i].shape, dtype=BF16) for i in indices}, segments)
         assert segments.flat.sum() == sum(specs[i].numel for i in indices)
-    piece = torch.full((4, layout.shard_numel), torch.nan)
-    plan.pack_piece(torch.ones(shape, dtype=BF16), 0, layout.shard_numel, piece)
-    assert piece.sum() == specs[0].numel
+    with mock.patch.object(buckets, "MIN_PIECE_BYTES", 1):
+        pieces = ReducePlan(bucket_layout(specs[:1], [0], F32, 1 << 40), specs[:1], 4, CPU, Encoder(Int8())).pieces
+    assert pieces is not None
+    packed = [torch.full((4, last - first), torch.nan) for first, last in pieces.bounds]
+    for (first, last), piece in zip(pieces.bounds, packed, strict=True):
+        pieces.pack(torch.ones(shape, dtype=BF16), first, last, piece)
+    assert sum(piece.sum() for piece in packed) == specs[0].numel
+
+
+class Steps:
+    """A sum between replicas in three collectives, of which one may fail."""
+
+    nbytes = 0
+
+    def __init__(self, failing: int | None) -> None:
+        self.failing, self.done = failing, 0
+
+    def holds_for(self, spec: ParamSpec) -> bool:
+        return True
+
+    def steps(self, sums: Sums, comm: Replicas, divisor: float, what: str) -> Iterator[Replicas]:
+        for i in range(3):
+            if i == self.failing:
+                raise RuntimeError("a peer is gone")
+            sums.flat.mul_(2)
+            yield comm
+            self.done += 1
+
+
+@pytest.mark.parametrize("failing", [None, 2])
+def test_an_incomplete_sum_between_replicas_is_not_delivered(failing: int | None) -> None:
+    """After an error another pass's reductions are finished: one whose own step has raised must raise again."""
+    spec, summing = ParamSpec((4, 2), F32, F32, 1), Steps(failing)
+    layout, (comm,) = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes), Exchange(1).comms
+    plan = ReducePlan(layout, (spec,), 1, CPU, summing=summing)  # type: ignore[arg-type]
+    pending = reduce.start({0: torch.ones(4, 2)}, plan, Reduction(comm, Replicas()), {})  # type: ignore[arg-type]
+    if failing is None:
+        flat, offset = pending.finish()[0]
+        assert torch.equal(flat[offset : offset + 8], torch.full((8,), 8.0))
+        assert (summing.done, pending.is_summing) == (3, False)
+        return
+    pending.advance()
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        pending.finish()
+    with pytest.raises(RuntimeError, match="has failed before"):
+        pending.finish()
+
+
+def test_a_failed_reduce_scatter_is_not_delivered() -> None:
+    """A second wait for it may return at once."""
+
+    class Gone(RankComm):
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("a peer is gone")
+
+    specs, comm = (ParamSpec((4, 2), F32, F32, 2),), Gone(Exchange(2), 0, 2)
+    plan = ReducePlan(bucket_layout(specs, [0], F32, 0), specs, 2, CPU)
+    pending = reduce.start({0: torch.ones(4, 2)}, plan, Reduction(comm), {})  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        pending.finish()
+    with pytest.raises(RuntimeError, match="has failed before"):
+        pending.finish()
+    pending.abandon()
+    assert comm.waits == 2
+
+
+def yields_inside_with(tree: ast.AST) -> list[str]:
+    """Returns the generators that yield inside a `with`, but for context managers."""
+    found = []
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        if any("contextmanager" in ast.unparse(each) for each in function.decorator_list):
+            continue
+        blocks = [node for node in ast.walk(function) if isinstance(node, ast.With)]
+        if any(isinstance(node, ast.Yield | ast.YieldFrom) for block in blocks for node in ast.walk(block)):
+            found.append(function.name)
+    return found
+
+
+def test_no_sum_yields_inside_a_with() -> None:
+    """Its caller would go on inside that: on another stream, or without grad."""
+    engine = Path(reduce.__file__).parent
+    paths = [engine / "reduce.py", *(engine.parent / "codecs").glob("*.py")]
+    assert [name for path in paths for name in yields_inside_with(ast.parse(path.read_text()))] == []
+    assert yields_inside_with(ast.parse("def f():\n    with a:\n        yield")) == ["f"]
+
+
+def test_a_failing_reduction_is_named_by_the_module_that_was_sharded_last() -> None:
+    """FQNs begin at the root, which may be another one in the next step."""
+    with fake_world(2):
+        inner = fully_shard(nn.Linear(2, 2))
+        inner(torch.ones(1, 2)).sum().backward()
+        outer = fully_shard(nn.Sequential(inner))
+        failing = mock.patch.object(reduce, "start", side_effect=RuntimeError("on purpose"))
+        with failing, pytest.raises(RuntimeError, match=r"reducing the gradients of 0\.bias, 0\.weight"):
+            outer(torch.ones(1, 2)).sum().backward()
