@@ -128,6 +128,8 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
     try:
         whole = concatenate_meshes(mesh.mesh, inner)
+    except NotImplementedError:  # torch has no such function any more
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "

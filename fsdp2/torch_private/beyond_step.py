@@ -15,38 +15,46 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import TracingContext
-from torch.distributed._composable_state import _module_state_mapping, _State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from . import compat
 from .compat import PLAIN, inner_tensors
+from .lookup import are_there, load, optional, required
 from .once import once
 from .when_imported import when_imported
+
+if TYPE_CHECKING:
+    from torch.distributed._composable_state import _State
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = required("torch.utils._python_dispatch.TorchDispatchMode")
+    _StridedShard = optional("torch.distributed.tensor.placement_types._StridedShard", "tensor parallelism")
+    _State = optional("torch.distributed._composable_state._State", "other composable APIs of torch")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 # (tensors, counters): sets the version counters of tensors. The public context manager around it can only restore them.
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = required(
+    "torch._C._autograd._unsafe_set_version_counter"
+)
 
 
 SPMD_TYPE, SPMD_PARTS = "_local_type", "_partition_spec"
 """The attributes in which the package spmd_types, which torch's FSDP2 reads, keeps what an axis of a mesh holds of a
 tensor, and which dims axes cut."""
 
-ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+ZERO_OPS = (torch.ops.aten.zero_.default, required("torch.ops.aten._foreach_zero_.default"))
 """The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
-ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
+ZERO_FUNCTIONS = (Tensor.zero_, required("torch._foreach_zero_"))
 """The same operations, as `__torch_function__` sees them."""
 
 _COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
@@ -133,18 +141,20 @@ def saved_by(node: Any) -> list[Any]:
         return []
 
 
+_TRANSFORMS = "torch.func around a sharded module"
 # (tensor that a transform of torch.func has wrapped) -> the tensor inside.
-unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped: Callable[[Tensor], Tensor] = optional("torch._C._functorch.get_unwrapped", _TRANSFORMS)
+is_wrapped: Callable[[Tensor], bool] = optional("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMS)
 
 
 def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     """Returns two context managers: one suspends the transforms that run, and yields their list; the other resumes such
     a list.
     """
-    from torch._functorch import pyfunctorch  # takes 100 ms, if torch.func was not used before
-
-    return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
+    # Takes 100 ms, if torch.func was not used before.
+    clear = load("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORMS)
+    restore = load("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _TRANSFORMS)
+    return clear, restore
 
 
 # The files through which dynamo traces: they have functions around torch's own, or around methods of users.
@@ -176,6 +186,7 @@ def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 
 ComposableState = _State
+_COMPOSABLE = "what torch's other composable APIs know of sharded modules"
 
 
 def register_composable(module: nn.Module, reference: weakref.ref[_State], name: str) -> None:
@@ -184,22 +195,33 @@ def register_composable(module: nn.Module, reference: weakref.ref[_State], name:
     DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
     torch's table, which does not keep it alive: it gets `reference`, a weak one.
     """
+    states = _states_of_modules()
     # Imported at the first call, because it imports DDP.
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+    key = optional("torch.distributed._composable.contract.REGISTRY_KEY", _COMPOSABLE)
+    item = optional("torch.distributed._composable.contract.RegistryItem", _COMPOSABLE)
+    if states is not None and are_there(key, item):
+        module.__dict__.setdefault(key, {})[name] = item()
+        states[module] = reference
 
-    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
-    _module_state_mapping[module] = reference
+
+@once
+def _states_of_modules() -> dict[nn.Module, Any] | None:
+    """Returns torch's table of modules that a composable API manages. None: it has none, which a warning says."""
+    found = optional("torch.distributed._composable_state._module_state_mapping", _COMPOSABLE, instead=None)
+    return cast("dict[nn.Module, Any] | None", found)
 
 
 def state_in_table(module: nn.Module) -> _State | None:
     """Returns the state that a composable API of torch has noted for `module`, or None."""
-    found = _module_state_mapping.get(module)
+    found = (_states_of_modules() or {}).get(module)
     return found() if isinstance(found, weakref.ref) else found
 
 
 def is_traced() -> bool:
     """Returns True while torch.compile traces code on this thread, and asks objects what they are."""
-    return TracingContext.try_get() is not None
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return load("torch._guards.TracingContext", "torch.compile of sharded models").try_get() is not None
 
 
 def is_replicated_by_ddp(module: nn.Module) -> bool:
@@ -269,6 +291,7 @@ class _GroupNames:
     @contextmanager
     def choose(self, name: str) -> Iterator[None]:
         c10d: Any = dist.distributed_c10d
+        load("torch.distributed.distributed_c10d._hash_ranks_to_str", "process groups of neighbouring ranks")
         with self._lock:
             if not self._num_threads:
                 self._usual, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, self._hash_of
@@ -300,11 +323,21 @@ def name_of_new_group(name: str) -> AbstractContextManager[None]:
     return _group_names.choose(name)
 
 
+_WATCH = "the watch that has ranks raise which wait for each other in different collectives"
 # () -> the store that all processes share from `init_process_group` on. torch has no public function for it.
-default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
+default_store: Callable[[], dist.Store] = optional("torch.distributed.distributed_c10d._get_default_store", _WATCH)
 
 # (name): the process group of that name on this rank. LookupError, or RuntimeError: there is none.
-group_of_name: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
+group_of_name: Callable[[Any], dist.ProcessGroup] = optional(
+    "torch.distributed.distributed_c10d._resolve_process_group", _WATCH
+)
+_kind_of_work: Callable[[dist.Work], int] = optional("torch.distributed.Work._get_op_type", _WATCH)
+_recorded: Callable[[], str] = optional("torch._C._distributed_c10d._dump_fr_trace_json", _WATCH)
+
+
+def can_watch() -> bool:
+    """Returns True if torch has all that the watch reads. Otherwise a warning says that it is off."""
+    return are_there(default_store, group_of_name, _kind_of_work, _recorded)
 
 
 class RecordedCollective(NamedTuple):
@@ -326,8 +359,7 @@ _NO_COLLECTIVES = (12, 13, 14, 17, 100)
 
 def is_collective(value: object) -> bool:
     """Returns True for the work of a collective; False for that of a message between two ranks, or anything else."""
-    work: Any = value
-    return isinstance(value, dist.Work) and work._get_op_type() not in _NO_COLLECTIVES
+    return isinstance(value, dist.Work) and _kind_of_work(value) not in _NO_COLLECTIVES
 
 
 def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
@@ -336,8 +368,7 @@ def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
 
     torch records the last 2,000 by default (`TORCH_FR_BUFFER_SIZE`). To read them takes up to 150 ms.
     """
-    c10d: Any = torch._C._distributed_c10d
-    found = json.loads(c10d._dump_fr_trace_json())
+    found = json.loads(_recorded())
     if not found.get("pg_config"):
         return None
     entries = found.get("entries", [])
@@ -357,7 +388,11 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError: they are not.
     """
-    return DeviceMesh._concatenate([first, second])
+    concatenate = load(
+        "torch.distributed.device_mesh.DeviceMesh._concatenate", "tensor parallelism on a mesh of its own"
+    )
+    mesh: DeviceMesh = concatenate([first, second])
+    return mesh
 
 
 class _Returns(TorchDispatchMode):
@@ -394,6 +429,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def is_strided_placement(placement: Placement) -> bool:
+    """Returns True for a placement that `strided_shard` returns, or one of torch like it."""
+    return isinstance(placement, _StridedShard)
+
+
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
     """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
     strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
@@ -404,7 +444,7 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: t
     # torch would cut uneven parts otherwise.
     local = whole
     for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
-        if isinstance(each, Shard | _StridedShard):
+        if isinstance(each, (Shard, _StridedShard)):
             parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
             local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
     spec = compat.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)

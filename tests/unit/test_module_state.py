@@ -56,6 +56,7 @@ ALLOWED = {
     "dtensor.stepped_beside": OF_STEPS,
     "engine._chosen": "what joins roots that a thread makes, in place of what joins others",
     "torch_private._group_names": OF_TORCH,
+    "torch_private._missing": "names that torch lacks, until the import of the package fails because of them",
     "engine._in_use": "interned meshes",
     "engine._known": CACHE,
     "collectives._last_default": "interned meshes",
