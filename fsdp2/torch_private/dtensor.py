@@ -31,6 +31,9 @@ redistribute_local_tensor: Callable[..., Tensor] = required(
 
 # True if torch calls `__torch_dispatch__` of a subclass of DTensor for an operation on it only where it has been told.
 _HAS_DISPATCH_RULES = torch.__version__ < "2.13"
+_rule_holder: Any = (
+    required("torch._library.simple_registry.GenericTorchDispatchRuleHolder") if _HAS_DISPATCH_RULES else None
+)
 # True if argmax and similar operations return indices of the full tensor; else they return those of a rank's shard.
 FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if `new_empty_strided` of an uneven shard is replicated. Autograd copies gradients to it that others use, too.
@@ -183,15 +186,12 @@ def dispatch_to(classes: Iterable[type[DTensor]]) -> None:
     """
     if not _HAS_DISPATCH_RULES:
         return
-    holder = load(
-        "torch._library.simple_registry.GenericTorchDispatchRuleHolder", "sharded parameters before torch 2.13"
-    )
     rules: dict[type, Any] = {cls: attrgetter("__torch_dispatch__.__func__")(cls) for cls in classes}
 
     def find(self: Any, cls: type) -> Any:
         return self._data.get(cls) or rules.get(cls)
 
-    holder.find = find
+    _rule_holder.find = find
 
 
 def overloads(names: Iterable[str]) -> list[Any]:
