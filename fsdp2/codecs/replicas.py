@@ -28,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives.gloo import SUMMING
+from ..collectives.watching import compare_first
+from ..devices.streams import SumWork
 from ..engine.codec import Encoder, Member, is_compressed
-from ..engine.comm import Comm, SumWork, Work, compare_first
+from ..engine.comm import Comm, Work
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align, contiguous_stride
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..codecs.replicas import Part, ReplicaSum
-from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices import streams
 from ..devices.streams import costs_launches
 from ..torch_private import compat
 from .codec import AS_IS, Cast, Codec, Encoder, Member
+from .comm import TORCH_MEMORY, CommMemory
 from .layout import RANK_ALIGNMENT, BucketLayout, ParamSpec, align, contiguous_stride, split_chunks
 from .policy import MixedPrecisionPolicy
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ..calls.user_code import are_in_force, outside, run_hidden
-from ..collectives.choose import make_comm
-from ..collectives.subgroups import subgroup
+from ..collectives.choose import make_comm, make_neighbour_comm
 from ..devices.home_streams import GroupStreams
 from ..devices.streams import exist_on, make_transfers
 from ..parameters.empty_memory import EmptyTensors
@@ -255,7 +254,7 @@ class FSDPParamGroup:
         count, group = self.settings.restored_among, self.mesh.shard_group
         if count is None or group is None or count >= self.mesh.size:
             return None
-        return make_comm(subgroup(group, count), self.mesh.device, self.purpose)
+        return make_neighbour_comm(group, count, self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:
         """Returns how gradients are summed by the present Comms and settings."""

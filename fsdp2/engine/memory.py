@@ -14,11 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.streams import Transfer, Transfers, Work
 from ..torch_private import compat
 from ..torch_private.compat import storage_uses
-from .comm import Comm
+from .comm import TORCH_MEMORY, Comm, CommMemory
 from .gather import Copies, GatherPlan, group_copies, leaves_over, own_storage_view, view_bytes
 from .layout import GatherLayout, gather_layout
 

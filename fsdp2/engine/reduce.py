@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..codecs.replicas import Steps, Sums
 from ..devices import streams
-from ..devices.streams import Transfer, Transfers
+from ..devices.streams import AllWork, SumWork, Transfer, Transfers
 from ..torch_private import compat
 from .buckets import PIECES_IN_FLIGHT, ReducePlan
 from .codec import Member, Rows
-from .comm import AllWork, Comm, SumWork, Work
+from .comm import Comm, Work
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).
 Shards = dict[int, tuple[Tensor, int]]

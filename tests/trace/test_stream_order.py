@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.collectives.choose import CustomComm
+from fsdp2.collectives.custom import CustomComm
 from fsdp2.compression import Compression
 from fsdp2.devices import streams
 from fsdp2.devices.home_streams import GroupStreams

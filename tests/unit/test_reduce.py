@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fsdp2.codecs.int8 import Int8
-from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import reduce
 from fsdp2.engine.buckets import ReducePlan, split_pieces
 from fsdp2.engine.codec import Cast, Encoder
-from fsdp2.engine.comm import Purpose, SoloComm
+from fsdp2.engine.comm import TORCH_MEMORY, Purpose, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.reduce import Reduction
 from helpers import own_rows

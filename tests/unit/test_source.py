@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fsdp2"
 PATHS = sorted(PACKAGE.rglob("*.py"))
 # Where collectives are called; compat.py chooses between two names of one.
 COMMS = {
-    "engine/comm.py",
+    "collectives/coalesced.py",
     "collectives/any_group.py",
     "collectives/gloo.py",
     "ranks/rank_facts.py",
