@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2 import fully_shard
 from fsdp2.checks.headers import HEADER_NBYTES
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.collectives import choose
 from fsdp2.collectives.any_group import AnyComm
 from fsdp2.collectives.choose import make_comm
 from fsdp2.collectives.coalesced import CoalescedComm
@@ -23,7 +24,6 @@ from fsdp2.collectives.gloo import PairwiseComm
 from fsdp2.engine.comm import Comm, Purpose
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.ranks import rank_facts
-from fsdp2.torch_private import compat
 from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
@@ -344,7 +344,7 @@ def test_other_errors_than_a_lack_are_raised_unchanged() -> None:
 
 def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
-    monkeypatch.setattr(compat, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(choose, "backend_name", lambda group, device: "gloo")
     with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
         make_comm(object(), torch.device("cuda"), Purpose())  # type: ignore[arg-type]
 

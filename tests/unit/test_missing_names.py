@@ -4,7 +4,7 @@ ability and nothing else.
 The names are found in the source. Each is hidden in turn from a copy of the package, and all that training does not
 need are hidden at once from processes that train, whose parameters must have the same bits.
 
-    python tests/unit/test_private_names.py RANK STORE [hidden]    # one of the two ranks of that training
+    python tests/unit/test_missing_names.py RANK STORE [hidden]    # one of the two ranks of that training
 """
 
 from __future__ import annotations
