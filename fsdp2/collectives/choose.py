@@ -71,6 +71,16 @@ def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpos
     return CoalescedComm(group, purpose) if is_coalescing else AnyComm(group, purpose)
 
 
+def require_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Checks that a process group can communicate tensors on `device`. None: one rank.
+
+    Raises:
+        RuntimeError: it has no backend for the device.
+    """
+    if group is not None and not isinstance(group, SimulatedGroup):
+        backend_name(group, device)
+
+
 @dataclass(frozen=True)
 class CommChoice:
     """A user's choices for the collectives of a group, in place of the usual ones.

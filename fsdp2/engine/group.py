@@ -13,8 +13,7 @@ from torch import nn
 
 from ..calls.user_code import are_in_force, outside, run_hidden
 from ..collectives.choose import make_comm, make_neighbour_comm
-from ..devices.home_streams import GroupStreams
-from ..devices.streams import exist_on, make_transfers
+from ..devices.streams import make_transfers, order_streams
 from ..parameters.empty_memory import EmptyTensors
 from ..parameters.replacements import find_replacements
 from ..torch_private import compat
@@ -111,9 +110,7 @@ class FSDPParamGroup:
         storage_device = params[0].storage_device if params else mesh.device
         offloads = storage_device != mesh.device
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
-        self.streams = (
-            GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
-        )
+        self.streams = order_streams(mesh.device)
         self.comms = self.usual_comms = self._make_comms()
         self.gradients = GroupGradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self.params, self.gradients, mesh, storage_device, self.transfers)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..engine.mesh import DataMesh, Distribution, check_order
+from ..collectives.meshes import check_order
+from ..engine.mesh import DataMesh, Distribution
 from ..engine.mesh import distribute as distribute_plain
 from ..torch_private.beyond_step import SPMD_TYPE, concatenate_meshes, cut, strided_shard
 from ..torch_private.compat import distributed_parameter, local_of, take_hooks
