@@ -18,7 +18,7 @@ from .features import (
     running_stats,
 )
 from .parameters import parameter_methods, subclasses
-from .torch_private import beyond_step as torch_names
+from .torch_private.bridge import keep_out_of_graphs
 
 
 def install() -> None:
@@ -34,7 +34,7 @@ def install() -> None:
             conditional.join_consensus,
             large_submodules.gather_when_called,
             parameter_methods.hook_state_dicts,
-            lambda root: torch_names.keep_out_of_graphs(),
+            lambda root: keep_out_of_graphs(),
             lambda root: transforms.withdraw_where_disabled(),
             lambda root: pipelining.adapt_schedules(),
         ),

@@ -18,7 +18,7 @@ from ..engine.policy import Hold
 from ..engine.root import Root
 from ..engine.state import STATE, FSDPState, names_below, require_state, state_of
 from ..features.passes import finalize, reduce_unsynchronized
-from ..torch_private.beyond_step import ComposableState, is_traced, register_composable, state_in_table
+from ..torch_private.bridge import ComposableState, is_traced, register_composable, state_in_table
 from ..torch_private.lookup import load_module
 from .fsdp1_states import StateRef
 

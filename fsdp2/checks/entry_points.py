@@ -20,7 +20,7 @@ from ..engine.owners import sharded_owner
 from ..engine.root import Root
 from ..engine.state import FSDPState, names_below, state_of
 from ..parameters.replacements import REPLACE_BEFORE
-from ..torch_private.beyond_step import watch_calls
+from ..torch_private.checks import watch_calls
 from .due import Check
 
 _KEY = "fsdp2"

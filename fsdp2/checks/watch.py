@@ -40,14 +40,8 @@ import torch
 import torch.distributed as dist
 
 from ..engine.comm import Purpose
-from ..torch_private.beyond_step import (
-    can_watch,
-    default_store,
-    group_of_name,
-    has_backend,
-    is_collective,
-    recorded_collectives,
-)
+from ..torch_private.beyond_step import has_backend
+from ..torch_private.checks import can_watch, default_store, group_of_name, is_collective, recorded_collectives
 from ..torch_private.compat import backend_name
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes

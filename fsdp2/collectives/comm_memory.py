@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_private import compat
+from ..torch_private.beyond_step import symmetric_memory
 
 if TYPE_CHECKING:
     from ..engine.comm import Comm
@@ -73,7 +73,7 @@ class PoolMemory:
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         # One for each storage, which torch finds again at its address.
         for tensor in {each.untyped_storage()._cdata: each for each in tensors}.values():
-            compat.symmetric_memory().rendezvous(tensor, group=group.group_name)
+            symmetric_memory().rendezvous(tensor, group=group.group_name)
 
 
 def _give_back(pool: Any, backends: Sequence[Any]) -> None:
@@ -98,6 +98,6 @@ def pool_of_group(group: dist.ProcessGroup, device: torch.device) -> PoolMemory 
 
 def symmetric_pool(device: torch.device) -> PoolMemory:
     """Returns torch's pool of symmetric memory."""
-    symmetric = compat.symmetric_memory()
+    symmetric = symmetric_memory()
     symmetric.set_backend("NCCL")
     return PoolMemory(symmetric.get_mem_pool(device), device, is_symmetric=True)

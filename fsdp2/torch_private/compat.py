@@ -38,11 +38,6 @@ else:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def symmetric_memory() -> Any:
-    """Returns torch's module of symmetric memory, which few programs need and all would import."""
-    return load("torch.distributed._symmetric_memory", "collectives on symmetric memory")
-
-
 # ---- tensors
 
 # Copies, divides: one launch for all tensors of a list, where the device allows it. Lists must not be empty.
@@ -486,8 +481,6 @@ set_local_unseen: Callable[[Tensor, Tensor], None] = required("torch.distributed
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
 no_torch_function: Callable[[], Any] = required("torch._C.DisableTorchFunctionSubclass")
-HOOKS_OF_FSDP1 = "torch.distributed.algorithms._comm_hooks"
-"""The module of torch's communication hooks for FSDP1."""
 
 # (class, local tensor, spec, requires_grad=False) -> DTensor, without a copy, a check or an autograd node. The
 # constructor is wrapped to be skipped by dynamo, which costs as much as itself again, on every gradient.

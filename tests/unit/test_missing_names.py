@@ -256,7 +256,7 @@ def test_another_file_reads_them_where_torch_has_no_names_of_groups(monkeypatch:
 
 def test_the_watch_is_off_without_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp2.checks import watch
-    from fsdp2.torch_private import beyond_step
+    from fsdp2.torch_private import checks
     from fsdp2.torch_private.lookup import Missing
 
     class World:
@@ -265,7 +265,7 @@ def test_the_watch_is_off_without_its_names(monkeypatch: pytest.MonkeyPatch) -> 
 
     world = World()
     monkeypatch.setattr(watch, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=world)))
-    monkeypatch.setattr(beyond_step, "default_store", Missing("torch.distributed._store", "the watch"))
+    monkeypatch.setattr(checks, "default_store", Missing("torch.distributed._store", "the watch"))
     before = {*watch._running}
     with pytest.warns(UserWarning, match="the watch: off, because torch .* lacks torch.distributed._store"):
         watch.start()
