@@ -1,4 +1,4 @@
-"""Chooses how the groups of a model communicate: named collectives, a user's own ones, the debug level."""
+"""Chooses how ranks communicate: which Comm serves a process group, and what a user changes of it for a group."""
 
 from __future__ import annotations
 

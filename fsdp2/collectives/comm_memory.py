@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PoolMemory:
-    """Gives memory of a pool of torch's CUDA allocator, which communicators register segment by segment.
+    """A CommMemory over a pool of torch's CUDA allocator, which communicators register segment by segment.
 
     Args:
         pool: a `torch.cuda.MemPool` whose allocator is a communicator's.

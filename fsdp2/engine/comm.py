@@ -1,9 +1,9 @@
 """Defines the interface of communication, `Comm`, and its trivial implementation for one rank.
 
-A `Comm` moves bytes between the ranks of one process group and returns at once; whoever needs the bytes waits on the
-`Work` that it returns. Every method is a collective: all ranks of the group must call it, in the same order, with
-tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. `collectives/`
-has the implementations for process groups.
+A `Comm` moves bytes between the ranks of one process group. Its methods return at once, with a `Work` to wait for
+before the bytes are read. Every method is a collective: all ranks of the group must call it, in the same order, with
+tensors of the same sizes. Tensors are flat and contiguous, and must live until `wait` has returned. The implementations
+for process groups are in `collectives/`.
 """
 
 from __future__ import annotations
