@@ -12,11 +12,11 @@ from .bridge.torch_interface import torch_state_of
 from .checks.arguments import check_arguments, check_mesh
 from .checks.level import level
 from .checks.watch import start_early
-from .collectives.meshes import DataParallelMeshDims, default_mesh, shared_data_mesh
+from .collectives.meshes import DataParallelMeshDims, default_mesh, replicated_data_mesh, shared_data_mesh
 from .devices.offload import OffloadChoice
 from .engine.build import Arguments, apply
 from .engine.codec import Compression
-from .engine.mesh import DataMesh, replicated_data_mesh
+from .engine.mesh import DataMesh
 from .engine.policy import MixedPrecisionPolicy, OffloadPolicy, check_bool
 from .features.vocab_parallel import VocabParallelEmbedding
 from .module import FSDPModule, sharded_class

@@ -18,7 +18,7 @@ from .features import (
     running_stats,
 )
 from .parameters import parameter_methods, subclasses
-from .torch_private import beyond_step as torch_names
+from .torch_private.bridge import keep_out_of_graphs
 
 
 def install() -> None:
@@ -32,7 +32,7 @@ def install() -> None:
             entry_points.leave_fast_path,
             large_submodules.gather_when_called,
             parameter_methods.hook_state_dicts,
-            lambda state: torch_names.keep_out_of_graphs(),
+            lambda state: keep_out_of_graphs(),
             lambda state: transforms.withdraw_where_disabled(),
             lambda state: pipelining.adapt_schedules(),
         ),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .bridge.torch_interface import require_torch_state
+from .calls.user_classes import class_lock, make_subclass
 from .calls.user_code import hides_modes
 from .checks.comm_hooks import check_comm_hook, is_of_fsdp1
 from .codecs.comm_hook import CommHook
@@ -19,7 +20,7 @@ from .collectives import choose as collectives
 from .devices import streams
 from .engine.events import extensions
 from .engine.group_parameters import Rebuild
-from .engine.module_class import class_attributes, class_lock, make_subclass
+from .engine.module_class import class_attributes
 from .engine.policy import KeepUntil, check_bool
 from .engine.state import groups_below, groups_of, require_root, require_state, states_of
 from .features.accumulate import unsynchronized

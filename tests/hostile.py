@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine.comm import CoalescedComm, Comm, CopyWork, Rows, Work
+from fsdp2.collectives.coalesced import CoalescedComm
+from fsdp2.devices.streams import CopyWork
+from fsdp2.engine.comm import Comm, Rows, Work
 
 POISON = 0xFF
 """As every byte it is NaN in each floating-point dtype."""

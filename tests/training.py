@@ -44,6 +44,7 @@ from fsdp2 import (
     replicate,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
+from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.collectives.gloo import PairwiseComm
 from fsdp2.collectives.meshes import shared_data_mesh
 from fsdp2.compression import Compression, Rows, sum_decoded
@@ -51,7 +52,7 @@ from fsdp2.devices.streams import AllWork
 from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
-from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
+from fsdp2.engine.comm import Comm, Purpose, SoloComm
 from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile

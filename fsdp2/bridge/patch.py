@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..collectives.meshes import DataParallelMeshDims
 from ..engine.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..engine.state import require_state
 from ..module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
+from ..torch_private.lookup import load_module
 from .torch_interface import get_module_fsdp_state
 
 _API = "torch.distributed.fsdp"
@@ -107,7 +107,7 @@ class _Replaced:
     def replace(self) -> None:
         # All are imported before anything is replaced, so that classes which torch derives from its own are complete.
         for name in (_API, *_ALIASES, *_COPIED):
-            import_module(name)  # under `python -m fsdp2`, this may call patch_torch
+            load_module(name, "patch_torch and python -m fsdp2")  # under `python -m fsdp2`, this may call patch_torch
         if not self._pairs:
             self._pairs.extend(_pair_up())
         ours = {id(theirs): our for theirs, our in self._pairs}

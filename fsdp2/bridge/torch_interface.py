@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,8 @@ from ..engine.parameter import FSDPParam
 from ..engine.policy import AfterForward, KeepUntil
 from ..engine.state import FSDPState, names_below, require_state, state_of
 from ..features.passes import finalize, reduce_unsynchronized
-from ..torch_private.beyond_step import ComposableState, is_traced, register_composable, state_in_table
+from ..torch_private.bridge import ComposableState, is_traced, register_composable, state_in_table
+from ..torch_private.lookup import load_module
 from .fsdp1_states import StateRef
 
 # The attribute in which a state holds its TorchState, so that it stays the same object: torch's table does not keep
@@ -26,6 +26,7 @@ from .fsdp1_states import StateRef
 _ATTRIBUTE = "_torch_state"
 # The modules of torch that have its descriptions of meshes, and the phases of its groups. Programs compare with these.
 _INTERNAL = "torch.distributed.fsdp._fully_shard."
+_INTERFACE = "the state of sharded modules under torch's private names"
 
 
 def _mesh_info(mesh: DataMesh) -> Any:
@@ -40,7 +41,7 @@ def _mesh_info(mesh: DataMesh) -> Any:
             f"mesh_info: expected one axis that shards and one that replicates at most, got the axes {axes} of a mesh "
             f"of {mesh.mesh.ndim}; torch's mesh_info names one of each. Read parameter.device_mesh instead."
         )
-    kinds = import_module(f"{_INTERNAL}_fsdp_common")
+    kinds = load_module(f"{_INTERNAL}_fsdp_common", _INTERFACE)
     shard, replicate = (each[0] if each else None for each in axes)
     if shard is None:
         return kinds.DDPMeshInfo(mesh.mesh, replicate_mesh_dim=replicate)
@@ -113,7 +114,7 @@ class TorchParamGroup:
         """
         settings = self._groups[0].settings
         if settings.secondary_size is not None:
-            return import_module(f"{_INTERNAL}_fsdp_init")._get_post_forward_mesh_info(
+            return load_module(f"{_INTERNAL}_fsdp_init", _INTERFACE)._get_post_forward_mesh_info(
                 settings.secondary_size, self.mesh_info
             )
         return None if settings.after_forward is AfterForward.KEEP else self.mesh_info
@@ -127,7 +128,7 @@ class TorchParamGroup:
 
     @property
     def _training_state(self) -> Any:
-        states = import_module(f"{_INTERNAL}_fsdp_common").TrainingState
+        states = load_module(f"{_INTERNAL}_fsdp_common", _INTERFACE).TrainingState
         root = self._groups[0].root
         if root.is_in_backward():
             return states.PRE_BACKWARD
@@ -249,7 +250,7 @@ def get_module_fsdp_state(module: nn.Module) -> Any:
     if found is not None:
         return found
     state = state_in_table(module)
-    return state if isinstance(state, import_module(f"{_INTERNAL}_fsdp_state").FSDPState) else None
+    return state if isinstance(state, load_module(f"{_INTERNAL}_fsdp_state", _INTERFACE).FSDPState) else None
 
 
 def torch_state_of(module: nn.Module) -> TorchState | None:

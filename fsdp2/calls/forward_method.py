@@ -1,18 +1,18 @@
-"""Methods that users register, so that they gather like a call of their module does."""
+"""Runs methods of modules so that they gather like a call does: `forward` by itself, and those that users register."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial, update_wrapper
-from types import MethodType
+from types import GeneratorType, MethodType
 from typing import Any
 
 from torch import nn
 
-from ..engine.module_class import run_method
-from ..engine.state import require_module, state_of
+from ..engine.state import STATE, require_module, require_state, state_of
 from ..torch_private.compat import untraced
+from . import transforms
 
 _DEFERRED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -57,3 +57,51 @@ def _run_method(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
 @untraced
 def _run_function(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run_method(module, function, args, kwargs)
+
+
+# ---- how they run
+
+
+def run_unless_running(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward` by itself, if a call of `module` has gathered its parameters already."""
+    state = module.__dict__.get(STATE)  # none, while a copy of the module is being made
+    if state is None or state.running:
+        return forward(*args, **kwargs)
+    return run_method(module, forward, args, kwargs)
+
+
+@untraced
+def run_method(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `function(*args, **kwargs)`, run with the unsharded parameters of `module`."""
+    output = transforms.run_forward(require_state(module), module, function, args, kwargs)
+    return output if type(output) is not GeneratorType else gather_in_each_step(module, output)
+
+
+# ---- generators
+
+
+def gather_in_each_step(module: nn.Module, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Yields what the generator `steps` yields, and returns what it returns. Its body runs after the forward of
+    `module` has returned it, so each of its steps runs as a forward of its own.
+    """
+    resume: Callable[..., Any] = steps.send
+    value: Any = None
+    while True:
+        is_over, value = run_method(module, _step, (resume, value), {})
+        if is_over:
+            return value
+        try:
+            resume, value = steps.send, (yield value)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:
+            resume, value = steps.throw, error
+
+
+def _step(resume: Callable[..., Any], value: Any) -> tuple[bool, Any]:
+    """Returns whether a generator is over, and what it yields or returns. `resume`: its `send` or `throw`."""
+    try:
+        return False, resume(value)
+    except StopIteration as end:
+        return True, end.value

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.autograd import cast
 from ..torch_private import compat
+from ..torch_private.beyond_step import SPMD_PARTS, SPMD_TYPE
 from ..torch_private.compat import has_storage, storage_address
 from .nested import map_tensors
 from .user_code import run_hidden
@@ -279,6 +280,37 @@ def _path_to(tensor: Tensor, value: Any, path: str, seen: frozenset[int] = froze
         if found:
             return found
     return None
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back.
+
+    An annotation of spmd_types, whose type checker is one of the user's modes, stays.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
+        made = tensor.to(dtype)
+    else:
+        made = _Cast.apply(tensor, dtype)
+    if SPMD_TYPE in vars(tensor):
+        vars(made).update(
+            {name: shallow_copy(vars(tensor)[name]) for name in (SPMD_TYPE, SPMD_PARTS) if name in vars(tensor)}
+        )
+    return made
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.before, ctx.after = tensor.dtype, dtype
+        return tensor.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return run_hidden(gradient.to, ctx.before), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return run_hidden(tangent.to, ctx.after)
 
 
 def cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

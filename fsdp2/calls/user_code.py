@@ -17,6 +17,7 @@ from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 from ..torch_private import compat
+from ..torch_private.beyond_step import transform_stacks
 from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform, untraced
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -94,9 +95,8 @@ def outside_transforms() -> AbstractContextManager[list[Any]]:
     """Context: no transform of torch.func runs. It yields the list of those that run again afterwards."""
     if not runs_transform():
         return nullcontext([])
-    from torch._functorch import pyfunctorch  # takes some 100 ms, where nobody has used torch.func
-
-    context: AbstractContextManager[list[Any]] = pyfunctorch.temporarily_clear_interpreter_stack()
+    suspend, _ = transform_stacks()
+    context: AbstractContextManager[list[Any]] = suspend()
     return context
 
 
@@ -123,7 +123,7 @@ def _replace(modes: _Modes) -> _Modes:
     dispatch, function = [], []
     while num_dispatch_modes():
         mode = compat.pop_dispatch_mode(None)
-        if getattr(mode, "_mode_key", None) is not None:
+        if compat.is_of_torch(mode):
             compat.push_dispatch_mode(mode)
             break
         dispatch.append(mode)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..collectives.choose import choice_of
 from ..engine.group import FSDPParamGroup
-from ..torch_private.compat import HOOKS_OF_FSDP1
+from ..torch_private.checks import HOOKS_OF_FSDP1
 
 _OF_DDP = "torch.distributed.algorithms.ddp_comm_hooks"
 # Of FSDP1's: they note on which stream memory is used, which tensors on the CPU can't.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..engine.comm import Purpose, Work
 from ..engine.root import Root
-from ..torch_private.beyond_step import default_store
+from ..torch_private.checks import default_store
 from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
 
 # Tags of messages, which must not meet a user's: of headers, one for each time that ranks were out of step, and of what

@@ -19,7 +19,7 @@ from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.owners import sharded_owner
 from ..engine.state import FSDPState, names_below, state_of
 from ..parameters.replacements import REPLACE_BEFORE
-from ..torch_private.beyond_step import watch_calls
+from ..torch_private.checks import watch_calls
 
 _KEY = "fsdp2"
 

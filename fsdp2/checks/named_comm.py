@@ -12,7 +12,10 @@ from torch import Tensor
 
 from ..collectives.choose import make_comm
 from ..collectives.gloo import SUMMING, PairwiseComm
-from ..engine.comm import SUM_ALL, DividedWork, Purpose, Rows, Work, compare_first, divide_before
+from ..collectives.sums import SUM_ALL, divide_before
+from ..collectives.watching import compare_first
+from ..devices.streams import DividedWork
+from ..engine.comm import Purpose, Rows, Work
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.root import Root

@@ -27,7 +27,8 @@ from ..parameters.subclasses import (
     rows_of_subclass,
 )
 from ..parameters.ties import has_changed, original_of
-from ..torch_private.beyond_step import is_replicated_by_ddp, memory_of, size_at_first
+from ..torch_private.beyond_step import memory_of
+from ..torch_private.checks import is_replicated_by_ddp, size_at_first
 from ..torch_private.compat import PLAIN, holds_values, local_if_any, size_may_change
 from .arguments import Placements
 from .shared_memory import check_memory

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..collectives.delegating import DelegatingComm
+from ..collectives.gather_bytes import all_gather_now
 from ..collectives.gloo import GATHERING, REDUCING, SUMMING
-from ..engine.comm import Comm, DelegatingComm, Rows, Work, all_gather_now
+from ..engine.comm import Comm, Rows, Work
 from ..torch_private.beyond_step import has_backend
 from .conversation import tell_out_of_step
 from .headers import Header, Headers, digest_of, out_of_step, placed_header, text_of

@@ -24,7 +24,7 @@ from ..engine.mesh import DataMesh
 from ..engine.owners import by_ranks, sharded_owner, some_of
 from ..engine.root import Root
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, groups_of_all_ranks
-from ..torch_private.beyond_step import stepped_on_accumulation
+from ..torch_private.checks import stepped_on_accumulation
 from ..torch_private.dtensor import may_be_empty
 from .due import RankCheck, alike, found
 

@@ -40,7 +40,8 @@ import torch
 import torch.distributed as dist
 
 from ..engine.comm import Purpose
-from ..torch_private.beyond_step import default_store, group_of_name, has_backend, is_collective, recorded_collectives
+from ..torch_private.beyond_step import has_backend
+from ..torch_private.checks import can_watch, default_store, group_of_name, is_collective, recorded_collectives
 from ..torch_private.compat import backend_name
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
@@ -326,6 +327,8 @@ def start() -> None:
     if world is None or world in _started or world.size() == 1:
         return
     _started.add(world)
+    if not can_watch():
+        return
     end = threading.Event()
     thread = threading.Thread(target=_run, args=(Watch(world), end), name="fsdp2 watch", daemon=True)
     _running[thread] = end

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives.gloo import SUMMING
+from ..collectives.watching import compare_first
 from ..engine.codec import Part, Steps, Sums
-from ..engine.comm import Comm, compare_first
+from ..engine.comm import Comm
 from ..engine.layout import ParamSpec
 
 

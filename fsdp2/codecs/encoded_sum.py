@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from ..devices.streams import SumWork
 from ..engine.codec import Encoder, Member, Steps, Sums, is_compressed
-from ..engine.comm import Comm, SumWork
+from ..engine.comm import Comm
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
 
 if TYPE_CHECKING:

@@ -1,28 +1,26 @@
-"""Chooses how the groups of a model communicate: named collectives, a user's own ones, the debug level."""
+"""Chooses how ranks communicate: which Comm serves a process group, and what a user changes of it for a group."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..devices.simulation import SimulatedGroup
 from ..devices.streams import exist_on
-from ..engine import comm as core_comm
-from ..engine.comm import AnyComm, Comm, CopyWork, DelegatingComm, DividedWork, Purpose, Work
-from ..engine.events import extensions
+from ..engine.comm import TORCH_MEMORY, Comm, CommMemory, Purpose, SoloComm
 from ..engine.owners import all_groups
-from ..torch_private.compat import backend_name, type_of
-from .any_group import FallbackComm
-from .comm_memory import TORCH_MEMORY, CommMemory, PoolMemory, pool_of_group, symmetric_pool
+from ..torch_private.compat import backend_name, coalesces, type_of
+from .any_group import AnyComm
+from .coalesced import CoalescedComm
+from .comm_memory import PoolMemory, pool_of_group, symmetric_pool
+from .custom import CustomComm
 from .gloo import PairwiseComm
 from .scatter_hook import HookedComm
 from .subgroups import subgroup
+from .watching import watcher
 
 if TYPE_CHECKING:
     from ..engine.group import FSDPParamGroup
@@ -33,80 +31,54 @@ if TYPE_CHECKING:
 # reductions take that time while others are gathered. (A model's step of 1B parameters among 512 ranks takes 0.83x of
 # the time so, of 8B among 64 the same; not measured.)
 RANKS_OF_A_MACHINE = 8
+# Backends that are known to coalesce, also where a debug level wraps them. Others say so themselves.
+_COALESCING = ("nccl", "xccl", "hccl", "fake")
 
 
 def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
     """Returns the Comm for a process group, as checks watch it: over gloo its collectives carry their names, and at the
     debug level ranks compare what they are about to do.
     """
-    comm, watcher = make_unchecked(group, device, purpose), extensions().comm_watcher
-    return watcher.checked(comm, device) if comm.size > 1 and watcher.is_checked(group) else comm
+    comm = make_unchecked(group, device, purpose)
+    return watcher().checked(comm, device) if comm.size > 1 and watcher().is_checked(group) else comm
+
+
+def make_neighbour_comm(group: dist.ProcessGroup, size: int, device: torch.device, purpose: Purpose) -> Comm:
+    """Returns the Comm of this rank's `size` neighbours in a process group. All of them must call it."""
+    return make_comm(subgroup(group, size), device, purpose)
 
 
 def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
-    """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level."""
-    if group is not None and type_of(device) == "cpu" and backend_name(group, device) == "gloo":
-        return extensions().comm_watcher.named(group, purpose) or PairwiseComm(group, purpose)
+    """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level. None: one rank.
+
+    Raises:
+        NotImplementedError: gloo with tensors that are not on the CPU, which would crash the process.
+        RuntimeError: the group has no backend for `device`.
+    """
+    if group is None:
+        return SoloComm()
     if isinstance(group, SimulatedGroup):
         return group.make_comm(purpose)
-    comm = core_comm.make_comm(group, device, purpose)
-    return FallbackComm(group, purpose) if group is not None and type(comm) is AnyComm else comm
+    name = backend_name(group, device)
+    if name == "gloo" and type_of(device) == "cpu":
+        return watcher().named(group, purpose) or PairwiseComm(group, purpose)
+    if name == "gloo":
+        raise NotImplementedError(
+            f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
+            "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), for example."
+        )
+    is_coalescing = name in _COALESCING or (name != "" and coalesces(group, device))
+    return CoalescedComm(group, purpose) if is_coalescing else AnyComm(group, purpose)
 
 
-class CustomComm(DelegatingComm):
-    """Replaces the all-gather or the reduce-scatter of another Comm by a user's own, which gets one flat payload.
+def require_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Checks that a process group can communicate tensors on `device`. None: one rank.
 
-    The user's object has `allocate(size, *, dtype, device)` for the tensors it is called with; the group's tensors are
-    copied from and to these, since the user's may need memory of a special kind.
+    Raises:
+        RuntimeError: it has no backend for the device.
     """
-
-    def __init__(self, inner: Comm, all_gather: Any, reduce_scatter: Any) -> None:
-        super().__init__(inner)
-        self._gather, self._scatter = all_gather, reduce_scatter
-        self.direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
-        self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
-        self.follows_stream, self.memory = False, TORCH_MEMORY  # it is copied from and to the user's
-
-    def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
-        if self._gather is None:
-            return self.inner_comm.all_gather(outputs, inputs)
-        works, copies = [], []
-        for output, own in zip(outputs, inputs, strict=True):
-            whole = self._gather.allocate(output.shape, dtype=output.dtype, device=output.device)
-            part = whole[self.rank * own.numel() : (self.rank + 1) * own.numel()]
-            part.copy_(own)
-            work = self._gather(output_tensor=whole, input_tensor=part, group=self.group, async_op=True)
-            works += [work] if work is not None else []
-            copies.append((output, whole))
-        return CopyWork(works, copies)
-
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
-    ) -> Work:
-        if self._scatter is None:
-            return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
-        averages = divisor == self.size and not self.force_sum
-        before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
-        works, copies, sources = [], [], []
-        for output, whole in zip(outputs, inputs, strict=True):
-            source, shard = (
-                self._scatter.allocate(each.shape, dtype=each.dtype, device=each.device) for each in (whole, output)
-            )
-            source.copy_(whole)
-            if before != 1:
-                source.div_(before)
-            work = self._scatter(
-                output_tensor=shard,
-                input_tensor=source,
-                group=self.group,
-                op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
-                async_op=True,
-            )
-            works += [work] if work is not None else []
-            copies.append((output, shard))
-            sources.append(source)
-        copy = CopyWork(works, copies, sources)
-        return copy if averages else DividedWork([copy], outputs, divisor / before)
+    if group is not None and not isinstance(group, SimulatedGroup):
+        backend_name(group, device)
 
 
 @dataclass(frozen=True)
@@ -143,15 +115,15 @@ def choose(group: FSDPParamGroup, **changes: Any) -> None:
     choice = replace(choice_of(group), **changes)
     group.set(collectives=choice)
     if "checked" in changes:
-        extensions().comm_watcher.note_level(group.mesh.axis_groups, group.purpose, choice.checked)
+        watcher().note_level(group.mesh.axis_groups, group.purpose, choice.checked)
     follow(group)
 
 
 def follow(group: FSDPParamGroup) -> None:
     """Has a group communicate as chosen. Every rank must call it."""
-    choice, device, watcher = choice_of(group), group.mesh.device, extensions().comm_watcher
-    gathers: Comm = watcher.unchecked(group.usual_comms.gathers)
-    reduces: Comm = watcher.unchecked(group.usual_comms.reduces)
+    choice, device, checks = choice_of(group), group.mesh.device, watcher()
+    gathers: Comm = checks.unchecked(group.usual_comms.gathers)
+    reduces: Comm = checks.unchecked(group.usual_comms.reduces)
     separates = _separates(group, reduces) if choice.separate is None else choice.separate
     if separates and reduces.group is not None and reduces.size > 1:
         reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.purpose)
@@ -166,7 +138,7 @@ def follow(group: FSDPParamGroup) -> None:
         reduces = HookedComm(reduces, group.scatter_hook)
     now = group.comms
     others = [
-        None if each is None else _complete(_over(watcher.unchecked(each), memory), choice, device)
+        None if each is None else _complete(_over(checks.unchecked(each), memory), choice, device)
         for each in (now.replicas, now.post_forward)
     ]
     group.use_comms(type(now)(_complete(gathers, choice, device), _complete(reduces, choice, device), *others))
@@ -174,9 +146,9 @@ def follow(group: FSDPParamGroup) -> None:
 
 def _memory_of(group: FSDPParamGroup, choice: CommChoice) -> CommMemory:
     """Returns where what is sent and filled comes from: one pool for all groups of a device."""
-    usual = extensions().comm_watcher.unchecked(group.usual_comms.gathers)
+    usual = watcher().unchecked(group.usual_comms.gathers)
     is_one = usual.size == 1 or isinstance(usual.group, SimulatedGroup)
-    if choice.memory is None or is_one or type(usual) is not core_comm.CoalescedComm:
+    if choice.memory is None or is_one or type(usual) is not CoalescedComm:
         return TORCH_MEMORY
     is_symmetric, device = choice.memory == "symmetric", group.mesh.device
     pools = (each.comms.gathers.memory for each in all_groups())
@@ -207,11 +179,11 @@ def require_nccl(group: FSDPParamGroup) -> None:
 def _over(comm: Comm, memory: CommMemory, sums: bool = True) -> Comm:
     """Returns a Comm of the same ranks over that memory. `sums`: it only sums, and never averages."""
     memory = TORCH_MEMORY if memory.is_symmetric and not sums else memory
-    if comm.memory is memory or type(comm) is not core_comm.CoalescedComm:
+    if comm.memory is memory or type(comm) is not CoalescedComm:
         return comm
     if isinstance(memory, PoolMemory):
         memory.join(comm)
-    return core_comm.CoalescedComm(comm.group, comm.purpose, memory)
+    return CoalescedComm(comm.group, comm.purpose, memory)
 
 
 def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
@@ -221,7 +193,7 @@ def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
     splits the group of all ranks if that is bound to a device, and other ranks of the program may shard nothing now.
     """
     mesh, world = group.mesh, dist.group.WORLD
-    if usual.size <= RANKS_OF_A_MACHINE or not exist_on(mesh.device) or not isinstance(usual, core_comm.CoalescedComm):
+    if usual.size <= RANKS_OF_A_MACHINE or not exist_on(mesh.device) or not isinstance(usual, CoalescedComm):
         return False
     if isinstance(usual.group, SimulatedGroup):
         return True
@@ -230,17 +202,16 @@ def _separates(group: FSDPParamGroup, usual: Comm) -> bool:
 
 def _complete(comm: Comm, choice: CommChoice, device: torch.device) -> Comm:
     """Returns `comm` as chosen: checked, or no longer; summing only, or no longer."""
-    watcher = extensions().comm_watcher
-    plain = watcher.unchecked(comm)
+    plain = watcher().unchecked(comm)
     plain.force_sum = choice.force_sum
-    return watcher.checked(plain, device) if choice.checked and plain.size > 1 else plain
+    return watcher().checked(plain, device) if choice.checked and plain.size > 1 else plain
 
 
 def separate_where_usual(group: FSDPParamGroup) -> None:
     """Has a group reduce on a process group of its own, where that is the default, when it is first attached. Every
     rank must call it.
     """
-    usual = extensions().comm_watcher.unchecked(group.usual_comms.reduces)
+    usual = watcher().unchecked(group.usual_comms.reduces)
     is_untouched = group.comms is group.usual_comms and choice_of(group).separate is None
     if is_untouched and _separates(group, usual):
         follow(group)

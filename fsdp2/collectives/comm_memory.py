@@ -1,4 +1,4 @@
-"""Says where the memory comes from that collectives send and fill: torch's allocator, or a pool that NCCL knows.
+"""Gives memory that collectives send and fill from a pool that NCCL has registered.
 
 NCCL sends straight from registered memory and into it, instead of copying through buffers of its own; inside switches
 (NVLink SHARP) it also needs fewer of the device's processors. Memory of a pool returns to the pool when it is freed,
@@ -12,62 +12,20 @@ import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_private import compat
+from ..torch_private.beyond_step import symmetric_memory
 
 if TYPE_CHECKING:
     from ..engine.comm import Comm
 
 
-class CommMemory(Protocol):
-    """Gives the memory that collectives of a Comm send and fill.
-
-    `is_registered`: collectives are faster on it. So what they send lies there, too, and gradients are packed.
-    `is_symmetric`: ranks must `meet` before each collective.
-    """
-
-    is_registered: bool
-    is_symmetric: bool
-
-    @property
-    def empty(self) -> Callable[..., Tensor]:
-        """The function to call in place of `torch.empty`."""
-
-    @property
-    def zeros(self) -> Callable[..., Tensor]:
-        """The function to call in place of `torch.zeros`."""
-
-    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
-        """Returns what gives a storage, which has been freed, `nbytes` again. It is called in each step."""
-
-    def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        """Has ranks know where all of them have these tensors. Every rank of `group` must call it, in order."""
-
-
-class TorchMemory:
-    """Gives memory of torch's allocator."""
-
-    is_registered = is_symmetric = False
-    empty, zeros = staticmethod(torch.empty), staticmethod(torch.zeros)
-
-    def allocator(self, nbytes: int) -> Callable[[torch.UntypedStorage], object]:
-        return methodcaller("resize_", nbytes)  # in a step no function of ours runs
-
-    def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-        pass
-
-
-TORCH_MEMORY = TorchMemory()
-
-
 class PoolMemory:
-    """Gives memory of a pool of torch's CUDA allocator, which communicators register segment by segment.
+    """A CommMemory over a pool of torch's CUDA allocator, which communicators register segment by segment.
 
     Args:
         pool: a `torch.cuda.MemPool` whose allocator is a communicator's.
@@ -115,7 +73,7 @@ class PoolMemory:
     def meet(self, group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
         # One for each storage, which torch finds again at its address.
         for tensor in {each.untyped_storage()._cdata: each for each in tensors}.values():
-            compat.symmetric_memory().rendezvous(tensor, group=group.group_name)
+            symmetric_memory().rendezvous(tensor, group=group.group_name)
 
 
 def _give_back(pool: Any, backends: Sequence[Any]) -> None:
@@ -140,6 +98,6 @@ def pool_of_group(group: dist.ProcessGroup, device: torch.device) -> PoolMemory 
 
 def symmetric_pool(device: torch.device) -> PoolMemory:
     """Returns torch's pool of symmetric memory."""
-    symmetric = compat.symmetric_memory()
+    symmetric = symmetric_memory()
     symmetric.set_backend("NCCL")
     return PoolMemory(symmetric.get_mem_pool(device), device, is_symmetric=True)

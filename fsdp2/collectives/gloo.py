@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import SUM_ALL, AllWork, DividedWork, Purpose, Rows, SumWork, Work, divide_before
-from .comm_memory import TORCH_MEMORY, CommMemory
+from ..devices.streams import AllWork, DividedWork, SumWork, Work
+from ..engine.comm import TORCH_MEMORY, CommMemory, Purpose, Rows
+from .sums import SUM_ALL, divide_before
 
 GATHERING, REDUCING, SUMMING = "gathering", "reducing", "summing replicas of"
 """The words for what a collective does with a group."""

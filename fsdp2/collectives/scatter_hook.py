@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..devices import streams
-from ..engine.comm import AllWork, Comm, DelegatingComm, Work, compare_first
-from .comm_memory import TORCH_MEMORY
+from ..devices.streams import AllWork, Work
+from ..engine.comm import TORCH_MEMORY, Comm
+from .delegating import DelegatingComm
 from .gloo import REDUCING
+from .watching import compare_first
 
 if TYPE_CHECKING:
     from ..codecs.comm_hook import CommHook
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class HookedComm(DelegatingComm):
-    """Is a Comm that reduces by a hook, and does all else as another Comm.
+    """Reduces by a hook, and issues the other collectives of another Comm.
 
     The hook gets a flat tensor of one bucket's gradients, a segment for each rank, with zeros for padding, to which it
     may write, and a flat tensor that it fills with the mean of this rank's segments. It may give either other memory

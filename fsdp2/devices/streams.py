@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..engine.codec import Rows, sum_rows
 from ..torch_private import compat
+from .home_streams import GroupStreams
 from .simulation import kind_of, simulated
 
 Result = TypeVar("Result")
+# What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
+Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
 
 def exist_on(device: torch.device) -> bool:
@@ -56,6 +58,11 @@ def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
         except BaseException:
             current.wait_stream(stream)
             raise
+
+
+def order_streams(device: torch.device) -> GroupStreams | None:
+    """Returns what orders the streams that use one group's memory; None where the device has none."""
+    return GroupStreams(device) if exist_on(device) and device.type != "meta" else None
 
 
 @cache
@@ -163,6 +170,21 @@ class CopyWork(AllWork):
         copies, self._copies = self._copies, ()
         for target, source in copies:
             target.copy_(source)
+
+
+def sum_rows(parts: Rows, output: Tensor) -> None:
+    """Writes the sum of `parts` to `output`, added in their order and in the dtype of `output`."""
+    if isinstance(parts, Tensor) and costs_launches(parts.device):
+        # One launch. On CPU it would first cast all parts.
+        torch.sum(parts, 0, dtype=output.dtype, out=output)
+        return
+    first, *rest = parts
+    if rest and first.dtype == output.dtype:
+        torch.add(first, rest.pop(0), out=output)
+    else:
+        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
+    for part in rest:
+        output.add_(part)
 
 
 def _divide(tensors: Sequence[Tensor], divisor: float) -> None:

@@ -7,7 +7,6 @@ unpacks it first, whether the module returned its tensors, kept them on `self`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from ..calls.user_code import are_in_force, run_hidden, run_shown
 from ..torch_private import compat
-from ..torch_private.beyond_step import SPMD_PARTS, SPMD_TYPE
 from ..torch_private.compat import (
     PLAIN,
     graph_task,
@@ -197,32 +195,3 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
         compat.on_backward_end(callback)
 
     handle = leaf.register_hook(hook)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor.to(dtype)`. The user's modes don't see its gradient being cast back.
-
-    An annotation of spmd_types, whose type checker is one of the user's modes, stays.
-    """
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
-        made = tensor.to(dtype)
-    else:
-        made = _Cast.apply(tensor, dtype)
-    if SPMD_TYPE in vars(tensor):
-        vars(made).update({name: copy(vars(tensor)[name]) for name in (SPMD_TYPE, SPMD_PARTS) if name in vars(tensor)})
-    return made
-
-
-class _Cast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.before, ctx.after = tensor.dtype, dtype
-        return tensor.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return run_hidden(gradient.to, ctx.before), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return run_hidden(tangent.to, ctx.after)

@@ -10,21 +10,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
 from ..calls.user_code import hides_modes
-from ..collectives.choose import separate_where_usual
+from ..collectives.choose import require_backend, separate_where_usual
 from ..devices.offload import OffloadChoice, shard_nbytes, storage_place
-from ..devices.simulation import SimulatedGroup
 from ..parameters.tensor_parallel import distribute
 from ..parameters.ties import MARK, find_owner, mark_originals, original_of
-from ..torch_private.compat import backend_name
 from .events import extensions
 from .group import SHARDED, FSDPParamGroup
 from .group_parameters import Rebuild
-from .mesh import DataMesh, Distribution, data_mesh
+from .mesh import DataMesh, Distribution
 from .owners import Owned, forget_state, note_state
 from .parameter import FSDPParam, Slot, fqn
 from .policy import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, OffloadBudget, OffloadPolicy
@@ -36,8 +33,8 @@ Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 class Arguments(NamedTuple):
     """The arguments of one call of `fully_shard` or `replicate`, as the user gave them."""
 
-    # One axis shards; of two, the first replicates (HSDP). A DataMesh names its axes itself.
-    mesh: DeviceMesh | DataMesh
+    # What the user's mesh says of each of its axes, see collectives/meshes.py.
+    mesh: DataMesh
     reshard_after_forward: bool | int | None = None
     # Returns a Shard or None; a Shard and a DataMesh for a parameter on a mesh of its own.
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None
@@ -132,8 +129,7 @@ def _check_backends(plan: Plan) -> None:
     meshes = {id(plan.mesh): plan.mesh, **{id(each.mesh): each.mesh for each in plan.parameters.values()}}
     for mesh in meshes.values():
         for group in (mesh.shard_group, mesh.replicate_group):
-            if group is not None and not isinstance(group, SimulatedGroup):
-                backend_name(group, mesh.device)
+            require_backend(group, mesh.device)
 
 
 @contextmanager
@@ -209,7 +205,6 @@ def _plan(module: Any, given: Arguments) -> Plan:
             raise ValueError(f"{type(each).__name__}: fully_shard has been applied to this module already")
     nested = {inner for outer in roots for inner in outer.modules() if inner is not outer} if len(roots) > 1 else ()
     roots = [each for each in roots if each not in nested]
-    shared = given.mesh if isinstance(given.mesh, DataMesh) else data_mesh(given.mesh)
     names = names_below(roots)
     inside = list(states_among(names))
     managed: dict[nn.Module, str] = {} if inside or len(roots) > 1 else {**names}
@@ -218,14 +213,14 @@ def _plan(module: Any, given: Arguments) -> Plan:
         managed.update((each, name) for each, name in here.items() if each not in managed)
     found = _collect_slots(managed, given.ignored_params or ())
     slots = {fqn(managed[own[0].module], own[0].name): own for own in found.values()}
-    parameters = {name: _plan_parameter(name, own, shared, given) for name, own in slots.items()}
+    parameters = {name: _plan_parameter(name, own, given.mesh, given) for name, own in slots.items()}
     marks = {
         name: original_of(each)
         for name, each in zip(slots, found, strict=True)
         if getattr(each, MARK, None) is not None
     }
     tied = {name: parameters.pop(name)._replace(owner=find_owner(mark, inside)) for name, mark in marks.items() if mark}
-    plan = Plan(roots, given, shared, managed, names, inside, parameters, tied)
+    plan = Plan(roots, given, given.mesh, managed, names, inside, parameters, tied)
     _plan_offload(plan)
     return plan
 

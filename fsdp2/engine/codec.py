@@ -31,14 +31,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..devices.simulation import kind_of
+from ..devices.streams import Rows as Rows
+from ..devices.streams import costs_launches, sum_rows
 
 if TYPE_CHECKING:
     from .comm import Comm, Work
     from .layout import ParamSpec
-
-# What arrives from each rank, in the order of ranks: tensors of one dim, or the rows of one.
-Rows: TypeAlias = "Sequence[Tensor] | Tensor"
 
 SMALL_NUMEL = 256
 """Codecs leave parameters of fewer elements alone, as those of one dim: they are few bytes, and matter."""
@@ -112,28 +110,13 @@ class Codec(Protocol):
         """
 
 
-def sum_rows(parts: Rows, output: Tensor) -> None:
-    """Writes the sum of `parts` to `output`, added in their order and in the dtype of `output`."""
-    if isinstance(parts, Tensor) and kind_of(parts.device) != "cpu":
-        # One launch. On CPU it would first cast all parts.
-        torch.sum(parts, 0, dtype=output.dtype, out=output)
-        return
-    first, *rest = parts
-    if rest and first.dtype == output.dtype:
-        torch.add(first, rest.pop(0), out=output)
-    else:
-        output.copy_(first)  # the sum of two in a narrower dtype would be rounded to that
-    for part in rest:
-        output.add_(part)
-
-
 def sum_decoded(codec: Codec, rows: Rows, total: Tensor) -> None:
     """Fills `total`, [P], with the sum of the decoded `rows`, in their order: `Codec.sum`, in terms of `decode`.
 
     It takes memory for one more row; on a device for all of them, where it takes a few launches instead of a few for
     each row.
     """
-    if isinstance(rows, Tensor) and kind_of(rows.device) != "cpu":
+    if isinstance(rows, Tensor) and costs_launches(rows.device):
         numbers = total.new_empty(len(rows), total.numel())
         codec.decode(rows, numbers)
         sum_rows(numbers, total)

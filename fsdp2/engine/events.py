@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .comm import CommWatcher, Unwatched
-
 if TYPE_CHECKING:
     from ..calls.inputs import HandedInputs
+    from ..collectives.watching import CommWatcher
     from .build import Plan
     from .gradients import GroupGradients
     from .group import FSDPParamGroup
@@ -259,9 +258,6 @@ class BackwardSteps(Protocol):
         """Called when all reductions have finished."""
 
 
-_UNWATCHED = Unwatched()
-
-
 @dataclass(frozen=True)
 class Extensions:
     """The additions of other folders, and of users, to the engine, for the whole process.
@@ -276,7 +272,7 @@ class Extensions:
         plan: called with the plan of each `fully_shard` call before anything is changed; may refuse it, or regroup.
         class_attributes: called with a module's class; what they return is added to its sharded class.
         tensor_class: class of sharded parameters and of their gradients.
-        comm_watcher: watches what ranks are about to communicate.
+        comm_watcher: watches what ranks are about to communicate. None: nothing does.
     """
 
     after_sharding: tuple[Callable[[FSDPState], None], ...] = ()
@@ -286,7 +282,7 @@ class Extensions:
     plan: tuple[Callable[[Plan], None], ...] = ()
     class_attributes: tuple[Callable[[type], dict[str, Any]], ...] = ()
     tensor_class: type[DTensor] = DTensor
-    comm_watcher: CommWatcher = _UNWATCHED
+    comm_watcher: CommWatcher | None = None
 
 
 class _Current:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.streams import Work, costs_launches
 from ..torch_private.compat import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode
-from .comm import Comm
+from .comm import TORCH_MEMORY, Comm, CommMemory
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
 
 if TYPE_CHECKING:

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 from ..calls.user_code import are_in_force, outside, run_hidden
-from ..collectives.choose import make_comm
-from ..collectives.subgroups import subgroup
-from ..devices.home_streams import GroupStreams
-from ..devices.streams import exist_on, make_transfers
+from ..collectives.choose import make_comm, make_neighbour_comm
+from ..devices.streams import make_transfers, order_streams
 from ..parameters.empty_memory import EmptyTensors
 from ..parameters.replacements import Accept, find_replacements
 from ..torch_private import compat
@@ -132,9 +130,7 @@ class FSDPParamGroup:
         # Copies offloaded shards.
         self.transfers = make_transfers(mesh.device, settings.pin_memory) if offloads else None
         # Orders the streams that use the group's memory. None: the device has no streams.
-        self.streams = (
-            GroupStreams(mesh.device) if exist_on(mesh.device) and compat.type_of(mesh.device) != "meta" else None
-        )
+        self.streams = order_streams(mesh.device)
         # How its ranks communicate, and how they would, had the user chosen nothing.
         self.comms = self.usual_comms = self._make_comms()
         gradients = GroupGradients if self.streams is None else GradientsAtHome
@@ -315,7 +311,7 @@ class FSDPParamGroup:
         size, group = self.settings.secondary_size, self.mesh.shard_group
         if size is None or group is None or size >= self.mesh.size:
             return None
-        return make_comm(subgroup(group, size), self.mesh.device, self.purpose)
+        return make_neighbour_comm(group, size, self.mesh.device, self.purpose)
 
     def _reduction(self) -> Reduction:
         """Returns how gradients are summed by the present Comms and settings."""

@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices.staged_shards import StagedShards
 from ..devices.streams import Transfers
 from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards, layout_among
 from ..torch_private import compat
-from .comm import Comm
+from .comm import TORCH_MEMORY, Comm, CommMemory
 from .gather import GatherPlan, PendingGather, leaves_over, own_storage_view
 from .layout import GatherLayout
 from .unsharded import UnshardedParameters

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -211,131 +210,6 @@ def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
     return compat.mesh_over(mesh, axes).get_group()
-
-
-# Those in use: the groups of a model share one, and with it the specs of equal parameters.
-_in_use: weakref.WeakValueDictionary[Any, DataMesh] = weakref.WeakValueDictionary()
-
-
-def on_axes(
-    mesh: DeviceMesh,
-    shard_axes: tuple[int, ...],
-    replicate_axes: tuple[int, ...] = (),
-    outer_axes: tuple[int, ...] = (),
-) -> DataMesh:
-    """Returns the mesh whose axes are used so: `Use.SHARD`, `Use.REPLICATE`, `Use.OUTER_SHARD`.
-
-    Raises:
-        ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
-        ValueError, NotImplementedError: see `_joined`.
-    """
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
-    given = shard_axes + replicate_axes + outer_axes
-    if len({*given}) < len(given):
-        names = mesh.mesh_dim_names or range(mesh.ndim)
-        shard, replicate, outer = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, outer_axes))
-        rest = f" and {outer} as outer_shard" if outer else ""
-        raise ValueError(
-            f"mesh: expected each axis once, got {shard} to shard and {replicate} to replicate{rest}. Leave it out of "
-            "one."
-        )
-    # By identity: meshes of another default process group would be equal. While the value lives, so does its mesh.
-    key = (id(mesh), shard_axes, replicate_axes, outer_axes)
-    found = _in_use.get(key)
-    if found is None:
-        if outer_axes:
-            found = _joined(mesh, shard_axes, replicate_axes, outer_axes)
-        else:
-            found = DataMesh(mesh, shard_axes, replicate_axes)
-        check_order(found.mesh, found.shard_axes, found.shard_group)
-        _in_use[key] = found
-    return found
-
-
-def _joined(
-    mesh: DeviceMesh, shard_axes: tuple[int, ...], replicate_axes: tuple[int, ...], outer_axes: tuple[int, ...]
-) -> DataMesh:
-    """Returns the mesh whose only axis joins the outer axes (`Use.OUTER_SHARD`) and those that shard. If one of both
-    kinds has one rank, all others shard, as in FSDP.
-
-    Raises:
-        ValueError: no axis shards; or one that shards is left of an outer one.
-        NotImplementedError: there are other axes, of replicas or of the model.
-    """
-    names = mesh.mesh_dim_names
-    assert names is not None, "outer axes are chosen by name"
-    shard, replicate, outer = ([names[axis] for axis in axes] for axes in (shard_axes, replicate_axes, outer_axes))
-    if not shard:
-        raise ValueError(
-            f"dp_mesh_dims: expected names for shard as well as outer_shard={outer}, got none. If no ranks compute as "
-            "replicas, all ranks shard: pass these names as `shard`."
-        )
-    if replicate:
-        raise NotImplementedError(
-            f"dp_mesh_dims: outer_shard={outer} together with replicate={replicate} is not supported. Name all of "
-            "these axes in outer_shard, or all in replicate."
-        )
-    if mesh.ndim > len(shard_axes + outer_axes):
-        raise NotImplementedError(
-            f"dp_mesh_dims: outer_shard={outer} on a mesh with further axes, {names}, is not supported. Pass the "
-            f"axes of data parallelism only: mesh[{', '.join(map(repr, outer + shard))}]."
-        )
-    if max(outer_axes) > min(shard_axes):
-        raise ValueError(
-            f"dp_mesh_dims: expected the axes of outer_shard, {outer}, left of those that shard, {shard}, got the "
-            f"mesh {names}: ranks that compute together are neighbours. Build the mesh in that order."
-        )
-    uses = tuple(Use.OUTER_SHARD if axis in outer_axes else Use.SHARD for axis in range(mesh.ndim))
-    topology, joined = Topology(mesh, uses), compat.mesh_over(mesh, tuple(range(mesh.ndim)))
-    sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, outer_axes)]
-    if 1 in sizes:
-        return DataMesh(joined, (0,))
-    return DataMesh(joined, (0,), (), topology)
-
-
-def check_order(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
-    """Checks that ranks have the same order along `axes` of `mesh`, which shard, as in `group`, theirs.
-
-    A gather concatenates what ranks hold in the order of their process group, which torch sorts. DTensor, initialisers
-    and checkpoints cut by the coordinates of the mesh.
-
-    Raises:
-        ValueError: the orders differ; on all ranks of the mesh, whichever of them are in another order.
-    """
-    if group is None or math.prod(mesh.size(axis) for axis in axes) == 1:
-        return
-    rows, mine = compat.ranks_along(mesh, axes), dist.get_rank()
-    own, in_group = next(row for row in rows if mine in row), dist.get_process_group_ranks(group)
-    wrong = own if own != in_group else None
-    if in_group == sorted(in_group):
-        wrong = next((row for row in rows if row != sorted(row)), None)
-    if wrong is not None:
-        names = mesh.mesh_dim_names
-        axis = ", ".join(repr(names[axis]) if names else str(axis) for axis in axes)
-        raise ValueError(
-            f"mesh: expected ranks in ascending order along the axis that shards ({axis}), as in their process group, "
-            f"got {wrong}: gathers would follow one order, initialisers and checkpoints the other. List the ranks of "
-            "each row in ascending order, as init_device_mesh does; of axes that shard together, build the mesh with "
-            "these axes last, in their order."
-        )
-
-
-def data_mesh(mesh: DeviceMesh) -> DataMesh:
-    """Returns a mesh whose only axis shards, or whose first axis replicates and whose second shards (HSDP)."""
-    if mesh.ndim > 2:
-        raise ValueError(
-            f"mesh: expected one axis (sharded) or two (replicated, sharded), got {mesh.ndim} (shape "
-            f"{tuple(mesh.shape)}). Pass the data-parallel axes only, e.g. mesh['dp'], or name them by dp_mesh_dims."
-        )
-    return on_axes(mesh, (0,)) if mesh.ndim == 1 else on_axes(mesh, (1,), (0,))
-
-
-def replicated_data_mesh(mesh: DeviceMesh) -> DataMesh:
-    """Returns a mesh of one axis, which replicates."""
-    if mesh.ndim != 1:
-        raise ValueError(f"mesh: expected one axis, which replicates, got {mesh.ndim} (shape {tuple(mesh.shape)})")
-    return on_axes(mesh, (), (0,))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..collectives.comm_memory import TORCH_MEMORY, CommMemory
 from ..devices import streams
 from ..devices.streams import costs_launches
 from ..torch_private import compat
 from .buckets import cuts_on, split_pieces
 from .codec import AS_IS, Cast, Encoder, Member, Part, ReplicaSum
+from .comm import TORCH_MEMORY, CommMemory
 from .layout import BucketLayout, ParamSpec, contiguous_stride, split_chunks
 
 # Below this, gradients are packed by one operation on CPU though that takes more copies: an operation costs more than

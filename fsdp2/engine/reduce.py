@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..devices import streams
-from ..devices.streams import Transfer, Transfers
+from ..devices.streams import AllWork, SumWork, Transfer, Transfers
 from ..torch_private import compat
 from .buckets import PIECES_IN_FLIGHT
 from .codec import Member, Rows, Sums
-from .comm import AllWork, Comm, SumWork, Work
+from .comm import Comm, Work
 from .pack import Pieces, ReducePlan
 
 # Parameter index -> (a flat tensor, the offset in its storage at which this rank's padded shard begins).

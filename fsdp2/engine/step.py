@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calls.inputs import HandedInputs, cast_to, move_to
+from ..calls.inputs import HandedInputs, cast, cast_to, move_to
 from ..calls.nested import map_tensors, tensors_in
 from ..calls.user_code import are_in_force, hidden, outside, run_shown
 from ..torch_private import compat
@@ -61,7 +61,7 @@ from ..torch_private.compat import (
     runs_transform,
     storage_address,
 )
-from .autograd import after_leaf, after_tensors, cast
+from .autograd import after_leaf, after_tensors
 from .policy import Ending
 from .state import FSDPState
 

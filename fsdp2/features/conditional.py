@@ -27,8 +27,10 @@ from torch import Tensor
 
 from ..calls.nested import map_tensors, tensors_in
 from ..collectives.choose import make_comm
+from ..collectives.gather_bytes import all_gather_now
 from ..collectives.subgroups import subgroup
-from ..engine.comm import Comm, Purpose, all_gather_now, compare_first
+from ..collectives.watching import compare_first
+from ..engine.comm import Comm, Purpose
 from ..engine.group import FSDPParamGroup
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from ..calls.user_classes import make_subclass
 from ..calls.user_code import hides_modes
 from ..engine.build import Plan
 from ..engine.group import UNSHARDED, FSDPParamGroup
-from ..engine.module_class import make_subclass
 from ..engine.state import FSDPState
 from ..engine.step import run_forward
 from ..torch_private.compat import untraced

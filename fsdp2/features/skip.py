@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..calls.user_code import hides_modes
 from ..collectives import choose as collectives
 from ..collectives.choose import make_comm
-from ..engine.comm import Purpose, compare_first
+from ..collectives.watching import compare_first
+from ..engine.comm import Purpose
 from ..engine.root import Root
 from ..engine.state import modules_below, require_root
 from ..ranks.rank_facts import gather_by_rank, ranks_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..calls.user_code import hides_modes
 from ..collectives.choose import choice_of
-from ..engine.comm import compare_first
+from ..collectives.watching import compare_first
 from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.state import STATE
 from ..parameters.replacements import Accept

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..engine.comm import Comm, all_gather_now
+from ..collectives.gather_bytes import all_gather_now
+from ..engine.comm import Comm
 from ..engine.gather import leaves_over
 from ..engine.mesh import DataMesh
 from ..engine.policy import MixedPrecisionPolicy

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..engine.mesh import DataMesh, Distribution, check_order
+from ..collectives.meshes import check_order
+from ..engine.mesh import DataMesh, Distribution
 from ..engine.mesh import distribute as distribute_plain
 from ..torch_private.beyond_step import SPMD_TYPE, concatenate_meshes, cut, strided_shard
 from ..torch_private.compat import distributed_parameter, local_of, take_hooks
@@ -128,6 +129,8 @@ def distribute(parameter: Any, mesh: DataMesh, dim: int) -> Distribution:
         raise ValueError(f"expected a DTensor that is sharded or replicated, got placements {placements}")
     try:
         whole = concatenate_meshes(mesh.mesh, inner)
+    except NotImplementedError:  # torch has no such function any more
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"expected a DTensor on axes of the same device mesh as {mesh.mesh}, got one on {inner}. Build one mesh of "

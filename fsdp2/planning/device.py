@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..calls.user_code import hidden
+from ..collectives.coalesced import CoalescedComm
 from ..collectives.gloo import GATHERING, PairwiseComm
 from ..devices.simulation import SimulatedGroup, simulated
 from ..devices.streams import AllWork, Transfers, Work
 from ..engine import events
-from ..engine.comm import CoalescedComm, Comm, Purpose, Unwatched
+from ..engine.comm import Comm, Purpose
 from ..engine.mesh import DataMesh
 from ..features.large_submodules import gather_when_called, plan_large_submodules
 from ..torch_private.plans import mesh_of_numbers, no_dispatch
@@ -284,5 +285,5 @@ def _without_watchers() -> AbstractContextManager[None]:
         observers=(),
         in_profiler=(),
         class_attributes=(),
-        comm_watcher=Unwatched(),
+        comm_watcher=None,
     )

@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.distributed import broadcast, gather  # by name: an extension may put others under these in `dist`
 
 from ..collectives.choose import make_comm
+from ..collectives.gather_bytes import all_gather_now
+from ..collectives.sums import SUM_ALL
+from ..collectives.watching import compare_first
 from ..devices.streams import AllWork, Work
-from ..engine.comm import SUM_ALL, Purpose, all_gather_now, compare_first
+from ..engine.comm import Purpose
 from ..engine.mesh import DataMesh
 from ..torch_private.compat import backend_name
 

@@ -15,7 +15,7 @@ from ..engine.owners import SHARDED_AS, owners_by_id, sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.state import STATE, require_module, state_of
-from ..torch_private.beyond_step import is_sharded_by_fsdp1
+from ..torch_private.checks import is_sharded_by_fsdp1
 from .ours import OurGroup, OurParam, OurShards, plain_class
 from .ours import place_of as place_in_group
 from .protocol import Place, ShardGroup, ShardParam, Shards

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.arguments import check_mesh
 from ..collectives.choose import make_comm
+from ..collectives.gather_bytes import all_gather_now
 from ..collectives.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
-from ..engine.comm import Comm, Purpose, Work, all_gather_now
+from ..engine.comm import Comm, Purpose, Work
 from ..engine.mesh import DataMesh
 from ..ranks import compare_ranks
 from ..ranks.rank_facts import all_reduce_over, broadcast_over, gather_objects, gather_to_one, moves_data

@@ -1,52 +1,51 @@
-"""Collects the private names of torch that fsdp2 uses outside of its core, each with its reason.
+"""Collects the private names of torch that the engine and its rooms use seldom, each with its reason.
 
-Those that the engine uses most stand in torch_private/compat.py, those of DTensor in torch_private/dtensor.py.
+Those of a step stand in torch_private/compat.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import sys
 import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._guards import TracingContext
-from torch.distributed._composable_state import _module_state_mapping, _State
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from . import compat
 from .compat import PLAIN, inner_tensors
-from .once import once
-from .when_imported import when_imported
+from .lookup import load, optional, required
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    TorchDispatchMode = required("torch.utils._python_dispatch.TorchDispatchMode")
+    _StridedShard = optional("torch.distributed.tensor.placement_types._StridedShard", "tensor parallelism")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 # (tensors, counters): sets the version counters of tensors. The public context manager around it can only restore them.
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = required(
+    "torch._C._autograd._unsafe_set_version_counter"
+)
 
 
 SPMD_TYPE, SPMD_PARTS = "_local_type", "_partition_spec"
 """The attributes in which the package spmd_types, which torch's FSDP2 reads, keeps what an axis of a mesh holds of a
 tensor, and which dims axes cut."""
 
-ZERO_OPS = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+ZERO_OPS = (torch.ops.aten.zero_.default, required("torch.ops.aten._foreach_zero_.default"))
 """The operations that `zero_grad(set_to_none=False)` calls on gradients, one by one or all at once."""
-ZERO_FUNCTIONS = (Tensor.zero_, torch._foreach_zero_)
+ZERO_FUNCTIONS = (Tensor.zero_, required("torch._foreach_zero_"))
 """The same operations, as `__torch_function__` sees them."""
 
 _COMPUTED_ATTRIBUTES = {"data", "T", "H", "mT", "mH", "real", "imag"}
@@ -133,113 +132,20 @@ def saved_by(node: Any) -> list[Any]:
         return []
 
 
+_TRANSFORMS = "torch.func around a sharded module"
 # (tensor that a transform of torch.func has wrapped) -> the tensor inside.
-unwrapped: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
-is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped: Callable[[Tensor], Tensor] = optional("torch._C._functorch.get_unwrapped", _TRANSFORMS)
+is_wrapped: Callable[[Tensor], bool] = optional("torch._C._functorch.is_functorch_wrapped_tensor", _TRANSFORMS)
 
 
 def transform_stacks() -> tuple[Callable[[], Any], Callable[[list[Any]], Any]]:
     """Returns two context managers: one suspends the transforms that run, and yields their list; the other resumes such
     a list.
     """
-    from torch._functorch import pyfunctorch  # takes 100 ms, if torch.func was not used before
-
-    return pyfunctorch.temporarily_clear_interpreter_stack, pyfunctorch.temporarily_restore_interpreter_stack
-
-
-# The files through which dynamo traces: they have functions around torch's own, or around methods of users.
-_TRACED = ("entry_points.py", "forward_method.py", "module_class.py")
-
-
-@once
-def keep_out_of_graphs() -> None:
-    """Has dynamo, as soon as it is imported, trace no file of fsdp2 but those in `_TRACED`."""
-    when_imported("torch._dynamo", _skip_ours)
-
-
-def _skip_ours(dynamo: Any) -> None:
-    rules, package = dynamo.trace_rules, Path(__file__).parents[1]
-    for folder in {path.parent for path in package.rglob("*.py")} - {package}:
-        files = {path.name for path in folder.glob("*.py")}
-        has_traced = not files.isdisjoint(_TRACED)
-        rules.SKIP_DIRS.extend(str(folder / each) for each in files.difference(_TRACED)) if has_traced else (
-            rules.SKIP_DIRS.append(f"{folder}/")
-        )
-    rules.SKIP_DIRS.extend(map(str, package.glob("*.py")))
-    rules.add(__name__)  # takes 10 ms, to compile a pattern of all
-
-
-def replace_hooks(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Makes `hook` the only hook on the gradient of `tensor`. The hooks before may be those of another tensor now."""
-    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    tensor._backward_hooks = OrderedDict({0: hook})  # does what register_hook does, at a tenth of the cost
-
-
-ComposableState = _State
-
-
-def register_composable(module: nn.Module, reference: weakref.ref[_State], name: str) -> None:
-    """Lets torch's other composable APIs know that `name` manages `module`.
-
-    DDP's `replicate` refuses such a module, and leaves its parameters alone below another. Tools look for the state in
-    torch's table, which does not keep it alive: it gets `reference`, a weak one.
-    """
-    # Imported at the first call, because it imports DDP.
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-
-    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
-    _module_state_mapping[module] = reference
-
-
-def state_in_table(module: nn.Module) -> _State | None:
-    """Returns the state that a composable API of torch has noted for `module`, or None."""
-    found = _module_state_mapping.get(module)
-    return found() if isinstance(found, weakref.ref) else found
-
-
-def is_traced() -> bool:
-    """Returns True while torch.compile traces code on this thread, and asks objects what they are."""
-    return TracingContext.try_get() is not None
-
-
-def is_replicated_by_ddp(module: nn.Module) -> bool:
-    """Returns True if torch's composable `replicate` was applied to `module`: it has DDP around its parameters from the
-    first forward on.
-    """
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
-    key = getattr(contract, "REGISTRY_KEY", None)  # another thread may be importing the module
-    return key is not None and "replicate" in vars(module).get(key, ())
-
-
-def stepped_on_accumulation() -> Collection[Tensor]:
-    """Returns the parameters to which `_apply_optimizer_in_backward` has given an optimizer, and a hook for it."""
-    module: Any = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    found: Collection[Tensor] = getattr(module, "param_to_optim_hook_handle_map", ())
-    return found
-
-
-def is_sharded_by_fsdp1(parameter: Tensor) -> bool:
-    """Returns True for what FullyShardedDataParallel, torch's or fairscale's, has made of parameters: each rank holds a
-    part of its own, and trains it with a gradient that was reduced.
-    """
-    cls = type(parameter)
-    is_fairscales = cls.__name__ == "FlatParameter" and cls.__module__.startswith("fairscale.")
-    return is_fairscales or getattr(parameter, "_fsdp_flattened", False)
-
-
-def watch_calls(module: nn.Module, key: str) -> dict[Any, Any]:
-    """Returns the dict of the forward pre-hooks of `module`. A hook under `key` gets the keyword arguments, too.
-
-    The engine writes and deletes that hook several times in each step. With the handles of torch's public function that
-    takes ten times as long.
-    """
-    module._forward_pre_hooks_with_kwargs[key] = True  # type: ignore[index]
-    return module._forward_pre_hooks
-
-
-def size_at_first(group: dist.ProcessGroup) -> int:
-    """Returns the number of ranks with which `group` was made, whatever its own `size` returns now."""
-    return dist.ProcessGroup.size(group)
+    # Takes 100 ms, if torch.func was not used before.
+    clear = load("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORMS)
+    restore = load("torch._functorch.pyfunctorch.temporarily_restore_interpreter_stack", _TRANSFORMS)
+    return clear, restore
 
 
 def has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -269,6 +175,7 @@ class _GroupNames:
     @contextmanager
     def choose(self, name: str) -> Iterator[None]:
         c10d: Any = dist.distributed_c10d
+        load("torch.distributed.distributed_c10d._hash_ranks_to_str", "process groups of neighbouring ranks")
         with self._lock:
             if not self._num_threads:
                 self._usual, c10d._hash_ranks_to_str = c10d._hash_ranks_to_str, self._hash_of
@@ -300,64 +207,17 @@ def name_of_new_group(name: str) -> AbstractContextManager[None]:
     return _group_names.choose(name)
 
 
-# () -> the store that all processes share from `init_process_group` on. torch has no public function for it.
-default_store: Callable[[], dist.Store] = dist.distributed_c10d._get_default_store
-
-# (name): the process group of that name on this rank. LookupError, or RuntimeError: there is none.
-group_of_name: Callable[[Any], dist.ProcessGroup] = dist.distributed_c10d._resolve_process_group
-
-
-class RecordedCollective(NamedTuple):
-    """One collective that this process has begun, as torch's flight recorder knows it.
-
-    `group`: name of the process group; `number`: its place among the collectives of that group, from 1, the same on all
-    ranks; `thread`: identity of the thread that began it.
-    """
-
-    group: str
-    number: int
-    thread: int
-    is_done: bool
-
-
-# torch's numbers of messages between two ranks, and of works that do not say what they are.
-_NO_COLLECTIVES = (12, 13, 14, 17, 100)
-
-
-def is_collective(value: object) -> bool:
-    """Returns True for the work of a collective; False for that of a message between two ranks, or anything else."""
-    work: Any = value
-    return isinstance(value, dist.Work) and work._get_op_type() not in _NO_COLLECTIVES
-
-
-def recorded_collectives() -> tuple[list[RecordedCollective], bool] | None:
-    """Returns the last collectives on gloo that this process has begun, in their order, and whether these are all since
-    the process began. Messages between two ranks are not among them. None: the recorder is switched off.
-
-    torch records the last 2,000 by default (`TORCH_FR_BUFFER_SIZE`). To read them takes up to 150 ms.
-    """
-    c10d: Any = torch._C._distributed_c10d
-    found = json.loads(c10d._dump_fr_trace_json())
-    if not found.get("pg_config"):
-        return None
-    entries = found.get("entries", [])
-    collectives = [
-        RecordedCollective(
-            entry["process_group"][0], entry["collective_seq_id"], int(entry["thread_id"]), entry["retired"]
-        )
-        for entry in entries
-        if not entry["is_p2p"]
-    ]
-    return collectives, not entries or entries[0]["record_id"] == 0
-
-
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """Returns the mesh of the axes of both, which must be slices of one mesh. There is no public way to build it.
 
     Raises:
         RuntimeError: they are not.
     """
-    return DeviceMesh._concatenate([first, second])
+    concatenate = load(
+        "torch.distributed.device_mesh.DeviceMesh._concatenate", "tensor parallelism on a mesh of its own"
+    )
+    mesh: DeviceMesh = concatenate([first, second])
+    return mesh
 
 
 class _Returns(TorchDispatchMode):
@@ -394,6 +254,11 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def is_strided_placement(placement: Placement) -> bool:
+    """Returns True for a placement that `strided_shard` returns, or one of torch like it."""
+    return isinstance(placement, _StridedShard)
+
+
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: type[DTensor]) -> DTensor:
     """Returns this rank's part of a tensor that all ranks have, as a DTensor of `cls`, without communication."""
     strided = {axis for axis, each in enumerate(placements) if isinstance(each, _StridedShard)}
@@ -404,7 +269,7 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: t
     # torch would cut uneven parts otherwise.
     local = whole
     for axis, each in sorted(enumerate(placements), key=lambda pair: pair[0] in strided):
-        if isinstance(each, Shard | _StridedShard):
+        if isinstance(each, (Shard, _StridedShard)):
             parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
             local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
     spec = compat.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
@@ -416,3 +281,8 @@ def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> 
     strided = cast(_StridedShard, placements[axis])
     later = [other for other in range(axis + 1, mesh.ndim) if placements[other] == Shard(strided.dim)]
     return strided.split_factor == math.prod(mesh.size(other) for other in later)
+
+
+def symmetric_memory() -> Any:
+    """Returns torch's module of symmetric memory, which few programs need and all would import."""
+    return load("torch.distributed._symmetric_memory", "collectives on symmetric memory")

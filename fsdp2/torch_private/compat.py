@@ -1,4 +1,7 @@
-"""Collects the private names of torch that the engine uses, each with the reason why no public name will do."""
+"""Collects the private names of torch that the engine uses, each with the reason why no public name will do.
+
+A plain training needs those that are `required`, from bf16 and checkpointing to state dicts.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +18,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._dynamo import eval_frame
-from torch.autograd import Variable, forward_ad, profiler
+from torch import Tensor
+from torch.autograd import forward_ad, profiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.nn import Parameter
 
+from .lookup import are_there, load, optional, required
+
 if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+    from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
     from ..engine.parameter import FSDPParam
+else:
+    DTensorSpec = required("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+    TensorMeta = required("torch.distributed.tensor._dtensor_spec.TensorMeta")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def symmetric_memory() -> Any:
-    """Returns torch's module of symmetric memory, which few programs need and all would import."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    return symm_mem
 
 
 # ---- tensors
 
 # Copies, divides: one launch for all tensors of a list, where the device allows it. Lists must not be empty.
-copy_all: Callable[[list[Tensor], list[Tensor]], Any] = torch._foreach_copy_
-divide_each: Callable[[list[Tensor], float], Any] = torch._foreach_div_
-quotients: Callable[[list[Tensor], float], Any] = torch._foreach_div
+copy_all: Callable[[list[Tensor], list[Tensor]], Any] = required("torch._foreach_copy_")
+divide_each: Callable[[list[Tensor], float], Any] = required("torch._foreach_div_")
+quotients: Callable[[list[Tensor], float], Any] = required("torch._foreach_div")
 
 # Context without autograd, and without its records: a view that is made there is no view to autograd, and has a version
 # counter of its own; writes are not counted. Small operations take two thirds of the time.
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+below_autograd: Callable[[], Any] = required("torch._C._AutoDispatchBelowADInplaceOrView")
 
 PLAIN = (Tensor, Parameter)
 # (device) -> its type. Torch makes that string anew each time, which takes 3 thousand instructions.
 type_of: Callable[[torch.device], str] = cache(attrgetter("type"))
+required("torch.Tensor._version")
 # Reads in C what Python code reads in several steps. The first is the version counter of a tensor.
 version_of, requires_grad_of = attrgetter("_version"), attrgetter("requires_grad")
 
@@ -65,11 +67,14 @@ class GradDtype(NamedTuple):
 _TELLS_CHOICES = hasattr(Tensor, "_has_grad_dtype_override")
 
 
+_are_functions_overridden: Callable[[], bool] = required("torch._C._is_torch_function_enabled")
+
+
 def chosen_grad_dtype(tensor: Any) -> GradDtype | None:
     """Returns the `grad_dtype` that a user has chosen for a tensor; None: nobody has. Torch before 2.15 does not tell a
     choice of the tensor's own dtype from none.
     """
-    if type(tensor) is not Parameter and torch._C._is_torch_function_enabled():
+    if type(tensor) is not Parameter and _are_functions_overridden():
         with no_torch_function():
             return chosen_grad_dtype(tensor)
     is_chosen = tensor._has_grad_dtype_override if _TELLS_CHOICES else tensor.grad_dtype != tensor.dtype
@@ -77,20 +82,20 @@ def chosen_grad_dtype(tensor: Any) -> GradDtype | None:
 
 
 # (tensor, dtype): sets `grad_dtype`, also where a class of fsdp2 has a property of that name.
-set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = vars(torch._C.TensorBase)["grad_dtype"].__set__
+set_grad_dtype: Callable[[Tensor, torch.dtype | None], None] = required("torch._C.TensorBase.grad_dtype.__set__")
 
 
 # (tensors, 0, W, out=out): writes chunk r along dim 0 of all `tensors`, each flattened, one behind the other, to
 # out[r].
-chunk_cat: Callable[..., Any] = torch._chunk_cat
+chunk_cat: Callable[..., Any] = required("torch._chunk_cat")
 # (plain tensor) -> address of the storage behind it, also while that is freed (`data_ptr` is 0 then).
-storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+storage_address: Callable[[Tensor], int] = required("torch._C._storage_address")
 # (storage, slice of bytes) -> a storage over this part of it. `storage[...]` asks for the device first, in Python.
-part_of_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = vars(torch._C.StorageBase)[
-    "__getitem__"
-]
+part_of_storage: Callable[[torch.UntypedStorage, slice], torch.UntypedStorage] = required(
+    "torch._C.StorageBase.__getitem__"
+)
 # (tensor) -> False if there is none: sparse tensors, functorch's wrappers.
-has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+has_storage: Callable[[Tensor], bool] = required("torch._C._has_storage")
 
 
 # The `__torch_dispatch__` of classes that have none of their own.
@@ -140,9 +145,12 @@ def is_only_of_class(tensor: Tensor) -> bool:
     return has_no_dispatch(type(tensor)) and not vars(tensor)
 
 
+_make_subclass: Callable[..., Any] = required("torch.Tensor._make_subclass")
+
+
 def of_class(values: Tensor, cls: type[Tensor], requires_grad: bool = False) -> Any:
     """Returns a leaf of class `cls` over plain `values`. No method of `cls` runs."""
-    return Tensor._make_subclass(cls, values, requires_grad)
+    return _make_subclass(cls, values, requires_grad)
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
@@ -170,7 +178,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 # (storage._cdata) -> how many tensors, of any kind of view, and Python objects use the storage.
-storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+storage_uses: Callable[[int], int] = required("torch._C._storage_Use_Count")
+required("torch.UntypedStorage._cdata")
 
 
 def _is_counted_twice() -> bool:
@@ -183,7 +192,7 @@ def _is_counted_twice() -> bool:
 
 
 # (tensor) -> how many C++ references there are to it, that of its Python object included.
-cpp_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+cpp_references: Callable[[Tensor], int] = required("torch.Tensor._use_count")
 # From how many on those count as one reference to the Python object.
 SHARED_IN_CPP = 2 if _is_counted_twice() else float("inf")
 
@@ -205,9 +214,9 @@ def owned(tensor: Tensor) -> Tensor:
 # ---- autograd
 
 # () -> number of the backward pass that runs on this thread, or -1. There is no public function.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_task: Callable[[], int] = required("torch._C._current_graph_task_id")
 # () -> (pack, unpack) of the innermost saved-tensor hooks in force on this thread, or None.
-top_saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+top_saved_tensor_hooks: Callable[[bool], Any] = required("torch._C._autograd._top_saved_tensors_default_hooks")
 
 
 def are_of_checkpointing(pack: Callable[[Tensor], Any]) -> bool:
@@ -216,11 +225,12 @@ def are_of_checkpointing(pack: Callable[[Tensor], Any]) -> bool:
 
 
 # () -> why saved-tensor hooks may not be put in force on this thread, or None: `torch.func.grad` forbids them.
-why_no_hooks: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+why_no_hooks: Callable[[], str | None] = required("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message")
 # () -> True if one of torch.func's transforms runs on this thread. To ask for the innermost one would give the thread a
 # list of transforms for good, which autograd copies into each node of each graph: 2 % of the instructions of a step.
 runs_transform: Callable[[], bool] = partial(
-    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    required("torch._C._dispatch_tls_is_dispatch_key_included"),
+    required("torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode"),
 )
 # () -> torch's module of compiled autograd, or None if nobody has imported it; (that module) -> True while it runs a
 # backward: it calls hooks, but not what is queued for the end.
@@ -230,21 +240,30 @@ runs_compiled_backward: Callable[[Any], bool] = attrgetter("in_compiled_autograd
 records_backward: Callable[[Any], bool] = attrgetter("compiled_autograd_enabled")
 
 
+optional("torch.autograd.profiler._is_profiler_enabled", "names of groups in profiles", instead=False)
 # () -> True while a profiler of torch runs: `profile`, `emit_nvtx` or `emit_itt`. It calls no Python function.
-profiler_runs: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
+profiler_runs: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
+
+
+optional("torch.autograd.forward_ad._current_level", "forward-mode autograd with inputs that forward changes", -1)
 
 
 def has_tangents() -> bool:
-    """Returns True while forward-mode autograd runs on this thread, outside of torch.func."""
-    return forward_ad._current_level >= 0
+    """Returns True while forward-mode autograd runs on this thread, outside of torch.func. Without torch's name for it
+    False: an autograd function then runs, which torch refuses in forward mode.
+    """
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 # Runs a function when the running backward pass has computed all gradients. There is no public hook for that.
-on_backward_end: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+on_backward_end: Callable[[Callable[[], None]], None] = required(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
 # The hooks of `register_module_full_backward_hook`.
-hooks_of_all_modules: dict[int, Any] = nn.modules.module._global_backward_hooks
+hooks_of_all_modules: dict[int, Any] = required("torch.nn.modules.module._global_backward_hooks")
 
 # The hooks of `register_hook` and of `register_post_accumulate_grad_hook`: autograd can't run them for us.
+required("torch.Tensor._backward_hooks"), required("torch.Tensor._post_accumulate_grad_hooks")
 backward_hooks_of, post_accumulate_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -311,15 +330,22 @@ def on_accumulated(tensor: Tensor, key: str, hook: Callable[[Tensor], None] | No
         kind.__setitem__(hooks, key, hook)
 
 
+_COMPILE = "marks that keep torch.compile out of fsdp2 at no cost (torch.compiler.disable does it instead)"
+_frame_action: Any = optional("torch._C._dynamo.eval_frame._FrameAction", _COMPILE)
+_frame_strategy: Any = optional("torch._C._dynamo.eval_frame._FrameExecStrategy", _COMPILE)
+_set_strategy: Any = optional("torch._C._dynamo.eval_frame.set_code_exec_strategy", _COMPILE)
+_MARKS_CODE = are_there(_frame_action, _frame_strategy, _set_strategy)
+
+
 def untraced(function: Function) -> Function:
     """Decorator: torch.compile breaks its graph at a call of `function` and runs it as it is, but may compile what it
     calls. It costs nothing per call; `torch.compiler.disable` wraps each call, and imports dynamo, which takes seconds.
     """
-    actions = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     message = f"fsdp2 gathers and frees parameters here, outside of graphs. {EXPORT_PLAIN}"
+    if not _MARKS_CODE:
+        return cast(Function, torch.compiler.disable(function, recursive=False, reason=message))
+    _set_strategy(function.__code__, _frame_strategy(_frame_action.SKIP, _frame_action.DEFAULT))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = message  # type: ignore[attr-defined]
     return function
 
@@ -331,20 +357,33 @@ EXPORT_PLAIN = (
 
 # ---- modes: public contexts can only add a mode to the stacks
 
-num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-pop_dispatch_mode: Callable[[Any], Any] = torch._C._pop_torch_dispatch_stack
-push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
-pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+_MODES = "TorchDispatchMode and TorchFunctionMode around a sharded module"
+num_dispatch_modes: Callable[[], int] = required("torch._C._len_torch_dispatch_stack")
+num_function_modes: Callable[[], int] = required("torch._C._len_torch_function_stack")
+pop_dispatch_mode: Callable[[Any], Any] = optional("torch._C._pop_torch_dispatch_stack", _MODES)
+push_dispatch_mode: Callable[[Any], None] = optional("torch._C._push_on_torch_dispatch_stack", _MODES)
+pop_function_mode: Callable[[], Any] = optional("torch._C._pop_torch_function_stack", _MODES)
+push_function_mode: Callable[[Any], None] = optional("torch._C._push_on_torch_function_stack", _MODES)
+
+
+def is_of_torch(mode: Any) -> bool:
+    """Returns True for a dispatch mode with which torch itself traces or simulates, such as FakeTensorMode."""
+    return getattr(mode, "_mode_key", None) is not None
 
 
 def are_tensors_fake() -> bool:
     """Returns True if FakeTensorMode is in force on this thread."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    fake = load("torch._C._TorchDispatchModeKey.FAKE", _MODES)
+    return load("torch._C._get_dispatch_mode", _MODES)(fake) is not None
 
 
 # ---- process groups and meshes
+
+required("torch.distributed.ProcessGroup._get_backend")
+(
+    required("torch.distributed.ProcessGroup._allgather_base"),
+    required("torch.distributed.ProcessGroup._reduce_scatter_base"),
+)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -362,7 +401,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     except RuntimeError as error:
         if is_python:
             return ""
-        has = ", ".join(each.type for each in group._device_types)
+        has = ", ".join(each.type for each in getattr(group, "_device_types", ()))
         raise RuntimeError(
             f"expected a process group with a backend for {device.type}, got one for {has or 'no device'}. Initialise "
             "it with one for each device: init_process_group('cpu:gloo,cuda:nccl'), for example."
@@ -408,7 +447,13 @@ def mesh_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
         assert len(axes) == 1, "several axes are chosen by name"
         return DeviceMesh.from_group(mesh.get_group(axes[0]), mesh.device_type)
     chosen = mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]
-    return chosen if chosen.ndim == 1 else chosen._flatten()
+    return chosen if chosen.ndim == 1 else _flattened(chosen)
+
+
+def _flattened(mesh: DeviceMesh) -> DeviceMesh:
+    flatten = load("torch.distributed.device_mesh.DeviceMesh._flatten", "parameters that several mesh axes shard")
+    flat: DeviceMesh = flatten(mesh)
+    return flat
 
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
@@ -427,16 +472,15 @@ def ranks_along(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[list[int]]:
 # ---- DTensor
 
 # The local tensor itself: `to_local()` returns a new view on each call, which has no identity.
+required("torch.distributed.tensor.DTensor._local_tensor"), required("torch.distributed.tensor.DTensor._spec")
 local_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 # The same, to ask which object it is: nothing is done before its memory may be read (features/late_steps.py).
-peek_local: Callable[[Tensor], Tensor] = vars(DTensor)["_local_tensor"].__get__
-set_local_unseen: Callable[[Tensor, Tensor], None] = vars(DTensor)["_local_tensor"].__set__
+peek_local: Callable[[Tensor], Tensor] = required("torch.distributed.tensor.DTensor._local_tensor.__get__")
+set_local_unseen: Callable[[Tensor, Tensor], None] = required("torch.distributed.tensor.DTensor._local_tensor.__set__")
 # How a DTensor is distributed, with its shape and strides.
 spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
 # Context in which attributes of a DTensor are read three times as fast: torch doesn't look for a `__torch_function__`.
-no_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-HOOKS_OF_FSDP1 = "torch.distributed.algorithms._comm_hooks"
-"""The module of torch's communication hooks for FSDP1."""
+no_torch_function: Callable[[], Any] = required("torch._C.DisableTorchFunctionSubclass")
 
 # (class, local tensor, spec, requires_grad=False) -> DTensor, without a copy, a check or an autograd node. The
 # constructor is wrapped to be skipped by dynamo, which costs as much as itself again, on every gradient.

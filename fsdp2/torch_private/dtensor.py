@@ -13,22 +13,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
-from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor as redistribute_local_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.optimizer import _foreach_supported_types as _optimizers_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as _norms_foreach_types
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from . import compat
+from .beyond_step import is_strided_placement
+from .compat import DTensorSpec as DTensorSpec
+from .compat import TensorMeta as TensorMeta
 from .compat import local_of
+from .compat import spec_of as spec_of
+from .lookup import load, optional, required
 from .once import once
+
+# (local tensor, its spec, the wanted spec) -> the local tensor of that.
+redistribute_local_tensor: Callable[..., Tensor] = required(
+    "torch.distributed.tensor._redistribute.redistribute_local_tensor"
+)
 
 # True if torch calls `__torch_dispatch__` of a subclass of DTensor for an operation on it only where it has been told.
 _HAS_DISPATCH_RULES = torch.__version__ < "2.13"
+_rule_holder: Any = (
+    required("torch._library.simple_registry.GenericTorchDispatchRuleHolder") if _HAS_DISPATCH_RULES else None
+)
 # True if argmax and similar operations return indices of the full tensor; else they return those of a rank's shard.
 FINDS_GLOBAL_INDICES = torch.__version__ >= "2.13"
 # True if `new_empty_strided` of an uneven shard is replicated. Autograd copies gradients to it that others use, too.
@@ -38,15 +43,18 @@ REPLICATES_COPIED_GRADIENTS = torch.__version__ < "2.13"
 # True if torch takes a negative dim of `select` for another one in backward.
 IS_OLD = torch.__version__ < "2.15"
 
-# The spec of a DTensor: its mesh, placements, shape, strides and dtype.
-spec_of: Callable[[Tensor], DTensorSpec] = attrgetter("_spec")
+_FOREACH = "steps and norms of many sharded parameters in one operation"
+_foreach_types: tuple[list[type], ...] = (
+    optional("torch.optim.optimizer._foreach_supported_types", _FOREACH, instead=[]),
+    optional("torch.utils._foreach_utils._foreach_supported_types", _FOREACH, instead=[]),
+)
 
 
 def allow_in_foreach(cls: type[DTensor]) -> None:
     """Makes torch's foreach optimizers and norms accept tensors of `cls`: they compare classes with two private
     lists.
     """
-    for supported in (_optimizers_foreach_types, _norms_foreach_types):
+    for supported in _foreach_types:
         if cls not in supported:
             supported.append(cls)
 
@@ -64,7 +72,8 @@ def set_local_and_spec(tensor: Tensor, local: Tensor, like: DTensor) -> None:
 
 def follow_local(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Gives a DTensor, the first of `args`, the shape that `op`, an in-place view, has given its local tensor."""
-    return return_and_correct_aliasing(op, args, kwargs, args[0])
+    correct = load("torch.utils._python_dispatch.return_and_correct_aliasing", "views of sharded parameters in place")
+    return correct(op, args, kwargs, args[0])
 
 
 # ---- placements
@@ -87,7 +96,7 @@ def is_partial(tensor: DTensor) -> bool:
 
 def is_strided(tensor: DTensor) -> bool:
     """Returns True if two mesh axes cut the same dim, the left one last: see torch_private/compat.py."""
-    return any(isinstance(each, _StridedShard) for each in tensor.placements)
+    return any(is_strided_placement(each) for each in tensor.placements)
 
 
 def may_be_empty(tensor: DTensor) -> bool:
@@ -142,12 +151,25 @@ def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
     Its arguments are: outputs, gradients of outputs, retain_graph, create_graph, inputs, and others; `accumulate_grad`
     is True for `backward`. The engine is C++, and calls nothing of a tensor class for `inputs`.
     """
-    torch.autograd._engine_run_backward = wrap(torch.autograd._engine_run_backward)
+    # Both functions call it by this name.
+    run = optional(
+        "torch.autograd._engine_run_backward", "backward(inputs=) and autograd.grad of sharded parameters", instead=None
+    )
+    if run is not None:
+        torch.autograd._engine_run_backward = wrap(run)
 
 
 def finds_accumulator(frame: FrameType) -> bool:
     """Returns True if the code of `frame` calls `view_as` to find the node that accumulates gradients of a leaf."""
-    return frame.f_code is graph._get_grad_fn_or_grad_acc.__code__
+    return frame.f_code is _code_of_search()
+
+
+@once
+def _code_of_search() -> Any:
+    function = optional(
+        "torch.autograd.graph._get_grad_fn_or_grad_acc", "register_multi_grad_hook of sharded parameters", instead=None
+    )
+    return getattr(function, "__code__", None)
 
 
 # ---- operations
@@ -164,14 +186,12 @@ def dispatch_to(classes: Iterable[type[DTensor]]) -> None:
     """
     if not _HAS_DISPATCH_RULES:
         return
-    from torch._library.simple_registry import GenericTorchDispatchRuleHolder
-
     rules: dict[type, Any] = {cls: attrgetter("__torch_dispatch__.__func__")(cls) for cls in classes}
 
     def find(self: Any, cls: type) -> Any:
         return self._data.get(cls) or rules.get(cls)
 
-    GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign, assignment]
+    _rule_holder.find = find
 
 
 def overloads(names: Iterable[str]) -> list[Any]:

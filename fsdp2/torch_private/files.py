@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .beyond_step import TorchDispatchMode
 
 __all__ = [
     "IGNORED_MISSING",

@@ -11,31 +11,38 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .lookup import optional
+
+_FLAT = "flatten_optimizer and clip_grad_norm_ of fsdp2"
 # The kernels of fused steps. The public functions around them (`torch.optim.adam.adam`) group their lists by device and
 # dtype in each call, and expect a step count for each tensor: that takes longer than the kernels do.
-fused_adam: Callable[..., None] = torch._fused_adam_
-fused_adamw: Callable[..., None] = torch._fused_adamw_
-fused_sgd: Callable[..., None] = torch._fused_sgd_
-fused_adagrad: Callable[..., None] = torch._fused_adagrad_
-add_to_each: Callable[..., None] = torch._foreach_add_
-subtract_from_each: Callable[..., None] = torch._foreach_sub_
-zero_each: Callable[[list[Tensor]], None] = torch._foreach_zero_
+fused_adam: Callable[..., None] = optional("torch._fused_adam_", _FLAT)
+fused_adamw: Callable[..., None] = optional("torch._fused_adamw_", _FLAT)
+fused_sgd: Callable[..., None] = optional("torch._fused_sgd_", _FLAT)
+fused_adagrad: Callable[..., None] = optional("torch._fused_adagrad_", _FLAT)
+add_to_each: Callable[..., None] = optional("torch._foreach_add_", _FLAT)
+subtract_from_each: Callable[..., None] = optional("torch._foreach_sub_", _FLAT)
+zero_each: Callable[[list[Tensor]], None] = optional("torch._foreach_zero_", _FLAT)
 
 # (tensors of one dtype and device) -> their elements, one tensor behind the other. It calls no function for each.
-flatten: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
+flatten: Callable[[list[Tensor]], Tensor] = optional("torch._utils._flatten_dense_tensors", _FLAT)
 SMALL_NUMEL = 16 * 1024
 """Up to so many elements, on the CPU, a copy costs less than the call of a norm, or of a step's operations: some ten of
 them, each about 1 us beside its work. So small tensors are copied together first."""
 
 
+_norms: Callable[..., Any] = optional("torch._foreach_norm", _FLAT)
+_scale: Callable[..., None] = optional("torch._foreach_mul_", _FLAT)
+
+
 def norm_each(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """Returns the norm of each, computed in `dtype`; one launch where the device allows it."""
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    return list(_norms(tensors, order, dtype=dtype))
 
 
 def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiplies each by `factor`, a tensor without dims on their device; one launch where the device allows it."""
-    torch._foreach_mul_(tensors, factor)
+    _scale(tensors, factor)
 
 
 grad_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")

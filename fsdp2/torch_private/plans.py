@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .beyond_step import TorchDispatchMode
+from .lookup import load, optional
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -31,8 +33,9 @@ NO_SPLIT = "_no_split_modules"
 """The attribute in which models of Transformers name the classes of their blocks."""
 RUN_POLICY = "_run_policy"
 """The method of torch's ModuleWrapPolicy and CustomPolicy that names the modules to shard."""
+_PLAN = "fsdp2.plan"
 # Context: operations are not dispatched to Python.
-no_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
+no_dispatch: Callable[[], Any] = optional("torch._C._DisableTorchDispatch", _PLAN)
 
 
 class PlainDispatchMode(TorchDispatchMode):
@@ -48,9 +51,9 @@ def fake_mode(after: Callable[[Any, Any, Any, Any], None]) -> FakeTensorMode:
 
     `after(operation, args, kwargs, out)` is called after each operation, but not after those of which it is made.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    mode: Any = load("torch._subclasses.fake_tensor.FakeTensorMode", _PLAN)
 
-    class Mode(FakeTensorMode):
+    class Mode(mode):  # type: ignore[misc]
         """Calls `after`, and goes round what torch's own mode does to hide from dynamo."""
 
         def __init__(self) -> None:
@@ -73,14 +76,13 @@ def fake_mode(after: Callable[[Any, Any, Any, Any], None]) -> FakeTensorMode:
             after(func, args, kwargs, out)
             return out
 
-    return Mode()
+    made: FakeTensorMode = Mode()
+    return made
 
 
 def is_fake(tensor: Tensor) -> bool:
     """Returns True for a tensor without values that such a context has made."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, load("torch._subclasses.fake_tensor.FakeTensor", _PLAN))
 
 
 def run_backward(loss: Tensor) -> None:
@@ -88,7 +90,7 @@ def run_backward(loss: Tensor) -> None:
     TorchFunctionMode, and a forward that runs again would then be another one.
     """
     gradients = (torch.ones_like(loss),)
-    torch.autograd.graph._engine_run_backward(
+    load("torch.autograd.graph._engine_run_backward", _PLAN)(
         (loss,), gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 

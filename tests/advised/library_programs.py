@@ -37,6 +37,10 @@ from models import Wrapper
 _DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_names.py"
 ELSEWHERE.update(
     {
+        "install one of these, or train without this ability; the others work": (
+            "tests/unit/test_missing_names.py::test_training_without_the_others_is_the_same"
+        ),
+        "Install one of these releases, or a newer fsdp2": "tests/unit/test_missing_names.py::test_one_error_lists_all",
         "Pass MixedPrecisionPolicy(reduce_dtype={}), or set grad_dtype to {}": f"{_DTYPES}::any_dtype",
         "Pass the mesh of all axes, and dp_mesh_dims; and annotate the parameter on each of them": (
             "tests/ranks/test_spmd_types.py::annotated_in_part"

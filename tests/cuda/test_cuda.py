@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
+from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.engine import codec
-from fsdp2.engine.comm import CoalescedComm, Purpose
+from fsdp2.engine.comm import Purpose
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.engine.state import groups_below
 from fsdp2.ranks import compare_ranks

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fake_gpu
 from fake_gpu.training import EXACT, OFFLOAD, Net, build, judged, loss_of, same, train
+from fsdp2.collectives import coalesced
 from fsdp2.devices import streams
-from fsdp2.engine import comm
 from helpers import run_checks
 
 
@@ -121,7 +121,7 @@ class Forgotten:
 
 def test_planted_faults_are_found() -> None:
     """Where nothing is deferred most numbers stay right: the clocks see it, or NaN in memory that is not there yet."""
-    gather, copies = comm.CoalescedComm.all_gather, streams.Transfers
+    gather, copies = coalesced.CoalescedComm.all_gather, streams.Transfers
 
     def forget(*args: Any) -> Forgotten:
         works.append(gather(*args))
@@ -134,7 +134,7 @@ def test_planted_faults_are_found() -> None:
         ("shards that are written to", partial(write_to_shards, is_settled=False)),
         ("shards that are not copied any more", partial(write_to_shards, is_settled=True)),
         ("a copy out", partial(planted, "", streams.Transfer, "finish", lambda each: each._result, **OFFLOAD)),
-        ("a collective", partial(planted, "", comm.CoalescedComm, "all_gather", forget)),
+        ("a collective", partial(planted, "", coalesced.CoalescedComm, "all_gather", forget)),
         ("a tower", partial(planted, "race", Net, "_beside", beside_unordered)),
     ]
 

@@ -20,15 +20,16 @@ import fake_gpu
 from cut_gradients import small_pieces
 from fake_gpu.training import EXACT, OFFLOAD, ROUNDED, ROWS_OF_RANK, WIDTH, build, judged, on_a_thread, train
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadBudget, accumulate, fully_shard
+from fsdp2.collectives import coalesced
 from fsdp2.compression import Compression, Int8, PowerSGD
-from fsdp2.engine import codec, comm
+from fsdp2.engine import codec
 from helpers import run_checks
 
 
 @contextmanager
 def as_large_ones() -> Iterator[None]:
     """Gradients travel one by one, in pieces; parameters are gathered straight into place."""
-    with small_pieces(piece_bytes=64), mock.patch.object(comm.CoalescedComm, "direct_min_bytes", 64):
+    with small_pieces(piece_bytes=64), mock.patch.object(coalesced.CoalescedComm, "direct_min_bytes", 64):
         yield
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy
-from fsdp2.torch_private import compat
+from fsdp2.collectives import comm_memory
 from models import mean_loss
 from one_of_many import Way
 
@@ -102,7 +102,7 @@ def end(order: str) -> None:
 def main() -> None:
     for name, way in WAYS.items():
         stand_in = SymmetricMemory()
-        compat.symmetric_memory = lambda stand_in=stand_in: stand_in  # type: ignore[misc]
+        comm_memory.symmetric_memory = lambda stand_in=stand_in: stand_in  # type: ignore[misc]
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=RANKS)
         _, result = train(way)
         gc.collect()  # the next model gets a pool of its own

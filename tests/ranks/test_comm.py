@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp2 import fully_shard
 from fsdp2.checks.headers import HEADER_NBYTES
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.collectives.any_group import FallbackComm
+from fsdp2.collectives import choose
+from fsdp2.collectives.any_group import AnyComm
 from fsdp2.collectives.choose import make_comm
+from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.collectives.gloo import PairwiseComm
-from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
+from fsdp2.engine.comm import Comm, Purpose
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.ranks import rank_facts
-from fsdp2.torch_private import compat
 from helpers import run_checks, run_ranks, world_sizes
 
 NUMELS = [1, 2, 3, 5, 16, 17, 1001, 65537]
@@ -263,8 +264,8 @@ def test_each_function_that_a_group_may_lack_has_a_replacement(world_size: int) 
     """On gloo, which has all: the first of them, the second without that, and so on, do the same."""
 
     def without_the_first(count: int) -> Comm:
-        comm = FallbackComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
-        for first_offered in (comm._first_gather, comm._first_scatter, comm._first_exchange):
+        comm = AnyComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        for first_offered in (comm._gather, comm._scatter, comm._exchange):
             del first_offered._functions[: min(count, len(first_offered._functions) - 1)]
         return comm
 
@@ -324,7 +325,7 @@ def what_travels_in_fewer_bits_is_summed(comm: Comm) -> None:
 def test_other_errors_than_a_lack_are_raised_unchanged() -> None:
     """A group that fails, because another rank is gone say, isn't asked for something else in its place."""
 
-    class Failing(FallbackComm):
+    class Failing(AnyComm):
         says = ""
 
         def _fail(self, output: Tensor, source: Tensor) -> Any:
@@ -332,18 +333,18 @@ def test_other_errors_than_a_lack_are_raised_unchanged() -> None:
 
     def body(rank: int, size: int) -> None:
         comm = Failing(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
-        comm._first_gather._functions[0] = Failing._fail
+        comm._gather._functions[0] = Failing._fail
         for comm.says in ("connection closed by peer", "connect: Operation not supported"):
             with pytest.raises(RuntimeError, match=comm.says):
                 comm.all_gather([torch.zeros(2)], [torch.zeros(1)])
-            assert len(comm._first_gather._functions) == 3
+            assert len(comm._gather._functions) == 3
 
     run_ranks(2, body)
 
 
 def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
-    monkeypatch.setattr(compat, "backend_name", lambda group, device: "gloo")
+    monkeypatch.setattr(choose, "backend_name", lambda group, device: "gloo")
     with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
         make_comm(object(), torch.device("cuda"), Purpose())  # type: ignore[arg-type]
 

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import buckets, gather, pack, reduce
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.buckets import split_buckets
 from fsdp2.engine.codec import AsIs, Cast, Encoder
-from fsdp2.engine.comm import Purpose, Work
+from fsdp2.engine.comm import TORCH_MEMORY, Purpose, Work
 from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.engine.pack import ReducePlan

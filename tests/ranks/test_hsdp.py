@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.collectives import choose as collectives
+from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.engine import buckets
-from fsdp2.engine.comm import CoalescedComm, Purpose
+from fsdp2.engine.comm import Purpose
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, own_rows, run_checks, shard_batch, unchecked
 from matrix import Towers, assert_lies_on, set_mode, transformer

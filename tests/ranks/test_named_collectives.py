@@ -25,7 +25,7 @@ import helpers
 from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, replicate, set_checks
 from fsdp2.checks import comm_watcher
 from fsdp2.checks.level import _chosen
-from fsdp2.engine.comm import CoalescedComm
+from fsdp2.collectives.coalesced import CoalescedComm
 from helpers import NIGHTLY, RankError, alone, run_ranks
 from scenarios import Run, assert_none_differ, loss_of
 

@@ -20,7 +20,6 @@ from vector_clocks import Clock, Simulation, Stream
 
 from fsdp2.devices import streams
 from fsdp2.devices.streams import Transfers
-from fsdp2.engine import group as groups
 
 
 class SimulatedWork(dist.Work):
@@ -135,7 +134,6 @@ def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) ->
         mock.patch.object(torch, "Stream", make_stream),
         mock.patch.object(torch.accelerator, "current_stream", find_current),
         mock.patch.object(streams, "exist_on", exist_on),
-        mock.patch.object(groups, "exist_on", exist_on),
     ):
         dist.Backend.register_backend("simulated", partial(_create, simulation), extended_api=True, devices=["cpu"])
         dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=world_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.collectives import choose as collectives
 from fsdp2.collectives import comm_memory
-from fsdp2.engine.comm import CoalescedComm
+from fsdp2.collectives.coalesced import CoalescedComm
 from helpers import fake_world
 from known_memory import KnownMemory
 from models import TinyGPT, mean_loss

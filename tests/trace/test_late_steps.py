@@ -24,7 +24,7 @@ from fsdp2 import (
     fully_shard,
     vocab_parallel_embedding,
 )
-from fsdp2.engine import comm
+from fsdp2.collectives import coalesced
 from fsdp2.features.late_steps import LateStep, LateSteps
 from fsdp2.optim import steps
 from helpers import NIGHTLY
@@ -36,7 +36,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @pytest.fixture(autouse=True)
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that are gathered in place, and spans that are not packed, as on the CPU small ones are."""
-    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
+    monkeypatch.setattr(coalesced.CoalescedComm, "direct_min_bytes", 16)
     monkeypatch.setattr(steps, "SMALL_NUMEL", 0)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.meters import AllocationMeter
 from fsdp2 import StreamVersion, fully_shard, stream_full_params
-from fsdp2.engine.comm import CoalescedComm
+from fsdp2.collectives.coalesced import CoalescedComm
 from helpers import fake_world
 
 RANKS, BLOCKS, DIM = 8, 6, 512

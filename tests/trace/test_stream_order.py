@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from vector_clocks import Simulation, Stream
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.collectives.choose import CustomComm
+from fsdp2.collectives import coalesced
+from fsdp2.collectives.custom import CustomComm
 from fsdp2.compression import Compression
 from fsdp2.devices import streams
 from fsdp2.devices.home_streams import GroupStreams
 from fsdp2.devices.streams import Transfers
-from fsdp2.engine import buckets, comm
+from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine.gradients import GradientsAtHome, GroupGradients
 from fsdp2.engine.mesh import DataMesh
@@ -226,7 +227,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm.CoalescedComm, "direct_min_bytes", 16)
+    monkeypatch.setattr(coalesced.CoalescedComm, "direct_min_bytes", 16)
     monkeypatch.setattr(buckets, "MIN_BUCKET_BYTES", 64)
     monkeypatch.setattr(buckets, "MIN_PIECE_BYTES", 64)
 
@@ -648,7 +649,7 @@ class Possessive(GroupStreams):
 
 
 def of_streams(kind: type[GroupStreams]) -> Any:
-    return mock.patch.object(groups, "GroupStreams", kind)
+    return mock.patch.object(streams, "GroupStreams", kind)
 
 
 def sums_not_waited_for() -> Any:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.collectives.choose import CustomComm
-from fsdp2.engine.comm import CoalescedComm, Comm, Purpose
+from fsdp2.collectives.coalesced import CoalescedComm
+from fsdp2.collectives.custom import CustomComm
+from fsdp2.engine.comm import Comm, Purpose
 from fsdp2.engine.layout import MAX_OPERATIONS
 from fsdp2.engine.reduce import exchange_and_sum
 

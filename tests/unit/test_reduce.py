@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from benchmarks.launches import LaunchMeter
 from fsdp2 import fully_shard
 from fsdp2.codecs.int8 import Int8
-from fsdp2.collectives.comm_memory import TORCH_MEMORY
 from fsdp2.engine import buckets, reduce
 from fsdp2.engine.buckets import split_pieces
 from fsdp2.engine.codec import Cast, Encoder, Sums
-from fsdp2.engine.comm import Purpose, SoloComm
+from fsdp2.engine.comm import TORCH_MEMORY, Purpose, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.pack import Concatenation, Pieces, ReducePlan, Segments
 from fsdp2.engine.reduce import Reduction

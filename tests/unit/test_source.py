@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fsdp2"
 PATHS = sorted(PACKAGE.rglob("*.py"))
 # Where collectives are called; compat.py chooses between two names of one.
 COMMS = {
-    "engine/comm.py",
+    "collectives/coalesced.py",
     "collectives/any_group.py",
     "collectives/gloo.py",
     "ranks/rank_facts.py",
@@ -29,8 +29,7 @@ COMMS = {
 CHOOSES = {"torch_private/compat.py"}
 # Where private names of torch stand: in files for that, and in what stands in for torch's FSDP, or refuses it.
 MAY_BE_PRIVATE = re.compile(
-    r"torch_private/\w+\.py|calls/user_code\.py"
-    r"|bridge/(patch|torch_interface|fsdp1_states|startup/sitecustomize)\.py"
+    r"torch_private/\w+\.py|bridge/(patch|torch_interface|fsdp1_states|startup/sitecustomize)\.py"
 )
 # Packages that users may not have: a folder may import them inside functions.
 OPTIONAL = {"hf": {"peft", "tqdm", "transformers"}, "planning": {"transformers"}}
