@@ -25,13 +25,14 @@ ROOMS = {
     # ways to communicate
     "collectives": Room(doors="choose", may_import="comm events layout mesh owners"),
     # compressed gradients and weights
-    "codecs": Room(doors="replicas", may_import="codec comm layout"),
+    "codecs": Room(doors="choose_sum", may_import="codec comm layout"),
     # streams, memory on the CPU, simulated devices
-    "devices": Room(doors="offload simulation streams write_notices", may_import="mesh policy"),
+    "devices": Room(doors="offload simulation staged_shards streams write_notices", may_import="mesh policy"),
     # kinds of parameters, and what users do to them
     "parameters": Room(
-        doors="cast_buffers empty_memory parameter_methods replacements subclasses tensor_parallel ties",
-        may_import="comm gather group group_parameters mesh owners parameter placeholders policy state",
+        doors="cast_buffers cut_graphs empty_memory freed parameter_methods replacements secondary_shards subclasses "
+        "tensor_parallel ties",
+        may_import="comm events gather group group_parameters layout mesh owners parameter placeholders policy state",
     ),
     # how users' code calls sharded modules
     "calls": Room(
