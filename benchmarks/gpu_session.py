@@ -29,7 +29,7 @@ two are written again after each part. If a part fails or is killed, the results
 to then.
 
 `--dry` tries all of this with tiny models and on CPU if there is no GPU: gloo ranks train, and a part that hangs on
-purpose is killed. Its numbers mean nothing. `--unchecked` compares shapes and dtypes only, for a simulated GPU whose
+comm_label is killed. Its numbers mean nothing. `--unchecked` compares shapes and dtypes only, for a simulated GPU whose
 kernels compute nothing (`tests/phantom`).
 """
 

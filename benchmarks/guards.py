@@ -62,7 +62,7 @@ def drop_headers(model: nn.Module) -> None:
 
     for group in _groups(model):
         comms = [
-            each if each is None or each.group is None else PairwiseComm(each.group, group.purpose)
+            each if each is None or each.group is None else PairwiseComm(each.group, group.comm_label)
             for each in group.comms
         ]
         group.use_comms(Comms(*comms))
@@ -99,7 +99,7 @@ class _Unchecked:
     """Has `SavedTensors._pack` and `_unpack` without the comparison: weights are noted, and gathered again."""
 
     def __init__(self, saved_tensors: Any) -> None:
-        from fsdp2.torch_private.compat import storage_id
+        from fsdp2.torch_private.internals import storage_id
 
         self._of, self._storage_id = saved_tensors, storage_id
 

@@ -28,7 +28,7 @@ from .features.conditional import set_conditional
 from .features.copying import copying_methods
 from .features.optimizer_in_backward import use_in_backward
 from .features.passes import finalize, reduce_unsynchronized, reset, wait_for
-from .torch_private.compat import EXPORT_PLAIN
+from .torch_private.internals import EXPORT_PLAIN
 
 if TYPE_CHECKING:
     from .engine.group import FSDPParamGroup
@@ -101,7 +101,7 @@ class FSDPModule:
         groups = groups_of(self)
         try:
             for group in groups:
-                group.parameters.take_requires_grad()
+                group.parameters.adopt_requires_grad()
                 for notify in group.events.before_reshard:
                     notify(group)
         finally:
@@ -826,7 +826,7 @@ class UnshardHandle:
             if group.keep_until < KeepUntil.NEXT_PASS:  # a forward, or reshard(), has given it up since
                 continue
             group.unshard(for_backward=group.root.backward is not None)
-            group.root.use(group)
+            group.root.mark_in_use(group)
             group.keep(KeepUntil.USER)
             group.root.settle_transfers()
 

@@ -110,7 +110,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sharded parameters are not registered after forward",
-        r"(UNSHARDED:\n +self\._become\(GATHERED\)\n +)self\.registration\.register\(unsharded=False\)",
+        r"(UNSHARDED:\n +self\._set_phase\(GATHERED\)\n +)self\.registration\.register\(unsharded=False\)",
         r"\1pass",
         (TRAINING,),
     ),

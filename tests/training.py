@@ -52,7 +52,7 @@ from fsdp2.devices.streams import AllWork
 from fsdp2.engine import buckets, codec
 from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
-from fsdp2.engine.comm import Comm, Purpose, SoloComm
+from fsdp2.engine.comm import Comm, CommLabel, SoloComm
 from fsdp2.engine.state import groups_below
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
@@ -413,8 +413,8 @@ class Draw:
         return stack
 
 
-def all_to_all(group: Any, device: torch.device, purpose: Purpose) -> Comm:
-    return SoloComm() if group is None else CoalescedComm(group, purpose)
+def all_to_all(group: Any, device: torch.device, comm_label: CommLabel) -> Comm:
+    return SoloComm() if group is None else CoalescedComm(group, comm_label)
 
 
 @contextmanager

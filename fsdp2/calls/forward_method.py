@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..engine.state import STATE, require_module, require_state, state_of
-from ..torch_private.compat import untraced
+from ..torch_private.internals import untraced
 from . import transforms
 
 _DEFERRED = (inspect.iscoroutinefunction, inspect.isasyncgenfunction)

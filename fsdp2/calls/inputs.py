@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..torch_private import compat
-from ..torch_private.beyond_step import SPMD_PARTS, SPMD_TYPE
-from ..torch_private.compat import has_storage, storage_address
+from ..torch_private import internals
+from ..torch_private.internals import has_storage, storage_address
+from ..torch_private.rare_internals import SPMD_PARTS, SPMD_TYPE
 from .nested import map_tensors
 from .user_code import run_hidden
 
@@ -114,7 +114,7 @@ class HandedInputs:
             if not is_recorded:
                 with torch.no_grad():
                     _copy_changes(tensor, copy)
-            elif compat.runs_transform() or compat.has_tangents():
+            elif internals.runs_transform() or internals.has_tangents():
                 tensor.copy_(copy)
             else:
                 with torch.enable_grad():
@@ -147,7 +147,7 @@ def _copy_changes(tensor: Tensor, copy: Tensor) -> None:
     is_rounded = torch.promote_types(tensor.dtype, copy.dtype) != copy.dtype
     if tensor.shape != copy.shape:
         tensor.resize_(copy.shape)
-    elif is_rounded and type(tensor) in compat.PLAIN and tensor.layout is torch.strided:
+    elif is_rounded and type(tensor) in internals.PLAIN and tensor.layout is torch.strided:
         there = tensor.to(copy.device)
         copy = torch.where(copy == there.to(copy.dtype), there, copy.to(tensor.dtype))
     tensor.copy_(copy)
@@ -170,7 +170,7 @@ class _Written(torch.autograd.Function):
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Returns True if two strided tensors have an element of memory in common."""
-    if not all(type(t) in compat.PLAIN and has_storage(t) and t.numel() for t in (one, other)):
+    if not all(type(t) in internals.PLAIN and has_storage(t) and t.numel() for t in (one, other)):
         return False
     if storage_address(one) != storage_address(other) or one.is_meta:
         return False
@@ -287,7 +287,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     An annotation of spmd_types, whose type checker is one of the user's modes, stays.
     """
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or compat.runs_transform():
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or internals.runs_transform():
         made = tensor.to(dtype)
     else:
         made = _Cast.apply(tensor, dtype)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..engine.group import GATHERED, FSDPParamGroup
 from ..engine.step import hook_outputs
-from ..torch_private.compat import graph_task, runs_transform
+from ..torch_private.internals import graph_task, runs_transform
 from .nested import tensors_in
 from .user_code import hides_modes, run_hidden
 

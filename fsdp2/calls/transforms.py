@@ -17,8 +17,8 @@ from ..engine import step as steps
 from ..engine.autograd import SavedTensors
 from ..engine.state import FSDPState
 from ..engine.step import cast_floating
-from ..torch_private import beyond_step as compat
-from ..torch_private.compat import runs_transform, top_saved_tensor_hooks, untraced
+from ..torch_private import rare_internals as internals
+from ..torch_private.internals import runs_transform, top_saved_tensor_hooks, untraced
 from ..torch_private.once import once
 from .inputs import HandedInputs, cast_to
 from .nested import tensors_in
@@ -45,7 +45,7 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
         if state.input_dtype is not None:
             handed.append(HandedInputs(cast_to(state.input_dtype), args, kwargs))
             args, kwargs = handed[-1].args, handed[-1].kwargs
-    _, restore = compat.transform_stacks()
+    _, restore = internals.transform_stacks()
 
     def inside(*args: Any, **kwargs: Any) -> Any:
         with restore(stack):
@@ -68,8 +68,8 @@ def run_transformed(state: FSDPState, module: nn.Module, forward: Callable[..., 
 def _levels(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors that the transforms have wrapped to make `tensor`, from the innermost transform outwards."""
     found = []
-    while compat.is_wrapped(tensor):
-        tensor = compat.unwrapped(tensor)
+    while internals.is_wrapped(tensor):
+        tensor = internals.unwrapped(tensor)
         found.append(tensor)
     return found
 

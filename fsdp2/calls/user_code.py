@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-from ..torch_private import compat
-from ..torch_private.beyond_step import transform_stacks
-from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform, untraced
+from ..torch_private import internals
+from ..torch_private.internals import num_dispatch_modes, num_function_modes, runs_transform, untraced
+from ..torch_private.rare_internals import transform_stacks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -122,17 +122,17 @@ def _replace(modes: _Modes) -> _Modes:
     """
     dispatch, function = [], []
     while num_dispatch_modes():
-        mode = compat.pop_dispatch_mode(None)
-        if compat.is_of_torch(mode):
-            compat.push_dispatch_mode(mode)
+        mode = internals.pop_dispatch_mode(None)
+        if internals.is_of_torch(mode):
+            internals.push_dispatch_mode(mode)
             break
         dispatch.append(mode)
     while num_function_modes():
-        function.append(compat.pop_function_mode())
+        function.append(internals.pop_function_mode())
     for mode in modes.dispatch:
-        compat.push_dispatch_mode(mode)
+        internals.push_dispatch_mode(mode)
     for mode in modes.function:
-        compat.push_function_mode(mode)
+        internals.push_function_mode(mode)
     return _Modes(dispatch[::-1], function[::-1])
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..calls.nested import tensors_in
-from ..torch_private.beyond_step import TorchDispatchMode
-from ..torch_private.compat import storage_id
+from ..torch_private.internals import storage_id
+from ..torch_private.rare_internals import TorchDispatchMode
 
 
 class Influence:

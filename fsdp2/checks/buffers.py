@@ -27,7 +27,7 @@ from ..features.running_stats import find_running_stats
 from ..parameters.checksum import checksum, joint_checksum, read
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh, widest_mesh
 from ..ranks.rank_facts import all_reduce_over, gather_by_rank, ranks_of
-from ..torch_private.compat import local_if_any
+from ..torch_private.internals import local_if_any
 from .buffer_influence import Influence
 from .due import RankCheck, alike
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives.choose import make_unchecked
-from ..engine.comm import Comm, Purpose
+from ..engine.comm import Comm, CommLabel
 from . import watch
 from .level import is_on
 from .named_comm import NamedPairwiseComm
@@ -21,11 +21,11 @@ from .watched_groups import are_checked, note_level
 class Watched:
     """The CommWatcher of the checks: chooses Comms whose ranks compare what they do."""
 
-    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+    def named(self, group: dist.ProcessGroup, comm_label: CommLabel) -> Comm | None:
         if not is_on():
             return None
         watch.start()
-        return NamedPairwiseComm(group, purpose)
+        return NamedPairwiseComm(group, comm_label)
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
         return group is not None and are_checked(group)
@@ -36,5 +36,5 @@ class Watched:
     def unchecked(self, comm: Comm) -> Comm:
         return comm.inner_comm if isinstance(comm, CheckedComm) else comm
 
-    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
-        note_level(groups, purpose, checked)
+    def note_level(self, groups: Sequence[dist.ProcessGroup], comm_label: CommLabel, checked: bool) -> None:
+        note_level(groups, comm_label, checked)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Purpose, Work
+from ..engine.comm import CommLabel, Work
 from ..engine.root import Root
 from ..torch_private.checks import default_store
 from .headers import GOODBYE, HEADER_NBYTES, TABLE, Header, differ, out_of_step, text_of, without_sizes
@@ -27,12 +27,12 @@ _DATA_TAG = 0x4000_0000
 _CLOSED = re.compile("closed|reset by peer|broken pipe|refused", re.IGNORECASE)
 
 
-def roots_of(purposes: Iterable[Purpose]) -> list[Root]:
+def roots_of(purposes: Iterable[CommLabel]) -> list[Root]:
     """Returns the roots whose collectives these are."""
-    return [root for root in dict.fromkeys(purpose.root() for purpose in [*purposes]) if root is not None]
+    return [root for root in dict.fromkeys(comm_label.root() for comm_label in [*purposes]) if root is not None]
 
 
-def tell_out_of_step(purposes: Iterable[Purpose]) -> None:
+def tell_out_of_step(purposes: Iterable[CommLabel]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
     for root in roots_of(purposes):
         root.note_out_of_step()
@@ -66,13 +66,13 @@ class Exchange:
     def __init__(
         self,
         conversation: Conversation,
-        purpose: Purpose,
+        comm_label: CommLabel,
         header: Header,
         rows: dict[int, Tensor],
         take_leave: Callable[[Sequence[Exchange]], None],
         find_ended: Callable[[], set[int]],
     ) -> None:
-        self.purpose, self.header, self.rows = purpose, header, rows
+        self.comm_label, self.header, self.rows = comm_label, header, rows
         self.take_leave, self.find_ended = take_leave, find_ended
         # First messages that are sent, and received, by rank; all that follow, by rank; riders, as (target, row).
         self.sent: list[Work] = []
@@ -133,7 +133,7 @@ class Conversation:
     `group`: a weak reference to the process group. `purposes`: those of its collectives.
     """
 
-    def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[Purpose]) -> None:
+    def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[CommLabel]) -> None:
         self._group, self.purposes = group, purposes
         # What this rank says when it leaves, and the goodbyes that it has sent, until all ranks have.
         self.goodbye = GOODBYE
@@ -245,7 +245,7 @@ class Conversation:
             )
         missing = ended or {*range(len(lines))} - came - {own}
         names = [str(rank) for i, rank in enumerate(self._ranks()) if i in missing]
-        return "\n".join([_hint(exchange.purpose, names, bool(ended)) + TABLE, *lines])
+        return "\n".join([_hint(exchange.comm_label, names, bool(ended)) + TABLE, *lines])
 
     def _ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self._group())
@@ -275,9 +275,9 @@ def _place(rank: int) -> str:
     return f"; it is {place}" if place else ""
 
 
-def _hint(purpose: Purpose, names: Sequence[str], have_ended: bool) -> str:
+def _hint(comm_label: CommLabel, names: Sequence[str], have_ended: bool) -> str:
     """Returns what to look at where ranks have ended, or are absent at the first gather of a forward pass."""
-    root = purpose.root()
+    root = comm_label.root()
     is_between = root is not None and root.where()[0] == "forward" and not root.prefetcher.has_begun
     if not names or not (have_ended or is_between):
         return ""

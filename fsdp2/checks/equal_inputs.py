@@ -16,7 +16,7 @@ from ..engine.root import Root
 from ..engine.state import FSDPState
 from ..parameters.checksum import joint_checksum, values_of
 from ..ranks.compare_ranks import ComparedNumbers, Comparison
-from ..torch_private.compat import runs_transform, storage_id
+from ..torch_private.internals import runs_transform, storage_id
 from .due import RankCheck, is_capturing
 
 

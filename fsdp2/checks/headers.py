@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.gloo import GATHERING, REDUCING, SUMMING
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..features.running_stats import AVERAGED
 
 HEADER_NBYTES = 192
@@ -61,10 +61,10 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """Builds the headers of a Comm's collectives, each once. `purpose`: that of the Comm."""
+    """Builds the headers of a Comm's collectives, each once. `comm_label`: that of the Comm."""
 
-    def __init__(self, purpose: Purpose) -> None:
-        self._purpose = purpose
+    def __init__(self, comm_label: CommLabel) -> None:
+        self._comm_label = comm_label
         self._built: dict[Any, Header] = {}
 
     def of(self, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
@@ -72,25 +72,25 @@ class Headers:
 
         `part`: names the gradients that it is about.
         """
-        purpose, built = self._purpose, self._built
-        remark = purpose.remark
-        key = (kind, purpose.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
+        comm_label, built = self._comm_label, self._built
+        remark = comm_label.remark
+        key = (kind, comm_label.name, part, remark, *[(tensor.dtype, tensor.numel()) for tensor in tensors])
         if key not in built:
-            built[key] = Header.of(_doing(purpose, kind), "", key[4:], part, remark=remark)
+            built[key] = Header.of(_doing(comm_label, kind), "", key[4:], part, remark=remark)
         return built[key]
 
 
-def placed_header(purpose: Purpose, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
+def placed_header(comm_label: CommLabel, kind: str, tensors: Sequence[Tensor], part: str = "") -> Header:
     """Returns a header that also says what runs, which is compared, and the step, which is not: ranks may accumulate
     different numbers of batches, and after an error their counts may differ for ever.
     """
-    phase, step = purpose.where()
+    phase, step = comm_label.where()
     sizes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
-    return Header.of(_doing(purpose, kind), f" ({phase}, step {step})", sizes, part, phase, purpose.remark)
+    return Header.of(_doing(comm_label, kind), f" ({phase}, step {step})", sizes, part, phase, comm_label.remark)
 
 
-def _doing(purpose: Purpose, kind: str) -> str:
-    name = purpose.label
+def _doing(comm_label: CommLabel, kind: str) -> str:
+    name = comm_label.label
     return f"{kind} {name}" if len(name) <= _LONGEST_NAME else f"{kind} ...{name[-_LONGEST_NAME:]}"
 
 

@@ -27,7 +27,7 @@ from ..engine.unsharded import refuse_written
 from ..parameters.checksum import bits_of
 from ..parameters.ties import original_of
 from ..torch_private.checks import replace_hooks
-from ..torch_private.compat import PLAIN, local_if_any, version_of
+from ..torch_private.internals import PLAIN, local_if_any, version_of
 from .due import NO_NUMBERS, Check, ForwardCheck, judge_at_end
 
 # ---- writes that version counters show

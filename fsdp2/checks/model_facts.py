@@ -34,7 +34,7 @@ from ..parameters.checksum import bits_of, checksum, read
 from ..parameters.empty_memory import is_marked
 from ..parameters.parameter_methods import buffers_on_meta
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, compare, groups_by_mesh
-from ..torch_private.compat import is_python_group, no_torch_function
+from ..torch_private.internals import is_python_group, no_torch_function
 from .due import ForwardCheck, RankCheck, alike, found
 from .headers import trainable_remark
 from .level import is_on
@@ -93,7 +93,7 @@ class Structure(RankCheck):
 
     def detached(self, root: Root) -> None:
         for group in root.groups:
-            group.purpose.set_remark("")
+            group.comm_label.set_remark("")
 
     def changed(self, group: FSDPParamGroup, change: Change, replaced: Mapping[FSDPParam, nn.Parameter]) -> None:
         if (
@@ -105,7 +105,7 @@ class Structure(RankCheck):
     def _remark(self) -> None:
         remark = trainable_remark([flag for flags in self._trainable.values() for flag in flags])
         for group in self._trainable:
-            group.purpose.set_remark(remark)
+            group.comm_label.set_remark(remark)
 
     def numbers(self, comparison: Comparison) -> _Numbers:
         for mesh, groups in groups_by_mesh(comparison.root.groups).items():

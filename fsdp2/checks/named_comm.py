@@ -15,11 +15,11 @@ from ..collectives.gloo import SUMMING, PairwiseComm
 from ..collectives.sums import SUM_ALL, divide_before
 from ..collectives.watching import compare_first
 from ..devices.streams import DividedWork
-from ..engine.comm import Purpose, Rows, Work
+from ..engine.comm import CommLabel, Rows, Work
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
-from ..torch_private.compat import graph_task
+from ..torch_private.internals import graph_task
 from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
 from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
 from .watched_groups import watched
@@ -34,24 +34,24 @@ _PROBE_TAG = 0x0F5E_0000
 class NamedPairwiseComm(PairwiseComm):
     """A PairwiseComm whose first message to each rank begins with a header. Ranks compare headers before all else."""
 
-    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
-        super().__init__(group, purpose)
+    def __init__(self, group: dist.ProcessGroup, comm_label: CommLabel) -> None:
+        super().__init__(group, comm_label)
         known = watched(group)
-        known.purposes.add(purpose)
-        purpose.named_comms.add(self)
+        known.purposes.add(comm_label)
+        comm_label.named_comms.add(self)
         self.conversation: Conversation = known.conversation
-        self._headers = Headers(purpose)
+        self._headers = Headers(comm_label)
         # Of a message whose sender may be out of step: one that is longer than expected would end the process.
         self._max_rider = MAX_RIDER_NBYTES // max(1, self.size - 1)
         self.longest_first = HEADER_NBYTES + self._max_rider
 
-    def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
-        """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it.
+    def compare(self, kind: str, tensor: Tensor, label: str = "") -> None:
+        """Returns when all ranks are about to do that with a tensor of this size. `label`: names gradients in it.
 
         Raises:
             RuntimeError: they are not; on all ranks.
         """
-        self.compare_header(self._headers.of(kind, [tensor], what))
+        self.compare_header(self._headers.of(kind, [tensor], label))
 
     def compare_header(self, header: Header) -> None:
         """Returns when all ranks have sent a header that means the same.
@@ -61,8 +61,8 @@ class NamedPairwiseComm(PairwiseComm):
         """
         self._begin(header, [], []).wait()
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        exchange = self._exchange(SUMMING, [tensor], [], [], what)
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
+        exchange = self._exchange(SUMMING, [tensor], [], [], label)
         exchange.wait()  # gloo's own messages have no header: ranks must agree before there are any
         divisor = divide_before(tensor, divisor)
         exchange.rest[self.rank] = [self.group.allreduce([tensor], SUM_ALL)]
@@ -74,9 +74,9 @@ class NamedPairwiseComm(PairwiseComm):
         tensors: Sequence[Tensor],
         outgoing: Sequence[Rows],
         incoming: Sequence[Rows],
-        what: str = "",
+        label: str = "",
     ) -> Exchange:
-        return self._begin(self._headers.of(kind, tensors, what), outgoing, incoming)
+        return self._begin(self._headers.of(kind, tensors, label), outgoing, incoming)
 
     def _begin(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
         with self.conversation.lock:
@@ -87,7 +87,7 @@ class NamedPairwiseComm(PairwiseComm):
     def _post(self, header: Header, outgoing: Sequence[Rows], incoming: Sequence[Rows]) -> Exchange:
         conversation = self.conversation
         rows = {source: torch.empty(self.longest_first, dtype=torch.uint8, device="cpu") for _, source in self._peers}
-        exchange = Exchange(conversation, self.purpose, header, rows, self._take_leave, self._find_ended)
+        exchange = Exchange(conversation, self.comm_label, header, rows, self._take_leave, self._find_ended)
         first_tag, tag = conversation.header_tag, conversation.begin(exchange)
         rides = bool(outgoing) and outgoing[-1][0].nbytes <= self._max_rider
         bulk = [*zip(outgoing, incoming, strict=True)][: len(outgoing) - rides]
@@ -147,7 +147,7 @@ class NamedPairwiseComm(PairwiseComm):
         Raises:
             RuntimeError: it was sent while this rank was blocked elsewhere, and this rank does not know that yet.
         """
-        conversation, root = self.conversation, self.purpose.root()
+        conversation, root = self.conversation, self.comm_label.root()
         left, conversation.left = conversation.left, None
         raises = left is not None and not (root is not None and root.is_out_of_step)
         if raises:
@@ -209,7 +209,7 @@ class Goodbyes(Observer):
         self._num_backwards = 0
         # Ranks were out of step since then.
         self._is_told = False
-        self._purpose = Purpose("a forward", root)
+        self._comm_label = CommLabel("a forward", root)
 
     def pass_began(self, root: Root) -> None:
         before, self._num_backwards = self._num_backwards, root.num_backwards
@@ -233,12 +233,12 @@ class Goodbyes(Observer):
         mesh = root.group.mesh
         nothing = torch.empty(0, device=mesh.device)
         for group in mesh.axis_groups:
-            compare_first(make_comm(group, mesh.device, self._purpose), "beginning", nothing)
+            compare_first(make_comm(group, mesh.device, self._comm_label), "beginning", nothing)
 
     def out_of_step(self, root: Root) -> None:
         self._is_told = True
         for group in root.groups:
-            for comm in group.purpose.named_comms:
+            for comm in group.comm_label.named_comms:
                 comm.leave()
 
     def forward_failed(self, group: FSDPParamGroup) -> None:
@@ -250,14 +250,14 @@ class Goodbyes(Observer):
             return  # a user drops everything; others know; or they are told by the consensus
         if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
             return  # a recomputation that raises is no failure yet
-        where = f" in the forward of {group.purpose.label}" if group is not None and not in_backward else ""
+        where = f" in the forward of {group.comm_label.label}" if group is not None and not in_backward else ""
         text = " ".join(f"{RAISED}{type(error).__name__}{where}: {error}".split())
-        comms = [comm for group in root.groups for comm in group.purpose.named_comms]
+        comms = [comm for group in root.groups for comm in group.comm_label.named_comms]
         conversations = {comm.conversation for comm in comms if isinstance(comm, NamedPairwiseComm)}
         for each in conversations:
             each.goodbye = goodbye(text)
         # Roots that share a process group meet others there in one order.
-        for other in roots_of(purpose for each in conversations for purpose in each.purposes):
+        for other in roots_of(comm_label for each in conversations for comm_label in each.purposes):
             other.note_out_of_step(has_failed=True)
 
 

@@ -27,9 +27,9 @@ from ..parameters.subclasses import (
     rows_of_subclass,
 )
 from ..parameters.ties import has_changed, original_of
-from ..torch_private.beyond_step import memory_of
 from ..torch_private.checks import is_replicated_by_ddp, size_at_first
-from ..torch_private.compat import PLAIN, holds_values, local_if_any, size_may_change
+from ..torch_private.internals import PLAIN, holds_values, local_if_any, size_may_change
+from ..torch_private.rare_internals import memory_of
 from .arguments import Placements
 from .shared_memory import check_memory
 
@@ -402,7 +402,7 @@ def _check_conditional(plan: Plan, conditional: bool) -> None:
             f"conditional modules with outer_shard ({outer.topology}) are not supported: ranks that leave a module "
             "out have no part to keep. Name its axes in `replicate` instead."
         )
-    keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.post_forward for g in each.groups)]
+    keeping = [names[each.modules[0]] for each in plan.inside if any(g.comms.secondary for g in each.groups)]
     if not isinstance(plan.given.reshard_after_forward, (bool, type(None))):
         keeping.append("this module")
     if conditional and keeping:

@@ -12,7 +12,7 @@ from ..collectives.delegating import DelegatingComm
 from ..collectives.gather_bytes import all_gather_now
 from ..collectives.gloo import GATHERING, REDUCING, SUMMING
 from ..engine.comm import Comm, Rows, Work
-from ..torch_private.beyond_step import has_backend
+from ..torch_private.rare_internals import has_backend
 from .conversation import tell_out_of_step
 from .headers import Header, Headers, digest_of, out_of_step, placed_header, text_of
 from .named_comm import NamedPairwiseComm
@@ -33,33 +33,33 @@ class CheckedComm(DelegatingComm):
         group, cpu = inner.group, torch.device("cpu")
         assert group is not None, "there are other ranks"
         self._device = cpu if has_backend(group, cpu) else device
-        self._aside, self._headers = make_comm(group, self._device, self.purpose), Headers(self.purpose)
+        self._aside, self._headers = make_comm(group, self._device, self.comm_label), Headers(self.comm_label)
         self._group, self._watched = group, watched(group)
-        self._watched.purposes.add(self.purpose)
+        self._watched.purposes.add(self.comm_label)
 
-    def compare(self, kind: str, tensor: Tensor, what: str = "") -> None:
-        """Returns when all ranks are about to do that with a tensor of this size. `what`: names gradients in it."""
-        self._tell(self._headers.of(kind, [tensor], what))
+    def compare(self, kind: str, tensor: Tensor, label: str = "") -> None:
+        """Returns when all ranks are about to do that with a tensor of this size. `label`: names gradients in it."""
+        self._tell(self._headers.of(kind, [tensor], label))
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         return self._checked(GATHERING, inputs, lambda: self.inner_comm.all_gather(outputs, inputs))
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
         return self._checked(
-            REDUCING, inputs, lambda: self.inner_comm.reduce_scatter(outputs, inputs, divisor, what), what
+            REDUCING, inputs, lambda: self.inner_comm.reduce_scatter(outputs, inputs, divisor, label), label
         )
 
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        self._tell(placed_header(self.purpose, REDUCING, sent, what))
-        return self.inner_comm.exchange(sent, what)
+    def exchange(self, sent: Sequence[Tensor], label: str = "") -> tuple[Work, Sequence[Rows]]:
+        self._tell(placed_header(self.comm_label, REDUCING, sent, label))
+        return self.inner_comm.exchange(sent, label)
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self._checked(SUMMING, [tensor], lambda: self.inner_comm.all_reduce(tensor, divisor, what), what)
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
+        return self._checked(SUMMING, [tensor], lambda: self.inner_comm.all_reduce(tensor, divisor, label), label)
 
-    def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], what: str = "") -> Work:
-        self._tell(placed_header(self.purpose, kind, tensors, what))
+    def _checked(self, kind: str, tensors: Sequence[Tensor], start: Callable[[], Work], label: str = "") -> Work:
+        self._tell(placed_header(self.comm_label, kind, tensors, label))
         return start()
 
     def _tell(self, header: Header) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine.mesh import DataMesh
 from ..engine.state import FSDPState
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, connects, greatest
-from ..torch_private.compat import local_if_any
+from ..torch_private.internals import local_if_any
 from .due import ForwardCheck, RankCheck, judge_at_end
 
 _SAMPLE = 4096

@@ -13,7 +13,7 @@ from ..engine.build import Plan
 from ..engine.events import extensions
 from ..engine.parameter import Slot, fqn
 from ..parameters.ties import original_of
-from ..torch_private.beyond_step import Memory, memory_of
+from ..torch_private.rare_internals import Memory, memory_of
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))

@@ -163,7 +163,7 @@ def _take_added(root: Root) -> dict[str, int]:
     added = {param.name: param.num_added for param in params if not may_be_empty(cast(DTensor, param.sharded))}
     for param in params:
         param.forget_added()
-    return added if root.steps is None else {}  # steps in backward clear gradients, perhaps in another thread
+    return added if root.stepper is None else {}  # steps in backward clear gradients, perhaps in another thread
 
 
 def _added_apart(of_ranks: Mapping[int, Mapping[str, int]]) -> str:

@@ -24,7 +24,7 @@ from ..engine.root import Root
 from ..parameters.checksum import checksum, joint_checksum, read
 from ..ranks.compare_ranks import ComparedNumbers, Comparison
 from ..torch_private.checks import is_sharded_by_fsdp1
-from ..torch_private.compat import graph_task
+from ..torch_private.internals import graph_task
 from .due import RankCheck, alike, found
 
 _MOST_GRADIENTS = 16

@@ -39,10 +39,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.comm import Purpose
-from ..torch_private.beyond_step import has_backend
+from ..engine.comm import CommLabel
 from ..torch_private.checks import can_watch, default_store, group_of_name, is_collective, recorded_collectives
-from ..torch_private.compat import backend_name
+from ..torch_private.internals import backend_name
+from ..torch_private.rare_internals import has_backend
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
 from .level import is_on
@@ -243,7 +243,7 @@ class Watch:
                 continue
             self._read_at = now
             for rank, note in self._find_waiting(thread):
-                comm = NamedPairwiseComm(group_of_name(note.group), Purpose("a goodbye"))
+                comm = NamedPairwiseComm(group_of_name(note.group), CommLabel("a goodbye"))
                 texts = {rank: note.text, self.rank: f"{BLOCKED}{place}"}
                 comm.leave_blocked(note.num_errors, note.number, texts)
 

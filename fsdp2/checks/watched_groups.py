@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from .conversation import Conversation
 from .gloo_threads import let_callers_finish
 
@@ -23,7 +23,7 @@ class WatchedGroup:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.compares_all = False
-        self.purposes: WeakSet[Purpose] = WeakSet()
+        self.purposes: WeakSet[CommLabel] = WeakSet()
         self._group = weakref.ref(group)
 
     @cached_property
@@ -53,11 +53,11 @@ def conversations() -> list[Conversation]:
     return [found for each in [*_conversations] if (found := each()) is not None]
 
 
-def note_level(groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+def note_level(groups: Sequence[dist.ProcessGroup], comm_label: CommLabel, checked: bool) -> None:
     """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
     for group in map(watched, groups):
         group.compares_all = checked
-        group.purposes.add(purpose)
+        group.purposes.add(comm_label)
 
 
 def are_checked(group: dist.ProcessGroup) -> bool:

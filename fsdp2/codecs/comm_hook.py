@@ -116,11 +116,11 @@ class CommHook:
     def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
         pass
 
-    def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
+    def steps(self, sums: Sums, comm: Comm, divisor: float, label: str) -> Steps:
         yield None
         flat, _, parts, is_last = sums
         index = self._indices.setdefault(tuple(part.name for part in parts), len(self._indices))
-        compare_first(comm, SUMMING, flat, what)  # gloo ends the process if the hook's own messages differ
+        compare_first(comm, SUMMING, flat, label)  # gloo ends the process if the hook's own messages differ
         with torch.no_grad():
             mean = flat.detach()
             with self.runs():

@@ -54,14 +54,14 @@ class EncodedSum:
     def load_kept(self, state: dict[str, Any], device: torch.device) -> None:
         self._encoder.load_kept(state, device)
 
-    def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
+    def steps(self, sums: Sums, comm: Comm, divisor: float, label: str) -> Steps:
         encoder, (flat, own, parts, _) = self._encoder, sums
         codec, size = encoder.codec, comm.size
         members = [Member(part.i, part.offset, 0, part.numel, part.numel) for part in parts]
         numbers = flat.to(codec.packed_dtype(flat.dtype))
         if own is not None:
             wire = encoder.encode(numbers.view(size, -1), members).view(-1)
-            work, rows = comm.exchange([wire], what)
+            work, rows = comm.exchange([wire], label)
             yield SumWork([work], [wire], [own], rows, divisor, codec.sum)
             return
         if size == 2:
@@ -77,7 +77,7 @@ class EncodedSum:
             padded[: flat.numel()] = numbers
         wire = encoder.encode(padded[None], members, size).view(-1)
         total = flat.new_empty(slice_numel)
-        work, rows = comm.exchange([wire], what)
+        work, rows = comm.exchange([wire], label)
         yield SumWork([work], [wire], [total], rows, divisor, codec.sum)
         first = comm.rank * slice_numel
         wire = encoder.encode_sum(total.to(padded.dtype), first, members, divisor)

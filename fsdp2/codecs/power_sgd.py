@@ -142,14 +142,14 @@ class LowRankSum:
             tensors = {name: value.to(device, copy=True) for name, value in saved.items() if isinstance(value, Tensor)}
             self._states[i] = _State(**{**saved, **tensors})
 
-    def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
+    def steps(self, sums: Sums, comm: Comm, divisor: float, label: str) -> Steps:
         flat, _, parts, _ = sums
         states = [self._states.setdefault(part.i, _State()) for part in parts]
         starts = min(state.count for state in states) < self._how.start
         for state in states:
             state.count += 1  # here: other ranks may have begun, too, before this one fails
         if starts:
-            yield comm.all_reduce(flat, divisor, what)
+            yield comm.all_reduce(flat, divisor, label)
             return
         matrices = [
             self._matrix(flat, part, state) for part, state in zip(parts, states, strict=True) if 0 not in part.shape
@@ -157,14 +157,14 @@ class LowRankSum:
         of_p, ps = _room(matrices, 0, flat, _digits(matrices, flat.device))
         for each, p in zip(matrices, ps, strict=True):
             torch.mm(each.values, each.q, out=p)
-        yield comm.all_reduce(of_p, 1, what)
+        yield comm.all_reduce(of_p, 1, label)
         differ = _differ(of_p[-2 * _DIGITS :], comm.size)
         if flat.device.type == "cpu" and bool(differ):
             # A backward has failed on some replicas only. All see that, and sum as without.
             for each in matrices:
                 each.state.forget()
                 each.part.of(flat).copy_(each.values.view(each.part.shape))
-            yield comm.all_reduce(flat, divisor, what)
+            yield comm.all_reduce(flat, divisor, label)
             return
         of_q, qs = _room(matrices, 1, flat)
         for each, p, q in zip(matrices, ps, qs, strict=True):
@@ -174,7 +174,7 @@ class LowRankSum:
                     differ, math.nan
                 )  # the host does not wait to see it: no gradient is better than a wrong one
             torch.mm(each.values.t(), p, out=q)
-        yield comm.all_reduce(of_q, divisor, what)
+        yield comm.all_reduce(of_q, divisor, label)
         for each, p, q in zip(matrices, ps, qs, strict=True):
             self._finish(each, p, q, flat, divisor / comm.size)
 

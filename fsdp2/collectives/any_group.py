@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import all_gather, all_reduce, all_to_all_single, broadcast, reduce_scatter
 
 from ..devices.streams import AllWork, CopyWork, DividedWork, SumWork, Work
-from ..engine.comm import TORCH_MEMORY, CommMemory, Purpose, Rows
-from ..torch_private import compat
+from ..engine.comm import TORCH_MEMORY, CommLabel, CommMemory, Rows
+from ..torch_private import internals
 
 # Matches the errors, besides NotImplementedError, of groups and backends that lack a function. The error of a
 # connection that has failed, "Operation not supported", does not match.
@@ -50,16 +50,16 @@ class AnyComm:
 
     direct_min_bytes = 512 * 1024
     force_sum = True
-    sums_on_arrival = follows_stream = False  # it may run on the current stream, with a Work that is done
+    receiver_sums = is_stream_ordered = False  # it may run on the current stream, with a Work that is done
     memory: CommMemory = TORCH_MEMORY
 
-    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
-        self.group, self.rank, self.purpose = group, group.rank(), purpose
+    def __init__(self, group: dist.ProcessGroup, comm_label: CommLabel) -> None:
+        self.group, self.rank, self.comm_label = group, group.rank(), comm_label
         cls = AnyComm  # its functions, not this object's methods, which would keep it alive
         self._gather = _FirstOffered(cls._gather_single, cls._gather_into_list, cls._gather_by_broadcasts)
         self._scatter = _FirstOffered(cls._scatter_single, cls._scatter_list, cls._scatter_by_all_reduce)
         self._exchange = _FirstOffered(cls._exchange_single, cls._exchange_by_gather)
-        self._size = None if compat.size_may_change(group) else group.size()
+        self._size = None if internals.size_may_change(group) else group.size()
 
     @property
     def size(self) -> int:
@@ -70,26 +70,26 @@ class AnyComm:
         return AllWork([*map(partial(self._gather, self), outputs, inputs)], [*outputs, *inputs])
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
         if outputs and outputs[0].dtype == torch.float16:  # the sum of many ranks' gradients could pass 65504
-            work, rows = self.exchange(inputs, what)
+            work, rows = self.exchange(inputs, label)
             return SumWork([work], inputs, outputs, rows, divisor)
         return DividedWork([AllWork([*map(partial(self._scatter, self), outputs, inputs)], inputs)], outputs, divisor)
 
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+    def exchange(self, sent: Sequence[Tensor], label: str = "") -> tuple[Work, Sequence[Rows]]:
         received = [torch.empty_like(tensor) for tensor in sent]
         work = AllWork([*map(partial(self._exchange, self), received, sent)], [*received, *sent])
         return work, [theirs.view(self.size, -1) for theirs in received]
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
         wide = tensor.float() if tensor.dtype == torch.float16 else tensor
         return _divide_wide(all_reduce(wide, group=self.group, async_op=True), wide, tensor, divisor)
 
     # Ways to gather: fill `output` with the sources of all ranks.
 
     def _gather_single(self, output: Tensor, source: Tensor) -> Work:
-        work: Work = compat.all_gather_one(output, source, group=self.group, async_op=True)
+        work: Work = internals.all_gather_one(output, source, group=self.group, async_op=True)
         return work
 
     def _gather_into_list(self, output: Tensor, source: Tensor) -> Work:
@@ -106,7 +106,7 @@ class AnyComm:
     # Ways to reduce: fill `output` with the sum of this rank's slices of all ranks' sources.
 
     def _scatter_single(self, output: Tensor, source: Tensor) -> Work:
-        work: Work = compat.reduce_scatter_one(output, source, group=self.group, async_op=True)
+        work: Work = internals.reduce_scatter_one(output, source, group=self.group, async_op=True)
         return work
 
     def _scatter_list(self, output: Tensor, source: Tensor) -> Work:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ..devices.simulation import SimulatedGroup
 from ..devices.streams import exist_on
-from ..engine.comm import TORCH_MEMORY, Comm, CommMemory, Purpose, SoloComm
+from ..engine.comm import TORCH_MEMORY, Comm, CommLabel, CommMemory, SoloComm
 from ..engine.owners import all_groups
-from ..torch_private.compat import backend_name, coalesces, type_of
+from ..torch_private.internals import backend_name, coalesces, type_of
 from .any_group import AnyComm
 from .coalesced import CoalescedComm
 from .comm_memory import PoolMemory, pool_of_group, symmetric_pool
@@ -35,20 +35,20 @@ RANKS_OF_A_MACHINE = 8
 _COALESCING = ("nccl", "xccl", "hccl", "fake")
 
 
-def make_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+def make_comm(group: dist.ProcessGroup | None, device: torch.device, comm_label: CommLabel) -> Comm:
     """Returns the Comm for a process group, as checks watch it: over gloo its collectives carry their names, and at the
     debug level ranks compare what they are about to do.
     """
-    comm = make_unchecked(group, device, purpose)
+    comm = make_unchecked(group, device, comm_label)
     return watcher().checked(comm, device) if comm.size > 1 and watcher().is_checked(group) else comm
 
 
-def make_neighbour_comm(group: dist.ProcessGroup, size: int, device: torch.device, purpose: Purpose) -> Comm:
+def make_neighbour_comm(group: dist.ProcessGroup, size: int, device: torch.device, comm_label: CommLabel) -> Comm:
     """Returns the Comm of this rank's `size` neighbours in a process group. All of them must call it."""
-    return make_comm(subgroup(group, size), device, purpose)
+    return make_comm(subgroup(group, size), device, comm_label)
 
 
-def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, comm_label: CommLabel) -> Comm:
     """Returns the Comm for a process group, on which ranks compare nothing, whatever the debug level. None: one rank.
 
     Raises:
@@ -58,17 +58,17 @@ def make_unchecked(group: dist.ProcessGroup | None, device: torch.device, purpos
     if group is None:
         return SoloComm()
     if isinstance(group, SimulatedGroup):
-        return group.make_comm(purpose)
+        return group.make_comm(comm_label)
     name = backend_name(group, device)
     if name == "gloo" and type_of(device) == "cpu":
-        return watcher().named(group, purpose) or PairwiseComm(group, purpose)
+        return watcher().named(group, comm_label) or PairwiseComm(group, comm_label)
     if name == "gloo":
         raise NotImplementedError(
             f"a process group whose backend for {device.type} is gloo can't gather there. Initialise it with the "
             "device's own backend too: init_process_group('cpu:gloo,cuda:nccl'), for example."
         )
     is_coalescing = name in _COALESCING or (name != "" and coalesces(group, device))
-    return CoalescedComm(group, purpose) if is_coalescing else AnyComm(group, purpose)
+    return CoalescedComm(group, comm_label) if is_coalescing else AnyComm(group, comm_label)
 
 
 def require_backend(group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -115,7 +115,7 @@ def choose(group: FSDPParamGroup, **changes: Any) -> None:
     choice = replace(choice_of(group), **changes)
     group.set(collectives=choice)
     if "checked" in changes:
-        watcher().note_level(group.mesh.axis_groups, group.purpose, choice.checked)
+        watcher().note_level(group.mesh.axis_groups, group.comm_label, choice.checked)
     follow(group)
 
 
@@ -126,7 +126,7 @@ def follow(group: FSDPParamGroup) -> None:
     reduces: Comm = checks.unchecked(group.usual_comms.reduces)
     separates = _separates(group, reduces) if choice.separate is None else choice.separate
     if separates and reduces.group is not None and reduces.size > 1:
-        reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.purpose)
+        reduces = make_unchecked(subgroup(reduces.group, reduces.size), device, group.comm_label)
     memory = _memory_of(group, choice)
     # As of NCCL 2.29, what it does on symmetric memory only sums.
     gathers, reduces = _over(gathers, memory), _over(reduces, memory, choice.force_sum)
@@ -139,7 +139,7 @@ def follow(group: FSDPParamGroup) -> None:
     now = group.comms
     others = [
         None if each is None else _complete(_over(checks.unchecked(each), memory), choice, device)
-        for each in (now.replicas, now.post_forward)
+        for each in (now.replicas, now.secondary)
     ]
     group.use_comms(type(now)(_complete(gathers, choice, device), _complete(reduces, choice, device), *others))
 
@@ -171,8 +171,8 @@ def require_nccl(group: FSDPParamGroup) -> None:
         backend = backend_name(each.group, device)
         if backend != "nccl":
             raise RuntimeError(
-                f"{group.purpose.label}: symmetric memory is for collectives that run on NCCL; they run on {backend} "
-                f"for tensors on {device.type}. Leave set_symm_mem_for_comm out there."
+                f"{group.comm_label.label}: symmetric memory is for collectives that run on NCCL; they run on "
+                f"{backend} for tensors on {device.type}. Leave set_symm_mem_for_comm out there."
             )
 
 
@@ -183,7 +183,7 @@ def _over(comm: Comm, memory: CommMemory, sums: bool = True) -> Comm:
         return comm
     if isinstance(memory, PoolMemory):
         memory.join(comm)
-    return CoalescedComm(comm.group, comm.purpose, memory)
+    return CoalescedComm(comm.group, comm.comm_label, memory)
 
 
 def _separates(group: FSDPParamGroup, usual: Comm) -> bool:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_private.beyond_step import symmetric_memory
+from ..torch_private.rare_internals import symmetric_memory
 
 if TYPE_CHECKING:
     from ..engine.comm import Comm

@@ -26,8 +26,8 @@ class CustomComm(DelegatingComm):
         super().__init__(inner)
         self._gather, self._scatter = all_gather, reduce_scatter
         self.direct_min_bytes = sys.maxsize  # no parameter is gathered on its own
-        self.sums_on_arrival = inner.sums_on_arrival and reduce_scatter is None
-        self.follows_stream, self.memory = False, TORCH_MEMORY  # it is copied from and to the user's
+        self.receiver_sums = inner.receiver_sums and reduce_scatter is None
+        self.is_stream_ordered, self.memory = False, TORCH_MEMORY  # it is copied from and to the user's
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         if self._gather is None:
@@ -43,10 +43,10 @@ class CustomComm(DelegatingComm):
         return CopyWork(works, copies)
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
         if self._scatter is None:
-            return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
+            return self.inner_comm.reduce_scatter(outputs, inputs, divisor, label)
         averages = divisor == self.size and not self.force_sum
         before = divisor if not averages and inputs[0].dtype == torch.float16 else 1  # its sums could pass 65504
         works, copies, sources = [], [], []

@@ -14,9 +14,9 @@ class DelegatingComm:
     """Issues the collectives of another Comm, `inner_comm`. A subclass replaces some of them."""
 
     def __init__(self, inner: Comm) -> None:
-        self.inner_comm, self.rank, self.purpose = inner, inner.rank, inner.purpose
-        self.direct_min_bytes, self.sums_on_arrival = inner.direct_min_bytes, inner.sums_on_arrival
-        self.follows_stream, self.memory = inner.follows_stream, inner.memory
+        self.inner_comm, self.rank, self.comm_label = inner, inner.rank, inner.comm_label
+        self.direct_min_bytes, self.receiver_sums = inner.direct_min_bytes, inner.receiver_sums
+        self.is_stream_ordered, self.memory = inner.is_stream_ordered, inner.memory
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -38,12 +38,12 @@ class DelegatingComm:
         return self.inner_comm.all_gather(outputs, inputs)
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
-        return self.inner_comm.reduce_scatter(outputs, inputs, divisor, what)
+        return self.inner_comm.reduce_scatter(outputs, inputs, divisor, label)
 
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        return self.inner_comm.exchange(sent, what)
+    def exchange(self, sent: Sequence[Tensor], label: str = "") -> tuple[Work, Sequence[Rows]]:
+        return self.inner_comm.exchange(sent, label)
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
-        return self.inner_comm.all_reduce(tensor, divisor, what)
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
+        return self.inner_comm.all_reduce(tensor, divisor, label)

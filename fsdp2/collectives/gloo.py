@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..devices.streams import AllWork, DividedWork, SumWork, Work
-from ..engine.comm import TORCH_MEMORY, CommMemory, Purpose, Rows
+from ..engine.comm import TORCH_MEMORY, CommLabel, CommMemory, Rows
 from .sums import SUM_ALL, divide_before
 
 GATHERING, REDUCING, SUMMING = "gathering", "reducing", "summing replicas of"
@@ -24,15 +24,15 @@ class PairwiseComm:
     """
 
     direct_min_bytes = 512 * 1024  # measured on two ranks
-    force_sum = sums_on_arrival = True  # gloo has no average
-    follows_stream = False  # there are no streams
+    force_sum = receiver_sums = True  # gloo has no average
+    is_stream_ordered = False  # there are no streams
     memory: CommMemory = TORCH_MEMORY
 
     # The tag of the messages. No message of a user, and none that carries a header, should have it.
     _TAG = 0x0F5C_0000
 
-    def __init__(self, group: dist.ProcessGroup, purpose: Purpose) -> None:
-        self.group, self.rank, self.size, self.purpose = group, group.rank(), group.size(), purpose
+    def __init__(self, group: dist.ProcessGroup, comm_label: CommLabel) -> None:
+        self.group, self.rank, self.size, self.comm_label = group, group.rank(), group.size(), comm_label
         # (rank to send to, rank to receive from), step by step, so that ranks do not all begin with the same one.
         steps = range(1, self.size)
         self._peers = [((self.rank + step) % self.size, (self.rank - step) % self.size) for step in steps]
@@ -46,20 +46,20 @@ class PairwiseComm:
         return AllWork([exchange], [*outputs, *inputs])
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
-        work, rows, received = self._send_slices(inputs, what)
+        work, rows, received = self._send_slices(inputs, label)
         return SumWork([work], [*inputs, *received], outputs, rows, divisor)
 
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
-        work, rows, received = self._send_slices(sent, what)
+    def exchange(self, sent: Sequence[Tensor], label: str = "") -> tuple[Work, Sequence[Rows]]:
+        work, rows, received = self._send_slices(sent, label)
         return AllWork([work], [*sent, *received]), rows
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
         divisor = divide_before(tensor, divisor)
         return DividedWork([self.group.allreduce([tensor], SUM_ALL)], [tensor], divisor)
 
-    def _send_slices(self, sent: Sequence[Tensor], what: str) -> tuple[Work, Sequence[Rows], Sequence[Tensor]]:
+    def _send_slices(self, sent: Sequence[Tensor], label: str) -> tuple[Work, Sequence[Rows], Sequence[Tensor]]:
         """Exchanges slices, see `exchange`. Returns the memory in which they arrive, too."""
         slices = [tensor.view(self.size, -1) for tensor in sent]
         received = [torch.empty_like(tensor[1:]) for tensor in slices]
@@ -68,7 +68,7 @@ class PairwiseComm:
             [mine[rank] if rank == self.rank else theirs[rank - (rank > self.rank)] for rank in range(self.size)]
             for mine, theirs in zip(slices, received, strict=True)
         ]
-        return self._exchange(REDUCING, sent, slices, rows, what), rows, received
+        return self._exchange(REDUCING, sent, slices, rows, label), rows, received
 
     def _exchange(
         self,
@@ -76,11 +76,11 @@ class PairwiseComm:
         tensors: Sequence[Tensor],
         outgoing: Sequence[Rows],
         incoming: Sequence[Rows],
-        what: str = "",
+        label: str = "",
     ) -> Work:
         """Begins to send outgoing[i][r] to each other rank r, and to receive that rank's slice into incoming[i][r].
 
-        `kind`, `tensors`, `what`: the kind of collective, the inputs of this rank, and which gradients they are, for a
+        `kind`, `tensors`, `label`: the kind of collective, the inputs of this rank, and which gradients they are, for a
         subclass that compares ranks.
         """
         works: list[Work] = []

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from ..engine.mesh import DataMesh, Topology, Use
-from ..torch_private import compat
+from ..torch_private import internals
 
 # ---- as users say it
 
@@ -183,7 +183,7 @@ def _joined(
             f"mesh {names}: ranks that compute together are neighbours. Build the mesh in that order."
         )
     uses = tuple(Use.OUTER_SHARD if axis in outer_axes else Use.SHARD for axis in range(mesh.ndim))
-    topology, joined = Topology(mesh, uses), compat.mesh_over(mesh, tuple(range(mesh.ndim)))
+    topology, joined = Topology(mesh, uses), internals.mesh_over(mesh, tuple(range(mesh.ndim)))
     sizes = [math.prod(mesh.size(axis) for axis in axes) for axes in (shard_axes, outer_axes)]
     if 1 in sizes:
         return DataMesh(joined, (0,))
@@ -201,7 +201,7 @@ def check_order(mesh: DeviceMesh, axes: tuple[int, ...], group: dist.ProcessGrou
     """
     if group is None or math.prod(mesh.size(axis) for axis in axes) == 1:
         return
-    rows, mine = compat.ranks_along(mesh, axes), dist.get_rank()
+    rows, mine = internals.ranks_along(mesh, axes), dist.get_rank()
     own, in_group = next(row for row in rows if mine in row), dist.get_process_group_ranks(group)
     wrong = own if own != in_group else None
     if in_group == sorted(in_group):

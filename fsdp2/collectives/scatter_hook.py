@@ -33,16 +33,16 @@ class HookedComm(DelegatingComm):
         super().__init__(inner)
         self._hook = hook
         self.direct_min_bytes = 1 << 62  # a bucket is one tensor
-        self.sums_on_arrival = self.follows_stream = False
+        self.receiver_sums = self.is_stream_ordered = False
         self.memory = TORCH_MEMORY
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
         device = outputs[0].device
-        with streams.beside(device), torch.no_grad():
+        with streams.side_stream(device), torch.no_grad():
             for output, whole in zip(outputs, inputs, strict=True):
-                compare_first(self.inner_comm, REDUCING, whole, what)
+                compare_first(self.inner_comm, REDUCING, whole, label)
                 self._fill(output, whole)
                 if divisor != self.size:
                     output.mul_(self.size / divisor)

@@ -8,7 +8,7 @@ from collections import Counter
 import torch.distributed as dist
 
 from ..devices.simulation import SimulatedGroup
-from ..torch_private.beyond_step import name_of_new_group
+from ..torch_private.rare_internals import name_of_new_group
 
 # Process group -> size -> the group of so many neighbours of this rank.
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.comm import Comm, Purpose
+from ..engine.comm import Comm, CommLabel
 from ..engine.events import extensions
 
 
@@ -19,7 +19,7 @@ class CommWatcher(Protocol):
     `Extensions.comm_watcher` is the one of checks.
     """
 
-    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+    def named(self, group: dist.ProcessGroup, comm_label: CommLabel) -> Comm | None:
         """Returns a Comm over gloo whose collectives carry their names; None: an ordinary one will do."""
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
@@ -31,14 +31,14 @@ class CommWatcher(Protocol):
     def unchecked(self, comm: Comm) -> Comm:
         """Returns the Comm inside of such a one, or `comm` itself."""
 
-    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+    def note_level(self, groups: Sequence[dist.ProcessGroup], comm_label: CommLabel, checked: bool) -> None:
         """Has collectives over these process groups compared, or not, from now on."""
 
 
 class Unwatched:
     """Watches nothing."""
 
-    def named(self, group: dist.ProcessGroup, purpose: Purpose) -> Comm | None:
+    def named(self, group: dist.ProcessGroup, comm_label: CommLabel) -> Comm | None:
         return None
 
     def is_checked(self, group: dist.ProcessGroup | None) -> bool:
@@ -50,7 +50,7 @@ class Unwatched:
     def unchecked(self, comm: Comm) -> Comm:
         return comm
 
-    def note_level(self, groups: Sequence[dist.ProcessGroup], purpose: Purpose, checked: bool) -> None:
+    def note_level(self, groups: Sequence[dist.ProcessGroup], comm_label: CommLabel, checked: bool) -> None:
         pass
 
 
@@ -62,14 +62,14 @@ def watcher() -> CommWatcher:
     return extensions().comm_watcher or _UNWATCHED
 
 
-def compare_first(comm: Comm, kind: str, tensor: Tensor, what: str = "") -> None:
+def compare_first(comm: Comm, kind: str, tensor: Tensor, label: str = "") -> None:
     """Compares ranks, if `comm` does so, before a collective that is not its own, whose messages have no names.
 
-    `kind`: what ranks are about to do with the group. `what`: names the gradients in `tensor`.
+    `kind`: what ranks are about to do with the group. `label`: names the gradients in `tensor`.
 
     Raises:
         RuntimeError: ranks are about to do different things, or with tensors of different sizes; on all ranks.
     """
     compare = getattr(comm, "compare", None)
     if compare is not None:
-        compare(kind, tensor, what)
+        compare(kind, tensor, label)

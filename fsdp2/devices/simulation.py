@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from ..torch_private.compat import type_of
+from ..torch_private.internals import type_of
 
 if TYPE_CHECKING:
-    from ..engine.comm import Comm, Purpose
+    from ..engine.comm import Comm, CommLabel
     from .streams import Transfers
 
 
@@ -33,7 +33,7 @@ class SimulatedGroup(dist.ProcessGroup):
     """Stands for the process group of ranks that this process does not have. It makes Comms for itself."""
 
     @abstractmethod
-    def make_comm(self, purpose: Purpose) -> Comm:
+    def make_comm(self, comm_label: CommLabel) -> Comm:
         """Returns a Comm over these ranks."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ the CPU.
 Lifetime rule: what a collective or a stream beside reads or writes stays alive until the stream that computes has
 waited for a collective that was issued later. Then that stream may free it and take the memory again, in the order of
 its own work. Memory that was allocated on a stream beside goes back to it, in order, too: what is issued there runs
-behind all work that the stream that computes was given before. (devices/home_streams.py orders models that compute on
+behind all work that the stream that computes was given before. (devices/owner_stream.py orders models that compute on
 several streams.)
 """
 
@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_private import compat
-from .home_streams import GroupStreams
+from ..torch_private import internals
+from .owner_stream import GroupStreams
 from .simulation import kind_of, simulated
 
 Result = TypeVar("Result")
@@ -38,18 +38,18 @@ def costs_launches(device: torch.device) -> bool:
 
 
 @contextmanager
-def beside(device: torch.device, waits: bool = True) -> Iterator[None]:
+def side_stream(device: torch.device, waits: bool = True) -> Iterator[None]:
     """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
 
     `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
-    `Comm.follows_stream`. See the lifetime rule. If an error ends the context, the current stream waits: memory that
+    `Comm.is_stream_ordered`. See the lifetime rule. If an error ends the context, the current stream waits: memory that
     goes with the error may still be in use. On a device without streams, and on a simulated one, nothing changes.
     """
     if device.type == "meta" or not exist_on(device):
         yield
         return
     current = torch.accelerator.current_stream(device)
-    stream = _stream_beside(current, device)
+    stream = _side_stream_of(current, device)
     if waits:
         stream.wait_stream(current)
     with stream:
@@ -66,7 +66,7 @@ def order_streams(device: torch.device) -> GroupStreams | None:
 
 
 @cache
-def _stream_beside(stream: torch.Stream, device: torch.device) -> torch.Stream:
+def _side_stream_of(stream: torch.Stream, device: torch.device) -> torch.Stream:
     """Returns a stream for each stream that computes: no other orders the memory allocated on it."""
     return torch.Stream(device)
 
@@ -189,7 +189,7 @@ def sum_rows(parts: Rows, output: Tensor) -> None:
 
 def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
     if tensors and divisor != 1:
-        compat.divide_each([*tensors], divisor)
+        internals.divide_each([*tensors], divisor)
 
 
 def _sum(parts: Rows, output: Tensor, divisor: float, add: Callable[[Rows, Tensor], None]) -> None:

@@ -21,8 +21,8 @@ from ..calls.compiled_backward import refuse_compiled_backward
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import Owned, all_groups, outermost_of_thread, sharded_owner, some_of
 from ..parameters.cut_graphs import refuse_loss_of_gradient, without_graph
-from ..torch_private.compat import compiled_autograd, no_torch_function, records_backward
 from ..torch_private.dtensor import finds_accumulator, wrap_engine
+from ..torch_private.internals import compiled_autograd, no_torch_function, records_backward
 from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
 from .sharded_dtensor import replace_attribute

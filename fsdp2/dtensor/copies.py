@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..parameters.cut_graphs import without_node
-from ..torch_private.compat import chosen_grad_dtype, local_of, set_grad_dtype
+from ..torch_private.internals import chosen_grad_dtype, local_of, set_grad_dtype
 from .sharded_dtensor import replace_attribute
 
 

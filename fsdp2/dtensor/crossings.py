@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import unserializable_hook
 
 from ..calls.user_code import hides_modes
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..engine.owners import Owned, sharded_owner
 from ..ranks.rank_facts import all_reduce_over
-from ..torch_private.beyond_step import saved_by
-from ..torch_private.compat import local_of
 from ..torch_private.dtensor import is_from_local
+from ..torch_private.internals import local_of
+from ..torch_private.rare_internals import saved_by
 from .graph import dtensor_nodes, is_dtensor_leaf
 from .sharded_dtensor import ShardedDTensor, as_sharded, replace_attribute
 from .summed_parts import note_part
@@ -240,9 +240,9 @@ class _Average:
             )
         group.root.enter_backward()  # removes the placeholders of unsynchronized gradients from `.grad`
         total = gradient.detach().clone(memory_format=torch.contiguous_format)
-        purpose = Purpose(f"the gradient of {name}.full_tensor()")
+        comm_label = CommLabel(f"the gradient of {name}.full_tensor()")
         groups = [group.mesh.mesh.get_group(axis) for axis in self._axes]
-        all_reduce_over(total, groups, largest=False, purpose=purpose)
+        all_reduce_over(total, groups, largest=False, comm_label=comm_label)
         return total.div_(_divisor(self._owner, self._axes))
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.group import COPIED
 from ..engine.owners import sharded_in, sharded_owner
-from ..torch_private.beyond_step import share_versions
-from ..torch_private.compat import local_if_any, local_of, storage_id, untraced
 from ..torch_private.dtensor import set_local_and_spec
+from ..torch_private.internals import local_if_any, local_of, storage_id, untraced
+from ..torch_private.rare_internals import share_versions
 from .making import cut
 from .sharded_dtensor import replace_attribute
 

@@ -14,10 +14,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ..collectives.meshes import sharding_axes
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..ranks.rank_facts import all_reduce_over
-from ..torch_private.compat import dtensor_spec, local_if_any
 from ..torch_private.dtensor import DTensorSpec, overloads, spec_of
+from ..torch_private.internals import dtensor_spec, local_if_any
 from .making import dtensor
 from .sharded_dtensor import call_unhandled, handle_operations
 
@@ -59,7 +59,7 @@ def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     kinds = {(id(spec.mesh), id(spec.placements)): spec for spec in specs_of(gradients) if spec is not None}
     axes = dict.fromkeys(axis for spec in kinds.values() for axis in sharding_axes(spec.mesh, spec.placements))
     all_reduce_over(
-        found_inf, [axis.group for axis in axes], largest=True, purpose=Purpose("gradients that a scaler divides")
+        found_inf, [axis.group for axis in axes], largest=True, comm_label=CommLabel("gradients that a scaler divides")
     )
 
 

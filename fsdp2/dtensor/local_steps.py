@@ -18,8 +18,8 @@ from torch.optim.optimizer import Optimizer
 
 from ..devices.write_notices import notices
 from ..engine.events import extensions
-from ..torch_private.compat import no_torch_function
 from ..torch_private.dtensor import DTensorSpec, TensorMeta
+from ..torch_private.internals import no_torch_function
 from .making import dtensor
 
 ELEMENTWISE = frozenset(

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ..engine.events import extensions
-from ..torch_private import beyond_step
-from ..torch_private.compat import local_of, new_dtensor
+from ..torch_private import rare_internals
 from ..torch_private.dtensor import DTensorSpec, redistribute_local_tensor, spec_of
+from ..torch_private.internals import local_of, new_dtensor
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -23,7 +23,7 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 def cut(full: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Returns this rank's shard of a tensor that all ranks have, without communication."""
-    return beyond_step.cut(full, mesh, placements, extensions().tensor_class)
+    return rare_internals.cut(full, mesh, placements, extensions().tensor_class)
 
 
 def reduced(tensor: DTensor) -> DTensor:

@@ -23,7 +23,7 @@ from ..calls.callers import function_that_calls
 from ..engine.owners import sharded_owner, some_of
 from ..engine.parameter import FSDPParam
 from ..parameters.saved_shards import refuse_others
-from ..torch_private.compat import local_of
+from ..torch_private.internals import local_of
 from .making import dtensor
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ..ranks.rank_facts import broadcast_over, moves_data
-from ..torch_private.compat import local_of
 from ..torch_private.dtensor import full_tensor_of
+from ..torch_private.internals import local_of
 from .making import cut
 from .sharded_dtensor import call_unhandled, handle_operations
 

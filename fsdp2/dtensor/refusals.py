@@ -25,8 +25,8 @@ from ..calls.nested import tensors_in
 from ..engine.owners import Owned, all_groups, owners_by_id, sharded_in, sharded_owner, some_of
 from ..engine.state import names_below
 from ..parameters.replacements import REPLACE_BEFORE
-from ..torch_private.compat import local_of
 from ..torch_private.dtensor import name_of, spec_of
+from ..torch_private.internals import local_of
 from .crossings import owner_of
 from .sharded_dtensor import explain_errors, handle_operations, replace_attribute
 

@@ -32,8 +32,8 @@ from ..devices.write_notices import notices
 from ..engine.owners import sharded_owner
 from ..engine.parameter import USER_CLASS
 from ..parameters import saved_shards
-from ..torch_private.compat import local_of, new_dtensor, set_grad_dtype
 from ..torch_private.dtensor import DTensorSpec, follow_local, is_partial, set_local_and_spec, spec_of, written_by
+from ..torch_private.internals import local_of, new_dtensor, set_grad_dtype
 from ..torch_private.once import once
 from .making import reduced
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..calls.nested import map_tensors
 from ..devices.write_notices import notices
-from ..torch_private.compat import local_of, new_dtensor
 from ..torch_private.dtensor import full_tensor_of, name_of, returns_views, spec_of, written_by
+from ..torch_private.internals import local_of, new_dtensor
 from .making import cut, dtensor
 from .refusals import advise, describe
 from .sharded_dtensor import ShardedDTensor, call_unhandled, handle_operations

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..engine.owners import sharded_in
-from ..torch_private.compat import dtensor_spec, local_if_any, local_of
 from ..torch_private.dtensor import (
     REPLICATES_COPIED_GRADIENTS,
     follow_local,
@@ -23,6 +22,7 @@ from ..torch_private.dtensor import (
     set_local_and_spec,
     spec_of,
 )
+from ..torch_private.internals import dtensor_spec, local_if_any, local_of
 from .making import cut, dtensor
 from .refusals import refuse_plain_target
 from .sharded_dtensor import call_unhandled, handle_operations

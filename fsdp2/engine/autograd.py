@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from ..calls.user_code import are_in_force, run_hidden, run_shown
-from ..torch_private import compat
-from ..torch_private.compat import (
+from ..torch_private import internals
+from ..torch_private.internals import (
     PLAIN,
     graph_task,
     local_of,
@@ -68,18 +68,18 @@ class SavedTensors:
         Checkpointing brings its own hooks and saves nothing: it runs the forward again, with the engine's module hooks,
         inside backward. Hooks on top of its own would make it save what it is there to drop.
         """
-        if compat.why_no_hooks() is not None:
+        if internals.why_no_hooks() is not None:
             self.before_absence()
             return
-        others = compat.top_saved_tensor_hooks(False)
-        if others is None or not compat.are_of_checkpointing(others[0]):
+        others = internals.top_saved_tensor_hooks(False)
+        if others is None or not internals.are_of_checkpointing(others[0]):
             pack = self._pack
             hooks = saved_tensors_hooks(pack, self._unpack)
             try:
                 hooks.__enter__()
                 self.in_force.append((depth, pack, hooks, others))
             except BaseException:  # Ctrl-C
-                active = compat.top_saved_tensor_hooks(False)
+                active = internals.top_saved_tensor_hooks(False)
                 if self.in_force[-1][1] is not pack and active is not None and active[0] is pack:
                     hooks.__exit__()
                 raise
@@ -93,10 +93,10 @@ class SavedTensors:
 
     def are_on_top(self) -> bool:
         """Returns True if these hooks, and no other hooks on top of them, are called."""
-        active = compat.top_saved_tensor_hooks(False)
+        active = internals.top_saved_tensor_hooks(False)
         return active is not None and active[0] is self.pack
 
-    @compat.no_user_hook
+    @internals.no_user_hook
     def _pack(self, tensor: Tensor) -> _Saved:
         if (num_function_modes() or num_dispatch_modes()) and are_in_force():  # the former see attributes, too
             return run_hidden(self._pack, tensor)
@@ -111,7 +111,7 @@ class SavedTensors:
             if index is not None:
                 return (index, owner.backward_versions, owner)
             if storage == owner.unsharded.described_storage and (
-                kind is Tensor or isinstance(tensor, DTensor) or compat.is_only_of_class(tensor)
+                kind is Tensor or isinstance(tensor, DTensor) or internals.is_only_of_class(tensor)
             ):
                 spec = spec_of(tensor) if kind is not Tensor and isinstance(tensor, DTensor) else None
                 local = tensor if spec is None else local_of(tensor)
@@ -192,6 +192,6 @@ def after_leaf(leaf: Tensor, callback: Callable[[], None]) -> None:
 
     def hook(_: Tensor) -> None:
         handle.remove()
-        compat.on_backward_end(callback)
+        internals.on_backward_end(callback)
 
     handle = leaf.register_hook(hook)

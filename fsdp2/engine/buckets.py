@@ -102,19 +102,19 @@ class BucketPlan(NamedTuple):
 def plan_buckets(
     specs: tuple[ParamSpec, ...],
     policy: MixedPrecisionPolicy,
-    sums_on_arrival: bool,
+    receiver_sums: bool,
     trainable: tuple[int, ...],
     cuts: Cuts,
     summed: tuple[Hashable, ...] = (),
     bucket_bytes: int | None = None,
 ) -> BucketPlan:
-    """Plans the gradients of the parameters `trainable`. `sums_on_arrival`: each rank sums what it receives; the others
+    """Plans the gradients of the parameters `trainable`. `receiver_sums`: each rank sums what it receives; the others
     are those of `find_buckets`.
 
     Equal groups share the plan: the blocks of a transformer have one.
     """
     dtypes = tuple(policy.gradient_dtype(spec.delivered_dtype) for spec in specs)
-    codecs, of_sums = codecs_of(specs, policy, sums_on_arrival), codecs_of(specs, policy, as_computed=False)
+    codecs, of_sums = codecs_of(specs, policy, receiver_sums), codecs_of(specs, policy, as_computed=False)
     buckets = tuple(find_buckets(specs, dtypes, codecs, trainable, cuts, summed, bucket_bytes))
     sent = sum(codecs[i].sent_nbytes(specs[i].shard_numel, dtypes[i]) for indices in buckets for i in indices)
     return BucketPlan(dtypes, codecs, of_sums, buckets, sent)

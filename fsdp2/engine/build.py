@@ -140,7 +140,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
     """
     groups = [group for state in plan.inside for group in state.groups]
     groups = list(dict.fromkeys([*groups, *(each.owner.group for each in plan.tied.values() if each.owner)]))
-    changed = [*plan.inside, *groups, *(group.purpose for group in groups)]
+    changed = [*plan.inside, *groups, *(group.comm_label for group in groups)]
     before = [(each, {**vars(each)}) for each in changed]
     names = [(group, [[*param.names] for param in group.params]) for group in groups]
     classes = [type(root) for root in plan.roots]

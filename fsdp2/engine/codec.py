@@ -196,9 +196,9 @@ def check_codec(codec: object, where: str, may_sum: bool) -> None:
         raise TypeError(f"{where}: expected a codec, got {codec!r}, which sums between replicas: it is for all_reduce.")
     missing = [] if sums else [name for name in _MEMBERS if not hasattr(codec, name)]
     if isinstance(codec, type) or missing:
-        what = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
+        label = "its class" if isinstance(codec, type) else f"one without {', '.join(missing)}"
         raise TypeError(
-            f"{where}: expected a torch.dtype, a codec as fsdp2.compression.Codec describes it, or None, got {what}: "
+            f"{where}: expected a torch.dtype, a codec as fsdp2.compression.Codec describes it, or None, got {label}: "
             f"{codec!r}"
         )
     try:
@@ -462,7 +462,7 @@ class ReplicaSum(Protocol):
         ranks.
         """
 
-    def steps(self, sums: Sums, comm: Comm, divisor: float, what: str) -> Steps:
+    def steps(self, sums: Sums, comm: Comm, divisor: float, label: str) -> Steps:
         """Sums, and divides by `divisor`. Every replica must run it, with the same parts."""
 
     def discard(self) -> None:

@@ -32,7 +32,7 @@ class NamedComm(Protocol):
         """Says goodbye, once, to the other ranks: they raise at the next collective."""
 
 
-class Purpose:
+class CommLabel:
     """Names the group whose collectives a Comm issues, for errors and for checks that compare ranks."""
 
     def __init__(self, name: str = "facts to compare", root: Root | None = None) -> None:
@@ -74,8 +74,8 @@ class Purpose:
 class Comm(Protocol):
     """Issues collectives over one group of ranks.
 
-    `what`, an argument of those that reduce, names the gradients (" of blocks.0.weight"), for checks that compare
-    ranks. The rest of a collective's name is the method's, and the group's: `purpose`.
+    `label`, an argument of those that reduce, names the gradients (" of blocks.0.weight"), for checks that compare
+    ranks. The rest of a collective's name is the method's, and the group's: `comm_label`.
     """
 
     rank: int
@@ -85,13 +85,13 @@ class Comm(Protocol):
     # Sum, and divide afterwards, even if the backend can average.
     force_sum: bool
     # Each rank itself sums what other ranks send it, in `reduce_scatter`, too: then an exchange costs no more.
-    sums_on_arrival: bool
+    receiver_sums: bool
     # A collective begins behind all that the current stream was given before. So whoever waits for its Work is behind
     # all that, too.
-    follows_stream: bool
+    is_stream_ordered: bool
     # Where what plans have it send and fill comes from. It takes tensors of any memory.
     memory: CommMemory
-    purpose: Purpose
+    comm_label: CommLabel
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -105,21 +105,21 @@ class Comm(Protocol):
         """Fills outputs[i] with the inputs[i] of all ranks, in rank order. inputs[i] may be this rank's part of it."""
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, what: str = ""
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], divisor: float, label: str = ""
     ) -> Work:
         """Fills outputs[i] with the sum over ranks of this rank's slice of inputs[i], divided by `divisor`.
 
         inputs[i] is `size` slices in rank order, in the dtype of outputs[i].
         """
 
-    def exchange(self, sent: Sequence[Tensor], what: str = "") -> tuple[Work, Sequence[Rows]]:
+    def exchange(self, sent: Sequence[Tensor], label: str = "") -> tuple[Work, Sequence[Rows]]:
         """Sends slice r of each of `sent`, `size` slices in rank order, to rank r, and sums nothing.
 
         Returns a Work, and what has arrived when it was waited for: element r of rows[i] is this rank's slice of rank
         r's sent[i]. This rank's own may lie in sent[i].
         """
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
         """Fills `tensor` with its sum over ranks, divided by `divisor`."""
 
 
@@ -171,10 +171,10 @@ TORCH_MEMORY = TorchMemory()
 class SoloComm:
     """The Comm of one rank, which has nothing to communicate."""
 
-    group, rank, size, direct_min_bytes, force_sum, sums_on_arrival = None, 0, 1, 0, False, False
-    follows_stream = False
+    group, rank, size, direct_min_bytes, force_sum, receiver_sums = None, 0, 1, 0, False, False
+    is_stream_ordered = False
     memory: CommMemory = TORCH_MEMORY
-    purpose = Purpose()
+    comm_label = CommLabel()
 
     def all_gather(self, *_: object) -> Work:
         raise AssertionError("one rank has nothing to communicate")

@@ -2,8 +2,8 @@
 
 An *observer* follows the groups under one root: it overrides methods of `Observer`, the events, and a root calls only
 those that are overridden. It may raise, tell and measure, and changes nothing. A *feature* changes numbers, memory or
-communication: the engine calls it by its name (RankConsensus, BackwardSteps). `extend` adds both for the whole process,
-before modules are sharded. fsdp2/README.md shows an observer.
+communication: the engine calls it by its name (RankConsensus, BackwardStepper). `extend` adds both for the whole
+process, before modules are sharded. fsdp2/README.md shows an observer.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class RankConsensus(Protocol):
         """
 
 
-class BackwardSteps(Protocol):
+class BackwardStepper(Protocol):
     """Steps on parameters as soon as their gradients are delivered (features/optimizer_in_backward.py)."""
 
     def before_backward(self) -> None:

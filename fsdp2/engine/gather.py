@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..devices.streams import Work, costs_launches
-from ..torch_private.compat import below_autograd, copy_all, part_of_storage
+from ..torch_private.internals import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode
 from .comm import TORCH_MEMORY, Comm, CommMemory
 from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks

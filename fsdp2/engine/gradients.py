@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ..calls.user_code import are_in_force, hidden, run_shown
 from ..parameters.cut_graphs import refuse_graph
-from ..torch_private import compat
-from ..torch_private.compat import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
+from ..torch_private import internals
+from ..torch_private.internals import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
 from . import reduce
 from .buckets import BucketPlan, cuts_for, plan_buckets
 from .codec import Part
@@ -43,7 +43,7 @@ from .reduce import Pending, Reduction, Shards
 from .unsynchronized import UnsynchronizedGradients
 
 if TYPE_CHECKING:
-    from ..devices.home_streams import GroupStreams
+    from ..devices.owner_stream import GroupStreams
     from .group import FSDPParamGroup
 
 _KEY = "fsdp2"
@@ -90,7 +90,7 @@ class GroupGradients:
         group: the group, which is told of the first gradient and of the last.
         params: its parameters; a parameter index counts them.
         reduction: how their gradients are summed.
-        streams: the group's streams, see GradientsAtHome. None: the device has none.
+        streams: the group's streams, see GradientsOnOwnerStream. None: the device has none.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GroupGradients:
 
     # ---- plans
 
-    def use(self, reduction: Reduction) -> None:
+    def set_reduction(self, reduction: Reduction) -> None:
         """Reduces in that way from now on."""
         before, self.reduction = self.reduction, reduction
         if (before.divisor, before.divide_late) != (reduction.divisor, reduction.divide_late):  # names tell them
@@ -145,12 +145,12 @@ class GroupGradients:
         name = f"{ranks} {self.group.name} {[param.name for param in self._params[:1]]}"
         summing = self.codecs.choose_sum(policy, self.group.settings, self.reduction.replicas is not None, name)
         for parameter in self._hooked:
-            compat.on_accumulated(parameter, _KEY, None)
+            internals.on_accumulated(parameter, _KEY, None)
         device = self._params[0].unsharded.device if self._params else torch.device("cpu")
         cuts = cuts_for(specs, device)
         # Which parameters replicas sum otherwise than by one collective. Empty: none.
         summed_apart = () if summing is None else tuple(map(summing.holds_for, specs))
-        which = self.reduction.shards.sums_on_arrival, tuple(trainable), cuts, summed_apart
+        which = self.reduction.shards.receiver_sums, tuple(trainable), cuts, summed_apart
         plan = self._bucket_plan = plan_buckets(specs, policy, *which, self.group.settings.bucket_bytes)
         self.codecs.use({*plan.codecs, *plan.codecs_of_sums}, name)
         self.buckets = [Bucket(indices, self.group.first_gradient, self._complete) for indices in plan.buckets]
@@ -160,7 +160,7 @@ class GroupGradients:
         for bucket in self.buckets:
             arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
             for i in bucket.indices:
-                compat.on_accumulated(self._params[i].unsharded, _KEY, arrive)
+                internals.on_accumulated(self._params[i].unsharded, _KEY, arrive)
         self._plan.cache_clear()
         self._names.cache_clear()
 
@@ -200,7 +200,7 @@ class GroupGradients:
         With `reduce_unused` this does nothing: all buckets are reduced when backward leaves the module. Without
         gradient sync, `_process` keeps the gradients.
         """
-        if (compat.num_dispatch_modes() or compat.num_function_modes()) and are_in_force():
+        if (internals.num_dispatch_modes() or internals.num_function_modes()) and are_in_force():
             with hidden():
                 return self._complete(bucket)
         # Other ranks' buckets may be complete at other times: then all reduce when backward leaves the module.
@@ -296,8 +296,8 @@ class GroupGradients:
             members = next((bucket.indices for bucket in self.buckets if first in bucket.indices), (first,))
             carried = self.unsynchronized.include_shards(members)
             indices = tuple(carried)
-            plan, what = self._plan(indices, True), self._names(indices)
-            self.group.root.queue.add(self, reduce.start({}, plan, self.reduction, carried, what))
+            plan, label = self._plan(indices, True), self._names(indices)
+            self.group.root.queue.add(self, reduce.start({}, plan, self.reduction, carried, label))
 
     def discard(self) -> None:
         """After an error: drops the gradients of the backward pass that failed, and keeps those of earlier ones, unless
@@ -323,7 +323,7 @@ class GroupGradients:
     def _take(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Takes the unsharded gradients that are there, with unsynchronized ones, and drops other references."""
         taken, unreduced, may_have_graph = dict[int, Tensor](), self.unsynchronized.unreduced, torch.is_grad_enabled()
-        with compat.no_torch_function():
+        with internals.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
         reduce_dtypes = self._bucket_plan.reduce_dtypes
         for i in indices:
@@ -380,13 +380,13 @@ class GroupGradients:
             notify(self.group)
         queue, indices = self.group.root.queue, tuple(gradients)
         queue.make_room()
-        plan, what = self._plan(indices, self.unsynchronized.may_be_sums), self._names(indices)
+        plan, label = self._plan(indices, self.unsynchronized.may_be_sums), self._names(indices)
         try:
             has_earlier = self.unsynchronized.reduced_in_shard
             carried = self.unsynchronized.include_shards(gradients) if has_earlier else {}
-            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, what))
+            queue.add(self, reduce.start(gradients, plan, self.reduction, carried, label))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
-            self.group.purpose.locate(error, f"reducing the gradients{what}")
+            self.group.comm_label.locate(error, f"reducing the gradients{label}")
             raise
 
     # ---- delivery
@@ -413,17 +413,17 @@ class GroupGradients:
             return
         if self._streams is not None:
             for flat, _ in shards.values():
-                self._streams.lend(flat)
+                self._streams.record_streams(flat)
         sharded = [self._params[i].sharded for i in shards]
         with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # to disable it takes as long as two operations
-            with compat.no_torch_function():
+            with internals.no_torch_function():
                 is_hooked = any(map(backward_hooks_of, sharded)) or any(map(post_accumulate_hooks_of, sharded))
                 if not is_hooked:
                     self._accumulate(shards, False)
             if is_hooked:  # users' hooks may need torch functions, and their modes
                 run_shown(self._accumulate, shards, True)
-        if self.group.root.steps is not None:
-            run_shown(self.group.root.steps.step, self.group, [self._params[i] for i in shards], of_pass)
+        if self.group.root.stepper is not None:
+            run_shown(self.group.root.stepper.step, self.group, [self._params[i] for i in shards], of_pass)
 
     def _accumulate(self, shards: Shards, is_hooked: bool) -> None:
         """Adds this rank's gradient shards to `.grad`, whose dtype they have.
@@ -464,14 +464,14 @@ def _at_home(method: Method) -> Method:
         streams = self._streams
         if streams is None or not streams.are_apart():
             return method(self, *args)
-        with streams.at_home():
+        with streams.on_owner_stream():
             return method(self, *args)
 
     return run  # type: ignore[return-value]
 
 
 @final
-class GradientsAtHome(GroupGradients):
+class GradientsOnOwnerStream(GroupGradients):
     """The GroupGradients of a group whose device has streams: all that enters runs at the group's home stream, behind
     the work of the streams that have computed gradients.
     """

@@ -17,12 +17,12 @@ from ..collectives.choose import make_comm, make_neighbour_comm
 from ..devices.streams import make_transfers, order_streams
 from ..parameters.empty_memory import EmptyTensors
 from ..parameters.replacements import Accept, find_replacements
-from ..torch_private import compat
-from ..torch_private.compat import num_dispatch_modes, num_function_modes, runs_transform
-from .comm import Comm, Purpose
+from ..torch_private import internals
+from ..torch_private.internals import num_dispatch_modes, num_function_modes, runs_transform
+from .comm import Comm, CommLabel
 from .events import NO_EVENTS, Change, Events
 from .gather import PendingGather
-from .gradients import GradientsAtHome, GroupGradients
+from .gradients import GradientsOnOwnerStream, GroupGradients
 from .group_parameters import NONE_REPLACED, GroupParameters, Rebuild
 from .mesh import DataMesh
 from .parameter import FSDPParam, fqn
@@ -59,7 +59,7 @@ class Comms(NamedTuple):
     # Sums between replicas. None: there are none.
     replicas: Comm | None = None
     # Gathers among the ranks that keep secondary shards. None: none are kept.
-    post_forward: Comm | None = None
+    secondary: Comm | None = None
 
 
 class FSDPParamGroup:
@@ -80,15 +80,15 @@ class FSDPParamGroup:
         self.modules, self.params, self.mesh, self.settings = list(modules), list(params), mesh, settings
         # The FQN of the first module, and how errors call the group.
         self.name = type(modules[0]).__name__ if name is None else name
-        self.purpose = Purpose(self.name)
+        self.comm_label = CommLabel(self.name)
 
         # ---- around it
         # The state of the modules.
         self.state: FSDPState
         # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
-        self.users: tuple[FSDPState, ...] = ()
+        self.sharing_states: tuple[FSDPState, ...] = ()
         # If there are users, the states with a backward that has begun, and not ended.
-        self.begun: set[FSDPState] = set()
+        self.backwards_running: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
         # Who follows what the group does: the observers of the root.
@@ -110,7 +110,7 @@ class FSDPParamGroup:
         # The pass that has reached the group, until it reshards.
         self.reached_by: BackwardPass | None = None
         # True if the last backward resharded the group as soon as all gradients had been counted.
-        self.needs_no_input_hooks = not params
+        self.last_gradient_reshards = not params
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
         self._backward_hooks: list[dict[int, Any]] = []
         # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
@@ -133,14 +133,14 @@ class FSDPParamGroup:
         self.streams = order_streams(mesh.device)
         # How its ranks communicate, and how they would, had the user chosen nothing.
         self.comms = self.usual_comms = self._make_comms()
-        gradients = GroupGradients if self.streams is None else GradientsAtHome
+        gradients = GroupGradients if self.streams is None else GradientsOnOwnerStream
         self.gradients = gradients(self, self.params, self._reduction(), self.streams)
         self.parameters = GroupParameters(self, storage_device)
         self.registration, self.unsharded = self.parameters.registration, self.parameters.unsharded
         self.parameters.rebuild(Rebuild.MEMORY)
 
     def __repr__(self) -> str:
-        return self.purpose.label
+        return self.comm_label.label
 
     # ---- the state and the root
 
@@ -154,7 +154,7 @@ class FSDPParamGroup:
 
     def share_with(self, users: Iterable[FSDPState]) -> None:
         """Gives the parameters to the modules of these states as well, and to no others besides its own."""
-        self.users = (*users,)
+        self.sharing_states = (*users,)
 
     @cached_property
     def root(self) -> Root:
@@ -169,17 +169,17 @@ class FSDPParamGroup:
     def join_root(self, root: Root) -> None:
         """Runs under `root` from now on."""
         self.root, self.events = root, root.events
-        self.purpose.run_under(root)
+        self.comm_label.run_under(root)
 
     def leave_root(self) -> None:
         """Runs under another root next, which is not built yet."""
         root = self.built_root
-        for wait in root.writers if root is not None else ():  # the next root does not know them
+        for wait in root.waits_before_read if root is not None else ():  # the next root does not know them
             wait(self)
         vars(self).pop("root", None)
         self.events, self._backward_hooks = NO_EVENTS, []
 
-    def _become(self, phase: Phase) -> None:
+    def _set_phase(self, phase: Phase) -> None:
         """Changes the phase.
 
         Raises:
@@ -218,11 +218,11 @@ class FSDPParamGroup:
     @property
     def num_running(self) -> int:
         """How many forwards and blocks of full_params that use the group run now."""
-        return self.state.running + sum(user.running for user in self.users)
+        return self.state.running + sum(user.running for user in self.sharing_states)
 
     def runs_beside(self, state: FSDPState) -> bool:
         """Returns True if a forward of another state than `state` uses the group."""
-        return any(each.running for each in (self.state, *self.users) if each is not state)
+        return any(each.running for each in (self.state, *self.sharing_states) if each is not state)
 
     @property
     def is_resting(self) -> bool:
@@ -240,19 +240,19 @@ class FSDPParamGroup:
         self.name = label = names.get(self.modules[0], "") or "root"
         if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
             label = f'{type(self.modules[0]).__name__} "{self.name}"'
-        self.purpose.rename(self.name, label)
+        self.comm_label.rename(self.name, label)
 
     def set(self, **changes: Any) -> None:
         """Changes settings of the group, between steps."""
         before, self.settings = self.settings, replace(self.settings, **changes)
-        self.gradients.use(self._reduction())
+        self.gradients.set_reduction(self._reduction())
         self.parameters.use_settings()
         if self.settings.bucket_bytes != before.bucket_bytes and self.parameters.buffers is not None:
             self.parameters.rebuild(Rebuild.TRAINABLE)
         if self.settings.reduce_unused is not before.reduce_unused:
-            self.needs_no_input_hooks = False
+            self.last_gradient_reshards = False
         if self.settings.secondary_size != before.secondary_size:
-            self.use_comms(self.comms._replace(post_forward=self._secondary_comm()))
+            self.use_comms(self.comms._replace(secondary=self._secondary_comm()))
         if self.settings.keep_storage != before.keep_storage and self.is_resting:
             self.reshard()
         self.note_change(Change.SETTINGS)
@@ -283,18 +283,18 @@ class FSDPParamGroup:
     def use_comms(self, comms: Comms) -> None:
         """Communicates in that way from now on. Every rank must call it, between steps."""
         before, self.comms = self.comms, comms
-        self.gradients.use(self._reduction())
+        self.gradients.set_reduction(self._reduction())
         kinds = [
             [(each.direct_min_bytes, each.memory) for each in (now.gathers, now.reduces)] for now in (before, comms)
         ]
-        if kinds[0] != kinds[1] or comms.post_forward is not before.post_forward:
+        if kinds[0] != kinds[1] or comms.secondary is not before.secondary:
             self.reshard()
             self.parameters.rebuild(Rebuild.MEMORY)
 
     def _make_comms(self) -> Comms:
         """Returns the Comms of the mesh, as they are if the user chooses nothing. Every rank must call it."""
         shards, replicas = (
-            make_comm(group, self.mesh.device, self.purpose)
+            make_comm(group, self.mesh.device, self.comm_label)
             for group in (self.mesh.shard_group, self.mesh.outer_group or self.mesh.replicate_group)
         )
         if self.mesh.has_outer_shard:
@@ -307,11 +307,11 @@ class FSDPParamGroup:
     def _secondary_comm(self) -> Comm | None:
         """Returns the Comm of those of the ranks that shard which keep secondary shards, if any do."""
         if self.mesh.has_outer_shard:
-            return make_comm(self.mesh.inner_group, self.mesh.device, self.purpose)
+            return make_comm(self.mesh.inner_group, self.mesh.device, self.comm_label)
         size, group = self.settings.secondary_size, self.mesh.shard_group
         if size is None or group is None or size >= self.mesh.size:
             return None
-        return make_neighbour_comm(group, size, self.mesh.device, self.purpose)
+        return make_neighbour_comm(group, size, self.mesh.device, self.comm_label)
 
     def _reduction(self) -> Reduction:
         """Returns how gradients are summed by the present Comms and settings."""
@@ -328,30 +328,30 @@ class FSDPParamGroup:
         if self.phase is not SHARDED and self.phase is not SECONDARY and demand is not Demand.OTHERS:
             return
         streams = self.streams
-        if streams is not None and streams.choose_home(demand is Demand.AHEAD, self._is_busy_at_home):
-            with streams.at_home(joins=False):
+        if streams is not None and streams.choose_owner(demand is Demand.AHEAD, self._is_busy_on_owner_stream):
+            with streams.on_owner_stream(joins=False):
                 return self.start_unshard(for_backward, demand)
         if self.parameters.buffers is None:
             self._notice_changes()
-        for wait in self.root.writers:
+        for wait in self.root.waits_before_read:
             wait(self)
         if self.root.consensus is not None:
             self.root.consensus.before_gather(self)
         for notify in self.events.before_gather:
             notify(self)
-        buffers, extension = self.parameters.buffers, self.parameters.extension
+        buffers, self_gather = self.parameters.buffers, self.parameters.self_gather
         assert buffers is not None, "shards are on the device"
         if self.phase is not SECONDARY:  # else it stands for what was gathered before
             stays = self.keep_until >= KeepUntil.NEXT_PASS or not self.settings.reshard_after_backward
             self.gathered_versions = self.registration.versions() if stays or not for_backward else None
         try:
-            more = extension.start(self.comms.gathers) if extension is not None else ()
+            more = self_gather.start(self.comms.gathers) if self_gather is not None else ()
             if self.phase is SECONDARY:
                 assert buffers.secondary is not None, "the group has kept some"
                 self._pending = buffers.secondary.restore()
             else:
                 self._pending = buffers.start_gather(self.comms.gathers, *more)
-            self._become(GATHERING)
+            self._set_phase(GATHERING)
         except RuntimeError as error:  # out of memory, for example
             self._locate(error)
             raise
@@ -374,25 +374,25 @@ class FSDPParamGroup:
         if registers:
             self.register()
         if self.streams is not None:
-            self.streams.use()
+            self.streams.wait_here()
 
     def _finish_gather(self) -> None:
         if self.streams is not None and self.streams.are_apart():
-            with self.streams.at_home(joins=False):
+            with self.streams.on_owner_stream(joins=False):
                 return self._finish_gather()
         pending, self._pending = self._pending, None
         assert pending is not None, "a gather is in flight"
         try:
             pending.finish()
         except BaseException as error:
-            self._become(SHARDED)
+            self._set_phase(SHARDED)
             if isinstance(error, RuntimeError):  # a peer is gone, for example
                 self._locate(error)
             raise
-        self._become(GATHERED)
+        self._set_phase(GATHERED)
         self.unsharded.allow_reads()
-        if self.parameters.extension is not None:
-            if self.parameters.extension.finish():
+        if self.parameters.self_gather is not None:
+            if self.parameters.self_gather.finish():
                 self.parameters.rebuild(Rebuild.OBJECTS)
             self.unsharded.accept_versions()  # it may have refilled them by operations that count
 
@@ -408,12 +408,12 @@ class FSDPParamGroup:
     def unshard_again(self) -> None:
         """Gathers, for other ranks, parameters that are in use here. Every rank must call it, or `unshard`."""
         if self.streams is not None and self.streams.are_apart():
-            with self.streams.at_home():
+            with self.streams.on_owner_stream():
                 return self.unshard_again()
         self.unshard(for_backward=True, registers=False)
         was_registered = self.phase is UNSHARDED
         if was_registered:  # modules keep the unsharded parameters, unless it fails
-            self._become(GATHERED)
+            self._set_phase(GATHERED)
         try:
             self.start_unshard(for_backward=True, demand=Demand.OTHERS)
             self.unshard(for_backward=True, registers=False)
@@ -421,18 +421,18 @@ class FSDPParamGroup:
             self.registration.register(unsharded=False)
             raise
         if was_registered:
-            self._become(UNSHARDED)
+            self._set_phase(UNSHARDED)
 
     def register(self) -> None:
         """Registers the unsharded parameters, whose data is there."""
         if self.phase is GATHERED:
-            self._become(UNSHARDED)
+            self._set_phase(UNSHARDED)
             self.registration.register(unsharded=True)
 
     def unregister(self) -> None:
         """Registers the sharded parameters, and leaves the unsharded ones' data where it is."""
         if self.phase is UNSHARDED:
-            self._become(GATHERED)
+            self._set_phase(GATHERED)
             self.registration.register(unsharded=False)
 
     def reshard(self, free: bool = True, keeps_secondary: bool = False) -> None:
@@ -445,8 +445,12 @@ class FSDPParamGroup:
         if self.phase is COPIED:
             return
         streams = self.streams
-        if streams is not None and (self.phase is not SHARDED or self._is_busy_at_home()) and streams.are_apart():
-            with streams.at_home():
+        if (
+            streams is not None
+            and (self.phase is not SHARDED or self._is_busy_on_owner_stream())
+            and streams.are_apart()
+        ):
+            with streams.on_owner_stream():
                 return self.reshard(free, keeps_secondary)
         self.unregister()
         pending, self._pending, buffers = self._pending, None, self.parameters.buffers
@@ -455,9 +459,9 @@ class FSDPParamGroup:
             assert buffers.secondary is not None, "some ranks keep a part"
             buffers.secondary.keep()
             if self.phase is not SECONDARY:
-                self._become(SECONDARY)
+                self._set_phase(SECONDARY)
         elif self.phase is not SHARDED:
-            self._become(SHARDED)
+            self._set_phase(SHARDED)
         if pending is not None:
             pending.abandon()
         if buffers is None:
@@ -472,9 +476,9 @@ class FSDPParamGroup:
             if self.frees_viewed_storage:
                 self.unsharded.free(although_viewed=True)
             else:
-                self.root.viewed.add(self)
-        if self.parameters.extension is not None and not self.unsharded.keeps_storage:
-            self.parameters.extension.free()
+                self.root.freed_later.add(self)
+        if self.parameters.self_gather is not None and not self.unsharded.keeps_storage:
+            self.parameters.self_gather.free()
 
     def free_if_resharded(self) -> bool:
         """Frees memory of unsharded parameters that `reshard` had to leave, and no secondary shards. Returns False if
@@ -487,7 +491,7 @@ class FSDPParamGroup:
         secondary = self.parameters.secondary
         return self.unsharded.holds_memory or (secondary is not None and secondary.is_filled)
 
-    def _is_busy_at_home(self) -> bool:
+    def _is_busy_on_owner_stream(self) -> bool:
         """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
         return self.holds_memory() or self.gradients.is_pending()
 
@@ -495,22 +499,22 @@ class FSDPParamGroup:
         """Notes that modules are about to get copies of the parameters, unless they have some."""
         self.reshard()
         if self.phase is not COPIED:
-            self._become(COPIED)
+            self._set_phase(COPIED)
 
     def end_copies(self) -> None:
         """Notes that modules have the sharded parameters again."""
         if self.phase is COPIED:
-            self._become(SHARDED)
+            self._set_phase(SHARDED)
 
     def _locate(self, error: RuntimeError) -> None:
         """Says in the message which group it was: neither allocators nor process groups know."""
-        self.purpose.locate(error, f"gathering {self}, {self.nbytes} bytes")
+        self.comm_label.locate(error, f"gathering {self}, {self.nbytes} bytes")
 
     # ---- what users do to parameters
 
     def shard_versions(self) -> tuple[int, ...]:
         """Returns the versions of the sharded parameters, see Registration."""
-        for wait in self.root.writers:
+        for wait in self.root.waits_before_read:
             wait(self)
         return self.registration.versions()
 
@@ -532,7 +536,7 @@ class FSDPParamGroup:
                 f"{self.name}: its parameters are copies that full_params has made, with which no sharded module "
                 "runs. Leave that block first."
             )
-        for wait in self.root.writers:
+        for wait in self.root.waits_before_read:
             wait(self)
         if self.registration.versions() != self.gathered_versions:
             self.reshard()  # also secondary shards
@@ -579,7 +583,7 @@ class FSDPParamGroup:
         if in_backward:
             self.pre_backward(recomputes=True)  # gradients follow at once
         self.unshard(for_backward=root.backward is not None)
-        root.use(self)
+        root.mark_in_use(self)
         if not in_backward and self.gathered_versions != self.backward_versions:
             assert self.gathered_versions is not None, "noted at each gather for a forward"
             self.backward_versions = self.gathered_versions  # else the same object: no time to compare
@@ -591,7 +595,7 @@ class FSDPParamGroup:
         if self.reached_by is None:
             self.pre_backward()
         elif self.streams is not None:
-            self.streams.use()
+            self.streams.wait_here()
 
     def pre_backward(self, recomputes: bool = False) -> None:
         """Unshards when backward reaches the group, needs a weight of it, or runs its forward again (checkpointing)."""
@@ -603,17 +607,17 @@ class FSDPParamGroup:
             root.enter_backward(recomputes)
         if self.reached_by is None:
             self.reached_by = root.backward
-            for wait in self.root.writers:
+            for wait in self.root.waits_before_read:
                 wait(self)
             now = self.registration.versions()
             if now != self.backward_versions:
                 self.backward_versions = now
             self.unshard(for_backward=root.backward is not None)
-            root.use(self)
+            root.mark_in_use(self)
             for ahead in root.prefetcher.in_backward(self):
                 ahead.start_unshard(for_backward=True)
         if self.streams is not None:
-            self.streams.use()
+            self.streams.wait_here()
 
     def first_gradient(self) -> None:
         """Begins the backward pass of the root, unless it has begun: the first gradient of a bucket has arrived."""
@@ -634,17 +638,17 @@ class FSDPParamGroup:
         # regions (reentrant checkpointing runs a backward inside the one that began).
         backward = self.root.backward
         assert backward is not None, "a gradient has arrived"
-        if all(self.parameters.trainable) and backward.task == compat.graph_task():
+        if all(self.parameters.trainable) and backward.task == internals.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self._backward_hooks or self._find_backward_hooks())
             # Those of users tell when to reshard in between: the last gradient of a tied parameter comes late.
-            self.needs_no_input_hooks = not (has_hooks or self.settings.reduce_unused or self.users)
+            self.last_gradient_reshards = not (has_hooks or self.settings.reduce_unused or self.sharing_states)
             if not has_hooks:
                 self.finish_backward()
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
-        own = [module._backward_hooks for state in (self.state, *self.users) for module in state.own_modules()]
-        self._backward_hooks = [*own, compat.hooks_of_all_modules]
+        own = [module._backward_hooks for state in (self.state, *self.sharing_states) for module in state.own_modules()]
+        self._backward_hooks = [*own, internals.hooks_of_all_modules]
         return self._backward_hooks
 
     # ---- after use
@@ -671,7 +675,7 @@ class FSDPParamGroup:
         has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
         is_kept = has_run and backward_follows and self.unsharded.are_kept() and not self.frees_viewed_storage
         if is_kept:
-            self.root.kept.add(self)
+            self.root.held_for_backward.add(self)
         keeps_secondary = stays is AfterForward.SECONDARY
         self.keep_until = KeepUntil.BACKWARD if keeps_secondary and backward_follows else KeepUntil.END_OF_USE
         self.reshard(self.root.frees_memory and not is_kept, keeps_secondary)
@@ -689,11 +693,11 @@ class FSDPParamGroup:
         if ending is Ending.EVALUATION:
             keeps = keeps or self.keep_until is KeepUntil.USER
         elif choice is None:
-            keeps = root.group is self or root.state in self.users or root.forward.runs_for_loss
+            keeps = root.group is self or root.state in self.sharing_states or root.forward.runs_for_loss
             keeps = keeps or self in root.prefetcher.first_in_backward or self in root.forward.read_outside
         if keeps:
             return AfterForward.KEEP
-        may_keep = self.comms.post_forward is not None and self._may_keep_secondary(ending is Ending.TRAINING)
+        may_keep = self.comms.secondary is not None and self._may_keep_secondary(ending is Ending.TRAINING)
         return AfterForward.SECONDARY if may_keep else AfterForward.FREE
 
     def _may_keep_secondary(self, backward_follows: bool = False) -> bool:
@@ -712,23 +716,23 @@ class FSDPParamGroup:
         `drops_secondary=False`: secondary shards that last until a write stay.
         """
         self.reached_by = None
-        self.begun.clear()
-        if self.state.running or (self.users and self.num_running):
+        self.backwards_running.clear()
+        if self.state.running or (self.sharing_states and self.num_running):
             is_left = self.keep_until is KeepUntil.BACKWARD
             self.keep_until = KeepUntil.END_OF_USE if is_left else min(self.keep_until, KeepUntil.NEXT_PASS)
         else:
             self.keep_until = KeepUntil.END_OF_USE
-            keeps = not drops_secondary and self.comms.post_forward is not None and self._may_keep_secondary()
+            keeps = not drops_secondary and self.comms.secondary is not None and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
-        is_running = self.state.running or (self.users and self.num_running)
+        is_running = self.state.running or (self.sharing_states and self.num_running)
         if self.settings.reshard_after_backward or is_running or not self.is_unsharded:
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None
-            self.begun.clear()
+            self.backwards_running.clear()
             self.keep(KeepUntil.NEXT_PASS)
             self.unregister()
 
@@ -749,7 +753,7 @@ class FSDPParamGroup:
     def leave_backward(self) -> None:
         """Reshards at the end of backward, unless the last gradient has done it."""
         if self.reached_by is not None:
-            self.needs_no_input_hooks = not self.params
+            self.last_gradient_reshards = not self.params
         is_freed = self.phase is SHARDED and self.parameters.buffers is not None and not self.unsharded.is_allocated
         if self.reached_by is not None or self.keep_until is not KeepUntil.END_OF_USE or not is_freed:
             self.finish_backward()
@@ -761,9 +765,9 @@ class FSDPParamGroup:
         If the group has users, gradients may be still to come: buckets reduce them, or the end of backward does. While
         the backward of another user runs, the parameters are still needed.
         """
-        if self.users:
-            self.begun.discard(state)
-            if self.begun:
+        if self.sharing_states:
+            self.backwards_running.discard(state)
+            if self.backwards_running:
                 return
         else:
             self.gradients.flush()

@@ -17,8 +17,8 @@ from torch.autograd.graph import increment_version
 from ..parameters.cast_buffers import CastBuffers
 from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards
 from ..parameters.subclasses import SubclassGather, refuse_secondary_shards
-from ..torch_private import compat
-from ..torch_private.compat import peek_local, requires_grad_of, version_of
+from ..torch_private import internals
+from ..torch_private.internals import peek_local, requires_grad_of, version_of
 from .events import Change
 from .layout import GatherLayout, ParamSpec, gather_layout
 from .memory import Memory
@@ -140,7 +140,7 @@ class Registration:
         """Returns a number per sharded parameter, which grows with each in-place operation on it, or step of an
         optimizer; and then one that grows with replacements.
         """
-        with compat.no_torch_function():  # or reading them takes twice as long
+        with internals.no_torch_function():  # or reading them takes twice as long
             try:
                 return tuple(map(version_of, self._sharded))
             except RuntimeError:  # some were made in inference mode
@@ -148,7 +148,7 @@ class Registration:
 
     def trainable(self) -> list[bool]:
         """Returns which of the sharded parameters require a gradient."""
-        with compat.no_torch_function():
+        with internals.no_torch_function():
             return list(map(requires_grad_of, self._sharded[:-1]))
 
 
@@ -179,7 +179,7 @@ class GroupParameters:
         # meta device for example.
         self.buffers: Memory | None = None
         # Gathers those that say themselves how; they are the last ones in `params`. None: there are none.
-        self.extension: SubclassGather | None = None
+        self.self_gather: SubclassGather | None = None
         self.specs: tuple[ParamSpec, ...] = ()
         # Which of them required a gradient when buckets were last planned.
         self.trainable: list[bool] = []
@@ -214,7 +214,7 @@ class GroupParameters:
         self._watch(replaced)
         self._plan_gradients()
         self.registration.prepare(self.params)
-        self.unsharded.prepare(self.params, self.buffers.layout, self.extension)
+        self.unsharded.prepare(self.params, self.buffers.layout, self.self_gather)
         self.use_settings()
 
     def use_settings(self) -> None:
@@ -229,7 +229,7 @@ class GroupParameters:
         replaced = {param: parameter for param, parameter in found if id(param.sharded) in gone}
         with torch.no_grad():
             for param, parameter in found:
-                param.take(parameter)
+                param.adopt(parameter)
         self.registration.note_replacement()
         if replaced:
             self._group.gradients.codecs.discard()
@@ -245,7 +245,7 @@ class GroupParameters:
         if {param.local.device for param in self.params} - {self.storage_device}:
             return False
         self.specs = self._find_specs()
-        plain = tuple(spec for spec in self.specs if not spec.extended)
+        plain = tuple(spec for spec in self.specs if not spec.self_gathering)
         # Also when the first forward runs in inference mode: what is built here must serve training.
         with torch.inference_mode(False), torch.no_grad():
             self._place_shards(plain)
@@ -255,7 +255,7 @@ class GroupParameters:
         """Orders the parameters, and returns their specs."""
         policy = self._group.settings.policy
         specs = [param.spec(policy) for param in self.params]
-        order = sorted(range(len(specs)), key=[spec.extended for spec in specs].__getitem__)
+        order = sorted(range(len(specs)), key=[spec.self_gathering for spec in specs].__getitem__)
         ordered = [self.params[i] for i in order]
         if ordered != self.params and self._group.gradients.is_pending():
             raise RuntimeError(
@@ -263,10 +263,10 @@ class GroupParameters:
                 "group are unsynchronized, or in flight. Do that between steps."
             )
         self.params[:] = ordered
-        extended = ordered[[spec.extended for spec in specs].count(False) :]
-        if extended and self._group.comms.post_forward is not None:
-            refuse_secondary_shards(extended[-1].name)
-        self.extension = SubclassGather(extended, self.mesh, policy) if extended else None
+        self_gathering = ordered[[spec.self_gathering for spec in specs].count(False) :]
+        if self_gathering and self._group.comms.secondary is not None:
+            refuse_secondary_shards(self_gathering[-1].name)
+        self.self_gather = SubclassGather(self_gathering, self.mesh, policy) if self_gathering else None
         return tuple(specs[i] for i in order)
 
     def _place_shards(self, plain: tuple[ParamSpec, ...]) -> None:
@@ -286,7 +286,7 @@ class GroupParameters:
 
     def _allocate(self, layout: GatherLayout) -> Memory:
         mesh, comms = self.mesh, self._group.comms
-        level = None if comms.post_forward is None else SecondaryLevel(comms.post_forward, mesh.has_outer_shard)
+        level = None if comms.secondary is None else SecondaryLevel(comms.secondary, mesh.has_outer_shard)
         where = mesh.rank, mesh.device, self.unsharded, self._group.transfers
         buffers = Memory(layout, *where, level, comms.gathers.memory)
         # While the storage has its size: a tensor that is put over a smaller one makes it grow, and stay.
@@ -332,7 +332,7 @@ class GroupParameters:
 
     # ---- requires_grad
 
-    def take_requires_grad(self) -> None:
+    def adopt_requires_grad(self) -> None:
         """Has the sharded parameters take the `requires_grad` that a user has given to the unsharded ones."""
         if self.buffers is None or list(map(requires_grad_of, self.unsharded.parameters)) == self.trainable:
             return
@@ -350,7 +350,7 @@ class GroupParameters:
         """Plans to reduce the gradients of the parameters that require one now."""
         self.unsharded.forget_references()  # which the buckets have, too
         self.trainable = self.registration.trainable()
-        with compat.no_torch_function():
+        with internals.no_torch_function():
             for param, trainable in zip(self.params, self.trainable, strict=True):
                 if param.unsharded.requires_grad is not trainable:
                     param.unsharded.requires_grad_(trainable)

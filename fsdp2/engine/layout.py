@@ -74,7 +74,7 @@ class ParamSpec:
     # Along which it is cut. A "row" is what lies at one index of it.
     dim: int = 0
     # Gathered by methods of its own, hence in no GatherLayout; its gradient may come in any dtype.
-    extended: bool = False
+    self_gathering: bool = False
     gather_codec: Codec | None = None
     # The dtype of `.grad`, in which autograd then accumulates the unsharded gradient, too. None: nobody has chosen one.
     grad_dtype: torch.dtype | None = None
@@ -174,7 +174,7 @@ class ParamSpec:
     @cached_property
     def arriving_dtype(self) -> torch.dtype | None:
         """The dtype in which autograd leaves the unsharded gradient. None: any."""
-        if self.extended or self.takes_any_dtype:
+        if self.self_gathering or self.takes_any_dtype:
             return None
         return self.grad_dtype or self.compute_dtype
 

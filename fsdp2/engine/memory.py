@@ -12,7 +12,7 @@ from torch import Tensor
 from ..devices.staged_shards import StagedShards
 from ..devices.streams import Transfers
 from ..parameters.secondary_shards import SecondaryLevel, SecondaryShards, layout_among
-from ..torch_private import compat
+from ..torch_private import internals
 from .comm import TORCH_MEMORY, Comm, CommMemory
 from .gather import GatherPlan, PendingGather, leaves_over, own_storage_view
 from .layout import GatherLayout
@@ -84,7 +84,7 @@ class Memory:
             source = self._stage.memory
         if self.layout.aliased:
             self._unsharded.use_memory(self.shards, None)
-        with compat.below_autograd():
+        with internals.below_autograd():
             self._plan = GatherPlan(self.layout, self._rank, source, self._unsharded.memory, self._source)
         if self._stage is not None:
             self._stage.free()
@@ -107,7 +107,7 @@ class Memory:
     def move_into_shards(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """Copies each local tensor to its place in the shard buffer, and returns those in place."""
         placed = []
-        with compat.below_autograd():
+        with internals.below_autograd():
             for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
                 own = own_storage_view(self.shards, offset, local.shape, spec.storage_dtype)
                 own.copy_(local)
@@ -135,6 +135,6 @@ class Memory:
         if self._stage is not None:
             if plan.has_memory:
                 plan.allocate()  # on the stream that computes, which will free it
-            self._stage.start(partial(plan.start, comm, more_outputs, more_inputs), comm.follows_stream)
+            self._stage.start(partial(plan.start, comm, more_outputs, more_inputs), comm.is_stream_ordered)
             return PendingGather(self._unsharded, plan, self._stage, more_inputs)
         return PendingGather(self._unsharded, plan, plan.start(comm, more_outputs, more_inputs), more_inputs)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ..torch_private import compat
-from ..torch_private.compat import DTensorSpec
+from ..torch_private import internals
+from ..torch_private.internals import DTensorSpec
 
 
 class Gathered(Enum):
@@ -119,7 +119,7 @@ class DataMesh:
         key = (id(mesh), placements, shape, dtype)
         spec = self._specs.get(key)
         if spec is None:
-            spec = self._specs[key] = compat.dtensor_spec(mesh, placements, shape, dtype)
+            spec = self._specs[key] = internals.dtensor_spec(mesh, placements, shape, dtype)
         return spec
 
     def plain_distribution(self, dim: int, is_scalar: bool) -> Distribution:
@@ -173,7 +173,7 @@ class DataMesh:
     def replicas_may_grow(self) -> bool:
         """True if ranks may join and leave the replica group."""
         group = self.replicate_group
-        return group is not None and compat.size_may_change(group)
+        return group is not None and internals.size_may_change(group)
 
     @cached_property
     def size(self) -> int:
@@ -209,7 +209,7 @@ def _group_over(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
     """Returns the process group of this rank along `axes`; several count as one, for which a group is made once."""
     if len(axes) < 2:
         return mesh.get_group(axes[0]) if axes else None
-    return compat.mesh_over(mesh, axes).get_group()
+    return internals.mesh_over(mesh, axes).get_group()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ..calls.forward_method import gather_in_each_step, run_unless_running
 from ..calls.transforms import run_transformed
 from ..calls.user_classes import name_of, recompile_of
 from ..parameters.parameter_methods import parameter_methods
-from ..torch_private.compat import runs_transform, untraced
+from ..torch_private.internals import runs_transform, untraced
 from .state import STATE
 from .step import run_forward
 

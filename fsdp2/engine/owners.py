@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from ..devices.simulation import simulated
-from ..torch_private.beyond_step import share_versions
-from ..torch_private.compat import storage_id
+from ..torch_private.internals import storage_id
+from ..torch_private.rare_internals import share_versions
 
 if TYPE_CHECKING:
     from .group import FSDPParamGroup

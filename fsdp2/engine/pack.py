@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..devices import streams
 from ..devices.streams import costs_launches
-from ..torch_private import compat
+from ..torch_private import internals
 from .buckets import cuts_on, split_pieces
 from .codec import AS_IS, Cast, Encoder, Member, Part, ReplicaSum
 from .comm import TORCH_MEMORY, CommMemory
@@ -59,7 +59,7 @@ class Segments:
         if len(sources) == 1:  # on CUDA a foreach copy launches a kernel for each 84 MB of fp32
             self._places[0].copy_(sources[0])
         else:
-            compat.copy_all(self._places, sources)
+            internals.copy_all(self._places, sources)
 
     @cached_property
     def _places(self) -> list[Tensor]:
@@ -152,10 +152,10 @@ class Concatenation:
                 self._tails[dtype] = out_WP.new_zeros(self._tail_numel, dtype=dtype)
             sources = [*sources, self._tails[dtype]]
         if self._casts or dtype == out_WP.dtype:
-            compat.chunk_cat(sources, 0, self._world_size, out=out_WP)
+            internals.chunk_cat(sources, 0, self._world_size, out=out_WP)
         else:
             uncast = torch.empty_like(out_WP, dtype=dtype)
-            compat.chunk_cat(sources, 0, self._world_size, out=uncast)
+            internals.chunk_cat(sources, 0, self._world_size, out=uncast)
             out_WP.copy_(uncast)
 
 
@@ -212,7 +212,7 @@ class Pieces:
         if rest.numel():
             places.append(out_WP[spec.whole_chunks, : rest.numel()])
             sources.append(rest)
-        compat.copy_all(places, sources)
+        internals.copy_all(places, sources)
 
     def member(self, first: int, last: int) -> Member:
         """Returns where a piece of the gradient lies in the segments of that piece."""

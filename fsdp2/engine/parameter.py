@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..parameters.subclasses import gathers_itself, rows_of_subclass
-from ..torch_private import compat
-from ..torch_private.compat import GradDtype, local_of
+from ..torch_private import internals
+from ..torch_private.internals import GradDtype, local_of
 from .codec import Codec
 from .events import extensions
 from .layout import ParamSpec, bounds_of, contiguous_stride, param_spec
@@ -85,7 +85,7 @@ class FSDPParam:
         # FQNs of the slots; errors call it by the first.
         self.names = [name] * len(slots)
         original = slots[0].get()
-        chosen = compat.chosen_grad_dtype(original)
+        chosen = internals.chosen_grad_dtype(original)
         self.grad_choice = chosen if grad_dtype is None else grad_choice(original, grad_dtype)
         self._user_class: type[Any] = nn.Parameter
         if distribution.is_annotated:
@@ -145,7 +145,7 @@ class FSDPParam:
 
     @local.setter
     def local(self, value: Tensor) -> None:
-        compat.set_local(self.sharded, value)
+        internals.set_local(self.sharded, value)
 
     @property
     def keeps_dtype(self) -> bool:
@@ -155,11 +155,11 @@ class FSDPParam:
     def spec(self, policy: MixedPrecisionPolicy) -> ParamSpec:
         """Returns what the layout must know of it as it is now."""
         local = self.local
-        extended, codec = gathers_itself(local), None
-        if not extended and not self._keeps_dtype:
+        self_gathering, codec = gathers_itself(local), None
+        if not self_gathering and not self._keeps_dtype:
             codec = policy.gather_codec_for(local.dtype, self.shape)
         compute_dtype = local.dtype if self._keeps_dtype else policy.compute_dtype(local.dtype)
-        spec = self._spec_of(local.dtype, compute_dtype, extended, codec)
+        spec = self._spec_of(local.dtype, compute_dtype, self_gathering, codec)
         if self.grad_choice is not None:
             spec = with_grad_dtype(spec, self.grad_choice, policy)
             self._deliver_in(spec.delivered_dtype)
@@ -171,10 +171,12 @@ class FSDPParam:
         return stored if self._keeps_dtype else policy.compute_dtype(stored)
 
     def _spec_of(
-        self, stored: torch.dtype, compute: torch.dtype, extended: bool = False, codec: Codec | None = None
+        self, stored: torch.dtype, compute: torch.dtype, self_gathering: bool = False, codec: Codec | None = None
     ) -> ParamSpec:
         size, dim = self.mesh.size, self.distribution.dim
-        return param_spec(self.gathered_shape, stored, compute, size, dim, extended, cast("Hashable | None", codec))
+        return param_spec(
+            self.gathered_shape, stored, compute, size, dim, self_gathering, cast("Hashable | None", codec)
+        )
 
     # ---- from the whole parameter to its shard
 
@@ -184,11 +186,11 @@ class FSDPParam:
         if type(whole) is not nn.Parameter:
             is_of_users = _user_class(whole) is not nn.Parameter
             has_methods = is_of_users and gathers_itself(whole)
-            values = compat.plain_values(whole) if is_of_users and not has_methods else whole.detach()
+            values = internals.plain_values(whole) if is_of_users and not has_methods else whole.detach()
         gathered = self.gathered(values)
         local = self.copy_rows(gathered, gathered.device if gathered.is_meta else self.storage_device)
         if has_methods and type(local) is Tensor:  # a subclass of nn.Parameter, which operations do not return
-            local = compat.of_class(local, type(whole))
+            local = internals.of_class(local, type(whole))
             vars(local).update(vars(whole))
         return self._as_sharded(local, whole)
 
@@ -203,7 +205,7 @@ class FSDPParam:
 
     def copy_rows(self, gathered: Tensor, device: torch.device) -> Tensor:
         """Returns this rank's rows in memory of their own, so that the whole parameter can be freed."""
-        if type(gathered) not in compat.PLAIN:
+        if type(gathered) not in internals.PLAIN:
             return rows_of_subclass(gathered, self.dim, self.mesh, device)
         if gathered.device != device or self.is_scalar:
             return self.own_rows(gathered).to(device, copy=True, memory_format=torch.contiguous_format)
@@ -213,13 +215,13 @@ class FSDPParam:
     def _as_sharded(self, local: Tensor, original: Tensor) -> nn.Parameter:
         self.prepare_gradients(local)
         kind = self.tensor_class, local, self.dtensor_spec
-        sharded = compat.distributed_parameter(*kind, original.requires_grad)
+        sharded = internals.distributed_parameter(*kind, original.requires_grad)
         sharded.__dict__.update(_user_attributes(original))
         if self._user_class is not nn.Parameter:
             sharded.__dict__[USER_CLASS] = self._user_class
-        compat.take_hooks(original, sharded)
+        internals.take_hooks(original, sharded)
         if self.grad_choice is not None:
-            compat.set_grad_dtype(sharded, self.grad_choice.dtype)
+            internals.set_grad_dtype(sharded, self.grad_choice.dtype)
         return sharded
 
     def prepare_gradients(self, local: Tensor) -> None:
@@ -239,26 +241,26 @@ class FSDPParam:
 
     def choose_grad_dtype(self, dtype: torch.dtype | None) -> None:
         """Delivers gradients in that dtype, or in any if it is None, as soon as the group is built anew."""
-        compat.set_grad_dtype(self.sharded, dtype)
+        internals.set_grad_dtype(self.sharded, dtype)
         self.grad_choice = GradDtype(dtype)
 
     def put_gradient(self, gradient: Tensor | None) -> None:
         """Puts a gradient, which may have another device or dtype, into `.grad` of the sharded parameter."""
         self.sharded.grad = None
         if self.grad_choice is not None:
-            compat.set_grad_dtype(self.sharded, self.grad_choice.dtype)
+            internals.set_grad_dtype(self.sharded, self.grad_choice.dtype)
         if gradient is not None:
             self.sharded.grad = gradient.to(self.sharded.device, self.delivered_dtype)
 
-    def take(self, found: nn.Parameter) -> None:
+    def adopt(self, found: nn.Parameter) -> None:
         """Takes `found`, which a user has registered in its place, as the sharded parameter. The `grad_dtype`
         stays, unless `found` has one of its own.
         """
-        self.grad_choice = compat.chosen_grad_dtype(found) or self.grad_choice
+        self.grad_choice = internals.chosen_grad_dtype(found) or self.grad_choice
         user_class = _user_class(found)
         if user_class is not nn.Parameter:
             self._user_class = user_class
-            if self.unsharded is not NOT_BUILT and compat.holds_values(self.unsharded):
+            if self.unsharded is not NOT_BUILT and internals.holds_values(self.unsharded):
                 self.leaf_class = self.unsharded.__class__ = user_class
         elif self._user_class is not nn.Parameter:  # the class stays, and so does what it relies on
             vars(found).update(self._attributes | vars(found))
@@ -303,11 +305,11 @@ class FSDPParam:
         if is_built and type(memory) is Tensor and self.unsharded.dtype == memory.dtype:
             self.move_unsharded(memory)
             if self.grad_choice is not None:
-                compat.set_grad_dtype(self.unsharded, self.grad_choice.dtype)
+                internals.set_grad_dtype(self.unsharded, self.grad_choice.dtype)
             return
         self.unsharded = self.as_unsharded(memory, memory.is_floating_point())
         self.leaf_class = type(self.unsharded)
-        compat.hook_sharded(self.unsharded, self)
+        internals.hook_sharded(self.unsharded, self)
 
     def as_unsharded(self, memory: Tensor, requires_grad: bool) -> nn.Parameter:
         """Returns a parameter, as modules compute with, whose data is `memory`, of the gathered shape. It is of the
@@ -316,12 +318,12 @@ class FSDPParam:
         value = memory[0] if self.is_scalar else memory
         parameter: nn.Parameter
         if self._user_class is not nn.Parameter and self._has_user_class():
-            parameter = compat.of_class(value, self._user_class, requires_grad)
+            parameter = internals.of_class(value, self._user_class, requires_grad)
         else:
             parameter = self.distribution.as_parameter(value, self.shape, requires_grad)
         self._share_attributes(parameter)
         if self.grad_choice is not None:
-            compat.set_grad_dtype(parameter, self.grad_choice.dtype)
+            internals.set_grad_dtype(parameter, self.grad_choice.dtype)
         return parameter
 
     def _has_user_class(self) -> bool:
@@ -335,7 +337,7 @@ class FSDPParam:
         else:
             value = memory[0] if self.is_scalar else memory
         if isinstance(self.unsharded, DTensor):
-            compat.set_local(self.unsharded, value)
+            internals.set_local(self.unsharded, value)
         else:
             self.unsharded.data = value
 
@@ -373,7 +375,7 @@ class FSDPParam:
                 f"shape {self.shape}, got {what}. Have it return the whole gradient, or distribute_tensor(whole, "
                 "p.device_mesh, p.placements)."
             )
-        return compat.new_dtensor(self.tensor_class, local, self.gradient_spec)
+        return internals.new_dtensor(self.tensor_class, local, self.gradient_spec)
 
     def add_to_gradient(self, accumulated: Any, gradient: Any) -> None:
         """Adds `gradient`, distributed like the sharded parameter, to its `.grad`, which is `accumulated`."""
@@ -395,7 +397,7 @@ class FSDPParam:
 
 def grad_choice(parameter: Tensor, of_policy: torch.dtype | None) -> GradDtype | None:
     """Returns what was chosen as the `grad_dtype` of a parameter: by itself, or by the policy for all."""
-    choice = compat.chosen_grad_dtype(parameter)
+    choice = internals.chosen_grad_dtype(parameter)
     if choice is None and of_policy is not None and parameter.is_floating_point():
         return GradDtype(of_policy)
     return choice
@@ -409,7 +411,7 @@ def with_grad_dtype(spec: ParamSpec, choice: GradDtype, policy: MixedPrecisionPo
 def _user_class(parameter: Tensor) -> type[Any]:
     """Returns the class that a user has given to a parameter with values in memory of its own; else nn.Parameter."""
     cls = type(parameter)
-    return nn.Parameter if cls in compat.PLAIN or not compat.holds_values(parameter) else cls
+    return nn.Parameter if cls in internals.PLAIN or not internals.holds_values(parameter) else cls
 
 
 def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -419,18 +421,18 @@ def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     cls: Any = type(parameter)
     if cls is nn.Parameter or cls.to is Tensor.to or parameter.is_meta or parameter.device == device:
         return parameter
-    moved: Any = parameter.to(device) if compat.holds_values(parameter) else None
+    moved: Any = parameter.to(device) if internals.holds_values(parameter) else None
     if type(moved) is not cls:
         return parameter
     moved.__dict__.update(vars(parameter) | vars(moved))
-    compat.take_hooks(parameter, moved)
+    internals.take_hooks(parameter, moved)
     return cast(nn.Parameter, moved)
 
 
 def _user_attributes(parameter: Tensor) -> dict[str, Any]:
     """Returns what users have set on a parameter, without the inner tensors that a tensor subclass keeps there."""
     attributes = vars(parameter)
-    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor) or compat.holds_values(parameter):
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor) or internals.holds_values(parameter):
         return attributes
     own = vars(parameter.detach())
     return {name: value for name, value in attributes.items() if name not in own}

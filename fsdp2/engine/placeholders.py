@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..calls.callers import function_that_calls, optimizer_that_calls
-from ..torch_private.beyond_step import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
-from ..torch_private.compat import local_of, new_dtensor, no_torch_function, set_local
+from ..torch_private.internals import local_of, new_dtensor, no_torch_function, set_local
+from ..torch_private.rare_internals import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 from .events import extensions
 from .parameter import FSDPParam
 

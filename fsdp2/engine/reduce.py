@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..devices import streams
 from ..devices.streams import AllWork, SumWork, Transfer, Transfers
-from ..torch_private import compat
+from ..torch_private import internals
 from .buckets import PIECES_IN_FLIGHT
 from .codec import Member, Rows, Sums
 from .comm import Comm, Work
@@ -142,9 +142,9 @@ class PendingReduce(Pending):
     """
 
     def __init__(
-        self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], begun: Begun, what: str
+        self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], begun: Begun, label: str
     ) -> None:
-        self.nbytes, self._plan, self._reduction, self._what = begun.nbytes, plan, reduction, what
+        self.nbytes, self._plan, self._reduction, self._what = begun.nbytes, plan, reduction, label
         has_second_part = reduction.replicas is not None or reduction.divide_late is not None
         self.is_partial = has_second_part and not reduction.all_reduce
         self.is_summing = reduction.replicas is not None and reduction.all_reduce
@@ -166,9 +166,9 @@ class PendingReduce(Pending):
             if self.is_summing and reduction.scatters_twice:  # allocated here, on the stream that computes
                 own = self._output = begun.output.new_empty(plan.layout.shard_numel)
             self._in_use = [*begun.inputs, begun.output, *carried.values()]
-            self._steps = _sum(begun.output, own, carried, plan, reduction, what, lambda: self.is_last)
+            self._steps = _sum(begun.output, own, carried, plan, reduction, label, lambda: self.is_last)
             if begun.work is None or self._runs_beside:
-                self._advance(waits=begun.work is None or not reduction.shards.follows_stream)
+                self._advance(waits=begun.work is None or not reduction.shards.is_stream_ordered)
 
     @property
     def _runs_beside(self) -> bool:
@@ -182,13 +182,13 @@ class PendingReduce(Pending):
 
     def _advance(self, waits: bool = True) -> None:
         """Begins the next collective between replicas; on a stream beside, all of them. `waits`: as for
-        `streams.beside`.
+        `streams.side_stream`.
         """
         if not self._runs_beside:
             self._step()
             return
         held, device = [self._work, *self._in_use], self._output.device
-        with streams.beside(device, waits):
+        with streams.side_stream(device, waits):
             self._step()
             while self._steps is not None and self._work is not None:
                 held.append(self._work)
@@ -216,8 +216,8 @@ class PendingReduce(Pending):
                 self._work.wait()
             except RuntimeError as error:  # a peer is gone, for example
                 self._has_failed = True
-                purpose = (self._reduction.replicas or self._reduction.shards).purpose
-                purpose.locate(error, f"reducing gradients of {purpose.label}")
+                comm_label = (self._reduction.replicas or self._reduction.shards).comm_label
+                comm_label.locate(error, f"reducing gradients of {comm_label.label}")
                 raise
             self._work = None
         self._in_use.clear()
@@ -279,7 +279,7 @@ def _sum(
     carried: Mapping[int, Tensor],
     plan: ReducePlan,
     reduction: Reduction,
-    what: str,
+    label: str,
     is_last: Callable[[], bool],
 ) -> _Steps:
     """Adds to `output` what earlier reductions have left, and has replicas sum it, where it is, or into `own`.
@@ -295,11 +295,11 @@ def _sum(
     if comm is None or not reduction.all_reduce:
         return None
     if plan.summing is not None and comm.size > 1:
-        yield from plan.summing.steps(Sums(output, own, plan.parts, is_last), comm, divisor, what)
+        yield from plan.summing.steps(Sums(output, own, plan.parts, is_last), comm, divisor, label)
         return None
     if own is None:
-        return comm.all_reduce(output, divisor, what)
-    return AllWork([comm.reduce_scatter([own], [output], divisor, what)], [output])
+        return comm.all_reduce(output, divisor, label)
+    return AllWork([comm.reduce_scatter([own], [output], divisor, label)], [output])
 
 
 # ---- the first step
@@ -310,10 +310,10 @@ def start(
     plan: ReducePlan,
     reduction: Reduction,
     carried: Mapping[int, Tensor],
-    what: str = "",
+    label: str = "",
 ) -> Pending:
     """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not
-    be written to until `finish`. `what` names them.
+    be written to until `finish`. `label` names them.
 
     No gradients: begins to sum between replicas what earlier reductions have left (`carried`), where no gradient has
     come since. Every rank must call it, in the same order, with the same plan.
@@ -327,13 +327,13 @@ def start(
             return Unreduced(shards, plan.nbytes)
         begun = _begin_alone(gradients, plan, reduction)
     elif plan.pieces is not None and reduction.hook is None and not reduction.by_hook:  # a hook sees the whole sum
-        begun = _scatter_pieces(gradients[plan.layout.indices[0]], plan, plan.pieces, reduction, what)
+        begun = _scatter_pieces(gradients[plan.layout.indices[0]], plan, plan.pieces, reduction, label)
     else:
-        begun = _scatter(gradients, plan, reduction, what)
-    return PendingReduce(plan, reduction, carried, begun, what)
+        begun = _scatter(gradients, plan, reduction, label)
+    return PendingReduce(plan, reduction, carried, begun, label)
 
 
-def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, what: str) -> Begun:
+def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction, label: str) -> Begun:
     """Packs gradients, and begins a reduce-scatter, or an exchange of what is encoded."""
     layout, comm, num_blocks = plan.layout, reduction.shards, reduction.num_blocks
     device = gradients[layout.indices[0]].device
@@ -355,7 +355,7 @@ def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduc
     if not outputs:
         return Begun(output, None, inputs, plan.nbytes)
     if plan.exchanges:
-        work, sent = _exchange(plan, reduction, outputs, inputs, plan.members[: len(inputs)], divisor, what)
+        work, sent = _exchange(plan, reduction, outputs, inputs, plan.members[: len(inputs)], divisor, label)
         if when_read is not None and not _share_memory(sent[-1], inputs[-1]):
             when_read()  # they are encoded
             when_read = None
@@ -365,7 +365,7 @@ def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduc
         outputs, sources = _in_blocks(outputs, inputs, num_blocks, layout.shard_numel)
     if comm.memory.is_symmetric:
         _meet(comm, outputs, sources)
-    return Begun(output, comm.reduce_scatter(outputs, sources, divisor, what), inputs, plan.nbytes, when_read)
+    return Begun(output, comm.reduce_scatter(outputs, sources, divisor, label), inputs, plan.nbytes, when_read)
 
 
 def _begin_with_nothing(carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> Begun:
@@ -403,7 +403,7 @@ def _exchange(
     inputs: Sequence[Tensor],
     members: Sequence[Sequence[Member]],
     divisor: float,
-    what: str,
+    label: str,
 ) -> tuple[Work, list[Tensor]]:
     """Begins to exchange encoded gradients, which are summed into `outputs` when the work is waited for. Returns what
     is sent, too.
@@ -415,7 +415,7 @@ def _exchange(
     sent = [each.view(-1) for each in encoded]
     if reduction.num_blocks > 1:
         outputs, sent = _in_blocks(outputs, sent, reduction.num_blocks, plan.layout.shard_numel)
-    return exchange_and_sum(reduction.shards, outputs, sent, divisor, encoder.codec.sum, what), sent
+    return exchange_and_sum(reduction.shards, outputs, sent, divisor, encoder.codec.sum, label), sent
 
 
 def exchange_and_sum(
@@ -424,12 +424,12 @@ def exchange_and_sum(
     sent: Sequence[Tensor],
     divisor: float,
     add: Callable[[Rows, Tensor], None] | None = None,
-    what: str = "",
+    label: str = "",
 ) -> Work:
     """Begins to exchange the slices of each of `sent`. Waiting for the work sums what has arrived into outputs[i], by
     `add(rows, total)`, or in the dtype of that, and divides it. Every rank must call it.
     """
-    work, rows = comm.exchange(sent, what)
+    work, rows = comm.exchange(sent, label)
     return SumWork([work], sent, outputs, rows, divisor, add)
 
 
@@ -439,7 +439,7 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     """
     address = one.untyped_storage().data_ptr()
     is_one_address = address != 0 and address == other.untyped_storage().data_ptr()
-    return is_one_address or compat.storage_id(one) == compat.storage_id(other)
+    return is_one_address or internals.storage_id(one) == internals.storage_id(other)
 
 
 def _begin_alone(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> Begun:
@@ -456,7 +456,7 @@ def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> t
     shard = _rounded(gradient, i, plan) if plan.exchanges else gradient.contiguous().to(layout.reduce_dtype)
     if divisor is not None:
         shard = shard / divisor
-    shard = compat.owned(shard.to(layout.delivered_dtype))  # later gradients are added to it
+    shard = internals.owned(shard.to(layout.delivered_dtype))  # later gradients are added to it
     return shard, int(shard.storage_offset())
 
 
@@ -488,7 +488,7 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bo
     some = gradients[layout.indices[0]]
     if some.numel() == layout.shard_numel:  # there is no other, and no padding
         whole = some.to(layout.reduce_dtype)
-        if whole.is_contiguous() and compat.owns_memory(whole):
+        if whole.is_contiguous() and internals.owns_memory(whole):
             return whole.view(-1)
     allocate = torch.zeros if reads_padding else torch.empty
     output = allocate(layout.shard_numel, dtype=layout.reduce_dtype, device=some.device)
@@ -501,7 +501,7 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bo
 # ---- large gradients, piece by piece
 
 
-def _scatter_pieces(gradient: Tensor, plan: ReducePlan, pieces: Pieces, reduction: Reduction, what: str) -> Begun:
+def _scatter_pieces(gradient: Tensor, plan: ReducePlan, pieces: Pieces, reduction: Reduction, label: str) -> Begun:
     """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
     streams, they are on a stream beside the caller's, which goes on.
     """
@@ -509,11 +509,11 @@ def _scatter_pieces(gradient: Tensor, plan: ReducePlan, pieces: Pieces, reductio
     numel = layout.shard_numel * reduction.num_blocks
     output = reduction.shards.memory.empty(numel, dtype=layout.reduce_dtype, device=device)
     running: deque[Work] = deque()
-    with streams.beside(device):
+    with streams.side_stream(device):
         for bounds in pieces.bounds:
             if len(running) == PIECES_IN_FLIGHT:
                 running.popleft().wait()
-            running.append(_scatter_piece(gradient, plan, pieces, reduction, output, bounds, what))
+            running.append(_scatter_piece(gradient, plan, pieces, reduction, output, bounds, label))
     # On streams the host has not waited for the pieces to be packed.
     inputs = [gradient] if streams.exist_on(device) else []
     nbytes = plan.nbytes if inputs else plan.nbytes * PIECES_IN_FLIGHT // len(pieces.bounds)
@@ -527,7 +527,7 @@ def _scatter_piece(
     reduction: Reduction,
     output: Tensor,
     bounds: tuple[int, int],
-    what: str,
+    label: str,
 ) -> Work:
     """Begins to reduce one piece of each rank's shard of a gradient into its place in `output`."""
     comm, divisor, (first, last) = reduction.shards, reduction.divisors()[0], bounds
@@ -539,6 +539,6 @@ def _scatter_piece(
             outputs, inputs = _in_blocks(outputs, inputs, reduction.num_blocks, plan.layout.shard_numel)
         if comm.memory.is_symmetric:
             _meet(comm, outputs, inputs)
-        return AllWork([comm.reduce_scatter(outputs, inputs, divisor, what)], [segments])
-    work, sent = _exchange(plan, reduction, outputs, inputs, [[pieces.member(first, last)]], divisor, what)
+        return AllWork([comm.reduce_scatter(outputs, inputs, divisor, label)], [segments])
+    work, sent = _exchange(plan, reduction, outputs, inputs, [[pieces.member(first, last)]], divisor, label)
     return AllWork([work], sent)

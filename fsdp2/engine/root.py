@@ -15,8 +15,8 @@ from ..calls.compiled_backward import refuse_compiled_backward
 from ..calls.user_code import are_in_force, outside, run_hidden
 from ..devices.write_notices import notices
 from ..parameters.subclasses import take_methods_set_later
-from ..torch_private import compat
-from ..torch_private.compat import (
+from ..torch_private import internals
+from ..torch_private.internals import (
     graph_task,
     num_dispatch_modes,
     num_function_modes,
@@ -24,7 +24,7 @@ from ..torch_private.compat import (
     top_saved_tensor_hooks,
 )
 from .autograd import SavedTensors
-from .events import BackwardSteps, Change, Events, Observer, RankConsensus, extensions
+from .events import BackwardStepper, Change, Events, Observer, RankConsensus, extensions
 from .placeholders import leaves_gradients, mark_lost, put_placeholders, take_placeholders
 from .policy import SECONDARY, Ending, KeepUntil, RootSettings
 from .schedule import Cursor, Prefetcher, ReductionQueue
@@ -116,9 +116,9 @@ class Root:
 
         # -- memory that something outside keeps
         # Groups whose memory could not be freed because something had a view of it.
-        self.viewed: set[FSDPParamGroup] = set()
+        self.freed_later: set[FSDPParamGroup] = set()
         # Groups whose memory a forward has left for a reader in backward that nothing else notices.
-        self.kept: set[FSDPParamGroup] = set()
+        self.held_for_backward: set[FSDPParamGroup] = set()
 
         # -- other ranks
         # Ranks were out of step: what this one has recorded may differ from what others have.
@@ -133,7 +133,7 @@ class Root:
         # Where the inputs of a pass are moved.
         self.input_device = None if device.type in ("cpu", "meta") else device
         # Copies of offloaded shards to the device. Shards without memory need not be waited for.
-        copies = [group.transfers for group in self.groups if compat.type_of(device) != "meta"]
+        copies = [group.transfers for group in self.groups if internals.type_of(device) != "meta"]
         self._transfers = {each for each in copies if each is not None}
 
         # -- schedule, events, and what features have joined
@@ -145,14 +145,14 @@ class Root:
         self._in_profiler: list[Observer] = []
         self.is_profiled = False
         # Steps on parameters in backward, as soon as their gradients are delivered.
-        self.steps: BackwardSteps | None = None
+        self.stepper: BackwardStepper | None = None
         # Called with a group before its shards are read. Each waits for writes to them that the host has only begun.
-        self.writers: list[Callable[[FSDPParamGroup], None]] = []
+        self.waits_before_read: list[Callable[[FSDPParamGroup], None]] = []
 
     @property
     def shared(self) -> list[FSDPParamGroup]:
         """The groups that own parameters which modules of several states have (tied weights)."""
-        return [group for group in self.groups if group.users]
+        return [group for group in self.groups if group.sharing_states]
 
     def take_over(self) -> None:
         """Runs all groups from now on, with the features and observers that the process has now."""
@@ -194,13 +194,13 @@ class Root:
         """Has ranks agree what they communicate, if there are several; groups are gathered ahead as `cursor` says."""
         self.consensus, self.prefetcher = consensus, Prefetcher(self.groups, cursor)
 
-    def use_backward_steps(self, steps: BackwardSteps | None) -> None:
+    def use_backward_stepper(self, steps: BackwardStepper | None) -> None:
         """Has backward step on parameters from now on. None: it does so no more."""
-        if self.steps is not None:
-            self.writers.remove(self.steps.wait_for_steps)
-        self.steps = steps
+        if self.stepper is not None:
+            self.waits_before_read.remove(self.stepper.wait_for_steps)
+        self.stepper = steps
         if steps is not None:
-            self.writers.append(steps.wait_for_steps)
+            self.waits_before_read.append(steps.wait_for_steps)
 
     def share_queue(self, queue: ReductionQueue) -> None:
         """Adds reductions to `queue` from now on, which another root has, and moves those in flight there."""
@@ -243,8 +243,8 @@ class Root:
     def begin_pass(self) -> None:
         """Begins a forward pass: the outermost sharded module is called, outside backward."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {compat.EXPORT_PLAIN}")
-        if num_dispatch_modes() and compat.are_tensors_fake():
+            raise NotImplementedError(f"{self.group}: its gathers can be in no graph. {internals.EXPORT_PLAIN}")
+        if num_dispatch_modes() and internals.are_tensors_fake():
             raise NotImplementedError(
                 f"{self.group}: FakeTensorMode has no values to gather. Leave the mode for sharded models; fsdp2.plan "
                 "predicts the memory and the time of a plain one when it is sharded."
@@ -265,7 +265,7 @@ class Root:
             self.served[-1]()  # an interrupt has left it
         if self.is_out_of_step:
             self._forget()
-        if compat.profiler_runs() is not self.is_profiled:
+        if internals.profiler_runs() is not self.is_profiled:
             self.switch_profiled()
         if not self.frees_memory and self._graph_of is None:
             self._free_for_graph()
@@ -276,7 +276,7 @@ class Root:
             self.has_rebuilt = False
         self.notify(self.events.pass_began)
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
-        if self.kept:
+        if self.held_for_backward:
             self.free_kept()
         self.prefetcher.begin_pass()
         sent = [group.gradients.sent_nbytes for group in self.groups]
@@ -385,7 +385,7 @@ class Root:
             self.forward.unfinished.clear()
             if self.backward is None:
                 self.prefetcher.drop()
-                if self.viewed:
+                if self.freed_later:
                     self.free_viewed()
                 if self._transfers:
                     notices.before_next_write(self.settle_transfers)
@@ -416,7 +416,7 @@ class Root:
         self.depth = 0
         self.saved_tensors.deactivate(0)
 
-    def use(self, group: FSDPParamGroup) -> None:
+    def mark_in_use(self, group: FSDPParamGroup) -> None:
         """Notes that `group` is in use, not only gathered ahead: recognises what autograd saves of its weights."""
         self.prefetcher.prefetched.discard(group)
         for storage in group.unsharded.storage_ids:
@@ -424,13 +424,15 @@ class Root:
 
     def free_kept(self) -> None:
         """Frees what a forward has left for readers in backward: that has ended, or another pass begins."""
-        self.viewed |= self.kept
-        self.kept.clear()
+        self.freed_later |= self.held_for_backward
+        self.held_for_backward.clear()
         self.free_viewed()
 
     def free_viewed(self) -> None:
         """Frees what could not be freed while something used it."""
-        self.viewed = {group for group in self.viewed - self.kept if not group.free_if_resharded()}
+        self.freed_later = {
+            group for group in self.freed_later - self.held_for_backward if not group.free_if_resharded()
+        }
 
     # ---- offload
 
@@ -466,14 +468,14 @@ class Root:
             self.note_unseen()
 
     def _begin_backward(self) -> None:
-        compiled = compat.compiled_autograd()
-        if compiled is not None and compat.runs_compiled_backward(compiled):
+        compiled = internals.compiled_autograd()
+        if compiled is not None and internals.runs_compiled_backward(compiled):
             name = next((param.name for group in self.groups for param in group.params), self.group.name)
             refuse_compiled_backward(self.group, name)
-        if compat.profiler_runs() is not self.is_profiled:
+        if internals.profiler_runs() is not self.is_profiled:
             self.switch_profiled()
         self.backward = BackwardPass(graph_task())
-        compat.on_backward_end(self.end_backward)
+        internals.on_backward_end(self.end_backward)
         self.prefetcher.begin_backward()
         if self.queue.running:
             self.queue.finish_partial()
@@ -483,15 +485,15 @@ class Root:
         if self.consensus is not None:
             self.consensus.before_backward()
         self.notify(self.events.backward_began)
-        if self.steps is not None or self.leaves_gradients:
+        if self.stepper is not None or self.leaves_gradients:
             self.take_placeholders()
         for group in self.groups:
             group.gradients.begin_backward(self.backward_pass)
 
     def take_placeholders(self) -> None:
         """Takes all placeholders out of `.grad`: gradients are to come."""
-        if self.steps is not None:
-            self.steps.before_backward()
+        if self.stepper is not None:
+            self.stepper.before_backward()
         take_placeholders(self)
 
     def end_backward(self) -> None:
@@ -522,7 +524,7 @@ class Root:
             self.notify(self.events.backward_ended)
             self.backward = None
             self.num_backwards += 1
-            if self.viewed or self.kept:
+            if self.freed_later or self.held_for_backward:
                 self.free_kept()
         except BaseException:  # a user's hook on a parameter raised, or a peer is gone
             run_hidden(self.recover)
@@ -539,8 +541,8 @@ class Root:
     def deliver(self) -> None:
         """Finishes the reductions in flight."""
         self.queue.finish_all()
-        if self.steps is not None:
-            self.steps.after_delivery()
+        if self.stepper is not None:
+            self.stepper.after_delivery()
         if self.leaves_gradients:
             put_placeholders(self)
 

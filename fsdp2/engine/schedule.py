@@ -349,7 +349,7 @@ class ReductionQueue:
         if gradients.reduction.transfers is None or not gradients.start_return(pending):
             gradients.receive(pending, of_pass)
             return
-        steps = gradients.group.root.steps
+        steps = gradients.group.root.stepper
         delivery = None if steps is None else steps.deliver(gradients, pending, of_pass)
         self.returning.append(entry._replace(delivery=delivery))
         self._finish_returning(MAX_RETURNING)

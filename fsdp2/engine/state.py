@@ -159,7 +159,7 @@ class FSDPState:
         if self.running > 1 or (len(self.modules) > 1 and module is not None and self._waits(module, ending)):
             return
         for group in self.used:
-            if not (group.users and group.runs_beside(self)):
+            if not (group.sharing_states and group.runs_beside(self)):
                 group.post_forward(ending, has_run)
         read_outside = self.root.forward.read_outside
         if read_outside:

@@ -52,8 +52,8 @@ from torch import Tensor, nn
 from ..calls.inputs import HandedInputs, cast, cast_to, move_to
 from ..calls.nested import map_tensors, tensors_in
 from ..calls.user_code import are_in_force, hidden, outside, run_shown
-from ..torch_private import compat
-from ..torch_private.compat import (
+from ..torch_private import internals
+from ..torch_private.internals import (
     graph_task,
     has_storage,
     num_dispatch_modes,
@@ -68,7 +68,7 @@ from .state import FSDPState
 _ONLY_TENSORS = {Tensor}
 
 
-@compat.untraced
+@internals.untraced
 def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Returns `forward(*args, **kwargs)`, run with the unsharded parameters of `state`.
 
@@ -92,7 +92,7 @@ def run_forward(state: FSDPState, module: nn.Module, forward: Callable[..., Any]
                 output = inputs.take_back(module, output)
             if not in_backward:
                 for group in state.used:
-                    group.parameters.take_requires_grad()
+                    group.parameters.adopt_requires_grad()
                 for notify in root.events.forward_ended:
                     for group in state.used:
                         notify(group, handed)
@@ -121,7 +121,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
     if root.consensus is not None and is_outermost and root.running and not in_backward:
         root.consensus.pass_failed(False)
     for group in state.used:
-        group.parameters.take_requires_grad()
+        group.parameters.adopt_requires_grad()
     for notify in root.events.forward_failed:
         for group in state.used:
             notify(group)
@@ -160,7 +160,7 @@ def before_forward(
                 notify(group)
             for ahead in root.prefetcher.in_forward(group):
                 ahead.start_unshard()
-        need_no_hooks = need_no_hooks and group.needs_no_input_hooks
+        need_no_hooks = need_no_hooks and group.last_gradient_reshards
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
         inputs = tensors_in(args, kwargs) if inputs is None else inputs
@@ -189,7 +189,7 @@ def after_forward(state: FSDPState, module: nn.Module, output: Any, in_backward:
     for group in state.used:
         weights = group.unsharded.storage_ids
         if not weights.isdisjoint(
-            [storage_address(t) if type(t) is Tensor and has_storage(t) else compat.storage_id(t) for t in outputs]
+            [storage_address(t) if type(t) is Tensor and has_storage(t) else internals.storage_id(t) for t in outputs]
         ):
             output = _without_weights(weights, output)
             outputs = tensors_in(output)
@@ -211,7 +211,7 @@ def _without_weights(weights: frozenset[int], output: Any) -> Any:
     """Returns `output` with copies, through which gradients flow, of weights in it: their memory will be refilled."""
 
     def copy_weight(tensor: Tensor) -> Tensor:
-        return tensor.clone() if compat.storage_id(tensor) in weights else tensor
+        return tensor.clone() if internals.storage_id(tensor) in weights else tensor
 
     return map_tensors(output, copy_weight, everywhere=True)
 
@@ -229,8 +229,8 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
 
     def before_node(_: Any) -> None:
         for group in groups:
-            if group.users:
-                group.begun.add(state)
+            if group.sharing_states:
+                group.backwards_running.add(state)
             if group.settings.unshard_in_backward or not are_noticed:
                 group.pre_backward()
 

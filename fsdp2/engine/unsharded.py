@@ -20,9 +20,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from ..parameters.freed import freed_class
-from ..torch_private import compat
-from ..torch_private.beyond_step import set_versions
-from ..torch_private.compat import local_of, no_torch_function, storage_uses, version_of
+from ..torch_private import internals
+from ..torch_private.internals import local_of, no_torch_function, storage_uses, version_of
+from ..torch_private.rare_internals import set_versions
 
 if TYPE_CHECKING:
     from ..parameters.subclasses import SubclassGather
@@ -39,7 +39,7 @@ class UnshardedParameters:
     """Answers for the unsharded parameters of one group: whether the data is there, which were written to, and what
     else than the engine can read them. The group calls `allow_reads` when a gather has filled them, and `free`.
 
-    The parameters of the group that say themselves how they are gathered lie elsewhere (`extension`, subclasses.py);
+    The parameters of the group that say themselves how they are gathered lie elsewhere (`self_gather`, subclasses.py);
     they are the last ones.
     """
 
@@ -103,7 +103,7 @@ class UnshardedParameters:
         is freed between uses. None: the memory is that of the shards, and always there.
         """
         self.memory, self._resize = memory, resize
-        self.storage, self.storage_id = memory.untyped_storage(), compat.storage_id(memory)
+        self.storage, self.storage_id = memory.untyped_storage(), internals.storage_id(memory)
         self.is_allocated, self.is_freed_at_times, self.keeps_storage = True, resize is not None, False
 
     def drop_memory(self) -> None:
@@ -112,15 +112,15 @@ class UnshardedParameters:
         self.is_allocated, self.described_storage, self.nbytes = False, None, 0
         self._bases, self.views = [], {}
 
-    def prepare(self, params: Sequence[FSDPParam], layout: GatherLayout, extension: SubclassGather | None) -> None:
+    def prepare(self, params: Sequence[FSDPParam], layout: GatherLayout, self_gather: SubclassGather | None) -> None:
         """Prepares for the unsharded parameters that `params` have now. Reads must be allowed."""
         self._params, self.parameters = params, [param.unsharded for param in params]
         self.indices = {id(unsharded): i for i, unsharded in enumerate(self.parameters)}
         self.references, self.views = None, {}
-        self.storage_ids, self.nbytes = frozenset([compat.storage_id(self.memory)]), layout.unsharded_nbytes
-        if extension is not None:
-            self.storage_ids |= extension.storage_ids()
-            self.nbytes += extension.nbytes
+        self.storage_ids, self.nbytes = frozenset([internals.storage_id(self.memory)]), layout.unsharded_nbytes
+        if self_gather is not None:
+            self.storage_ids |= self_gather.storage_ids()
+            self.nbytes += self_gather.nbytes
         inside = self.parameters[: len(layout.specs)] if self._resize is not None else []
         self._bases = [each.detach() if type(each) is nn.Parameter else _plain_base(each) for each in inside]
         self._offsets = layout.unsharded_offsets
@@ -201,7 +201,9 @@ class UnshardedParameters:
         """
         if not self.is_freed_at_times:
             return False
-        in_cpp = map(compat.SHARED_IN_CPP.__le__, map(compat.cpp_references, self.parameters))  # by autograd's graph
+        in_cpp = map(
+            internals.SHARED_IN_CPP.__le__, map(internals.cpp_references, self.parameters)
+        )  # by autograd's graph
         references = list(map(sub, map(getrefcount, self.parameters), in_cpp))
         if references == self.references:
             return False
@@ -290,9 +292,9 @@ class UnshardedParameters:
         if isinstance(weight, tuple):
             return self._index_at(weight[3] * weight[0].itemsize)
         num_inside, num_params = len(self._offsets), len(self._params)
-        if num_inside < num_params and compat.storage_id(weight) != self.storage_id:
-            return range(num_inside, num_params)  # which of the extension's parameters is not known
-        weight = compat.local_if_any(weight)
+        if num_inside < num_params and internals.storage_id(weight) != self.storage_id:
+            return range(num_inside, num_params)  # which of the self_gather's parameters is not known
+        weight = internals.local_if_any(weight)
         return self._index_at(int(weight.storage_offset()) * weight.element_size())
 
     def _index_at(self, offset: int) -> range:
@@ -302,9 +304,9 @@ class UnshardedParameters:
 
 def _plain_base(unsharded: Tensor) -> Tensor:
     """Returns a plain tensor over the memory of an unsharded parameter, which shares its version counter."""
-    if compat.has_no_dispatch(type(unsharded)):
-        return compat.plain_values(unsharded)
-    return compat.local_if_any(unsharded).detach()
+    if internals.has_no_dispatch(type(unsharded)):
+        return internals.plain_values(unsharded)
+    return internals.local_if_any(unsharded).detach()
 
 
 def refuse_written(names: Sequence[str]) -> None:

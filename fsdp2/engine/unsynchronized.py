@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..torch_private import compat
+from ..torch_private import internals
 
 
 @final
@@ -65,7 +65,7 @@ class UnsynchronizedGradients:
     def keep(self, i: int, gradient: Tensor, dtype: torch.dtype) -> None:
         """Keeps an unsharded gradient of parameter i, in `dtype`. Later ones are added to its memory."""
         self.may_be_sums = True
-        self.unreduced[i] = compat.owned(gradient.to(dtype))
+        self.unreduced[i] = internals.owned(gradient.to(dtype))
 
     def keep_shard(self, i: int, shard: Tensor) -> None:
         """Keeps the shard of parameter i that this rank has got, until replicas sum it; adds it to an earlier one."""

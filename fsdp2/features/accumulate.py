@@ -24,13 +24,13 @@ from ..calls.user_code import hides_modes
 from ..collectives.choose import make_comm
 from ..devices import streams
 from ..devices.streams import Transfer
-from ..engine.comm import Purpose, Work
+from ..engine.comm import CommLabel, Work
 from ..engine.group import FSDPParamGroup
 from ..engine.placeholders import UnsynchronizedGrad
 from ..engine.root import Root
 from ..engine.state import require_root
 from ..ranks.rank_facts import ranks_of
-from ..torch_private.compat import no_torch_function
+from ..torch_private.internals import no_torch_function
 from .blocks import BlockWatch, watch_of
 from .optimizer_in_backward import steps_of
 from .passes import finalize, reduce_unsynchronized, reset
@@ -391,7 +391,7 @@ class Totals:
 
     def __init__(self, root: Root, num_batches: int | None) -> None:
         self._mesh, self._num_batches = root.group.mesh, num_batches
-        self._purpose = Purpose("the weights of accumulate", root)
+        self._comm_label = CommLabel("the weights of accumulate", root)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._rows: Tensor | None = None
@@ -446,11 +446,11 @@ class Totals:
         """Begins to gather the rows of all ranks. All of them must call it."""
         self._row = self._make_row()
         rows, width, device = self._row.view(1, -1), self._row.numel(), self._mesh.device
-        with streams.beside(device):
+        with streams.side_stream(device):
             for group in self._mesh.axis_groups:
                 if self._work is not None:  # along another axis
                     self._wait()
-                comm = make_comm(group, device, self._purpose)
+                comm = make_comm(group, device, self._comm_label)
                 of_all = rows.new_zeros(comm.size, rows.numel())
                 of_all[comm.rank] = rows.view(-1)
                 self._work = comm.all_gather([of_all.view(-1)], [of_all[comm.rank]])
@@ -469,7 +469,7 @@ class Totals:
             if work is not None:
                 work.wait()
         except RuntimeError as error:  # a peer is gone, for example
-            self._purpose.locate(error, f"gathering {self._purpose.label}")
+            self._comm_label.locate(error, f"gathering {self._comm_label.label}")
             raise
 
     def _sum(self, rows: Tensor) -> None:

@@ -30,15 +30,15 @@ from ..collectives.choose import make_comm
 from ..collectives.gather_bytes import all_gather_now
 from ..collectives.subgroups import subgroup
 from ..collectives.watching import compare_first
-from ..engine.comm import Comm, Purpose
+from ..engine.comm import Comm, CommLabel
 from ..engine.group import FSDPParamGroup
 from ..engine.policy import ReduceWhen
 from ..engine.root import Root
 from ..engine.schedule import Cursor
 from ..engine.state import FSDPState, groups_below
 from ..ranks.rank_facts import all_reduce_now, all_reduce_over, is_first, moves_data, ranks_of
-from ..torch_private.beyond_step import alias, has_backend
-from ..torch_private.compat import backend_name, size_may_change
+from ..torch_private.internals import backend_name, size_may_change
+from ..torch_private.rare_internals import alias, has_backend
 from .user_collectives import pass_began, pass_ended
 from .vocab_parallel import refuse_beside_conditional
 
@@ -124,7 +124,7 @@ class Consensus:
                 "agree. Apply fully_shard to that, too."
             )
         for group in self.root.shared:
-            if group.comms.post_forward is not None and group in self.conditional:
+            if group.comms.secondary is not None and group in self.conditional:
                 raise NotImplementedError(
                     f"{group} has an int for reshard_after_forward, or outer_shard, and a parameter that is tied to "
                     "one of a conditional module: ranks that leave that out have no part to keep. Pass a bool, or None."
@@ -270,12 +270,12 @@ class Consensus:
         """Returns the Comms of the consensus, once all ranks have come to the first one, and none has died: it would be
         waited for while process groups are made.
         """
-        nothing, purpose, found = torch.empty(0, device=self._device), Purpose(_ASKED, self.root), []
+        nothing, comm_label, found = torch.empty(0, device=self._device), CommLabel(_ASKED, self.root), []
         for group in self._process_groups:
-            compare_first(make_comm(group, self._device, purpose), "beginning to ask", nothing)
+            compare_first(make_comm(group, self._device, comm_label), "beginning to ask", nothing)
         for group in self._process_groups:
             own = group if size_may_change(group) else subgroup(group, group.size())
-            found.append(make_comm(own, self._device, purpose))
+            found.append(make_comm(own, self._device, comm_label))
         return found
 
     def _join(self, event: int) -> None:
@@ -329,7 +329,7 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
     if conditional:
         refuse_beside_conditional(root.groups)
     for group in dict.fromkeys(group for module in state.modules for group in groups_below(module) if conditional):
-        if group.comms.post_forward is not None:
+        if group.comms.secondary is not None:
             raise NotImplementedError(
                 f"{group} has an int for reshard_after_forward, or outer_shard, and can't be conditional: ranks that "
                 "leave it out have no part to keep. Pass a bool, or None."
@@ -341,8 +341,8 @@ def set_conditional(state: FSDPState, conditional: bool) -> None:
             )
     mesh = root.group.mesh
     if moves_data(mesh.axis_groups, mesh.device):  # a rank that does not call it would wait in another collective
-        purpose = Purpose(f"set_conditional({conditional}) of {state}")
-        all_reduce_over(torch.zeros(1, device=mesh.device), mesh.axis_groups, largest=True, purpose=purpose)
+        comm_label = CommLabel(f"set_conditional({conditional}) of {state}")
+        all_reduce_over(torch.zeros(1, device=mesh.device), mesh.axis_groups, largest=True, comm_label=comm_label)
     for group in state.groups:
         group.set(conditional=conditional)
     for group in root.groups:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..ranks.rank_facts import start_largest
-from ..torch_private.beyond_step import has_backend
+from ..torch_private.rare_internals import has_backend
 
 Batch = TypeVar("Batch")
 

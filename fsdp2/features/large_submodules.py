@@ -20,7 +20,7 @@ from ..engine.build import Plan
 from ..engine.group import UNSHARDED, FSDPParamGroup
 from ..engine.state import FSDPState
 from ..engine.step import run_forward
-from ..torch_private.compat import untraced
+from ..torch_private.internals import untraced
 from ..torch_private.once import once
 
 # Below these, a collective of its own costs more than it saves: absolutely, and compared with the groups of the modules

@@ -3,7 +3,7 @@
 The stream that computes does not wait for such a step as a whole: the next forward gathers the first group as soon as
 that one was stepped on, and computes while the others are. What may read or write meanwhile waits in one of three ways:
 
-- a group's gathers, and all else that calls `root.writers`: the current stream waits for the step on that group
+- a group's gathers, and all else that calls `root.waits_before_read`: the current stream waits for the group's step
 - whoever else has a sharded parameter: reads of its local tensor, of which each operation has one, go through
   `_local_tensor`; while a parameter is late, its class is a subclass whose `_local_tensor` makes the host wait first
 - writes to sharded parameters and their gradients, which are announced (devices/write_notices.py): the host waits
@@ -31,7 +31,7 @@ from ..devices.write_notices import notices
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import sharded_owner
 from ..engine.root import Root
-from ..torch_private.compat import peek_local, set_local_unseen, storage_uses
+from ..torch_private.internals import peek_local, set_local_unseen, storage_uses
 
 # The attribute of a late parameter that holds a weak reference to its LateStep: Python finds no cycle through a tensor
 # that C++ holds, too.
@@ -146,10 +146,10 @@ class LateSteps:
 
 def late_steps_of(root: Root) -> LateSteps:
     """Returns the LateSteps of a root, which it has from then on."""
-    found = next((each for each in root.writers if isinstance(each, LateSteps)), None)
+    found = next((each for each in root.waits_before_read if isinstance(each, LateSteps)), None)
     if found is None:
         found = LateSteps()
-        root.writers.append(found)
+        root.waits_before_read.append(found)
         notices.before_each_seen_write(found.before_write)
     return found
 
@@ -214,7 +214,7 @@ def stepping_late(
         event = torch.accelerator.current_stream(device).record_event()
         steps.add(group, LateStep(steps, parameters, kept, home, event))
 
-    with streams.beside(device):
+    with streams.side_stream(device):
         try:
             yield issued
         except BaseException:

@@ -126,11 +126,11 @@ def use_in_backward(root: Root, optimizer: Optimizer | None) -> None:
 
 def step_in_backward(root: Root) -> None:
     """Has a root step in backward on those of its groups that have an optimizer for that."""
-    root.use_backward_steps(OptimizerInBackward(root) if any(map(steps_of, root.groups)) else None)
+    root.use_backward_stepper(OptimizerInBackward(root) if any(map(steps_of, root.groups)) else None)
 
 
 class OptimizerInBackward:
-    """Steps on the parameters of groups as soon as their gradients are delivered: the BackwardSteps of a root.
+    """Steps on the parameters of groups as soon as their gradients are delivered: the BackwardStepper of a root.
 
     Groups in conditional modules are stepped on when backward ends. Each rank reduces them when one of them is done, so
     what is delivered first may be the gradient of some ranks only, and others may still need the weights.

@@ -87,6 +87,6 @@ class _OptimizerEvent:
 
 def wait_for(root: Root, event: Any) -> None:
     """Has the next gather under `root` wait for `event`. None: it waits for none."""
-    root.writers[:] = [each for each in root.writers if not isinstance(each, _OptimizerEvent)]
+    root.waits_before_read[:] = [each for each in root.waits_before_read if not isinstance(each, _OptimizerEvent)]
     if event is not None:
-        root.writers.append(_OptimizerEvent(event))
+        root.waits_before_read.append(_OptimizerEvent(event))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..engine.group import COPIED, FSDPParamGroup
 from ..engine.mesh import DataMesh
 from ..engine.owners import some_of
@@ -22,8 +22,8 @@ from ..engine.root import Root
 from ..engine.state import names_below
 from ..ranks.compare_ranks import ComparedNumbers, Comparison, RankObserver, connects, groups_of_all_ranks
 from ..ranks.rank_facts import all_reduce_over
-from ..torch_private.beyond_step import set_versions
-from ..torch_private.compat import local_if_any, version_of
+from ..torch_private.internals import local_if_any, version_of
+from ..torch_private.rare_internals import set_versions
 
 AVERAGED = "running statistics of "
 """The beginning of the name of the all-reduce that averages."""
@@ -163,8 +163,8 @@ class RunningStats(RankObserver):
         # Sums of half precision would lose more than they average.
         wide = [torch.promote_types(buffer.dtype, torch.float32) for buffer in buffers]
         flat = torch.cat([each.flatten().to(mesh.device, dtype) for each, dtype in zip(buffers, wide, strict=True)])
-        purpose = Purpose(f"{AVERAGED}{some_of([self._found[module] for module in modules])}")
-        all_reduce_over(flat, mesh.axis_groups, largest=False, purpose=purpose)
+        comm_label = CommLabel(f"{AVERAGED}{some_of([self._found[module] for module in modules])}")
+        all_reduce_over(flat, mesh.axis_groups, largest=False, comm_label=comm_label)
         flat.div_(mesh.num_ranks)
         # The normalisations' own kernels leave no trace in versions either: in training mode no backward reads them.
         versions = tuple(buffer._version for buffer in buffers)

@@ -18,12 +18,12 @@ from ..calls.user_code import hides_modes
 from ..collectives import choose as collectives
 from ..collectives.choose import make_comm
 from ..collectives.watching import compare_first
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..engine.root import Root
 from ..engine.state import modules_below, require_root
 from ..ranks.rank_facts import gather_by_rank, ranks_of
-from ..torch_private.beyond_step import has_backend
-from ..torch_private.compat import backend_name, no_torch_function
+from ..torch_private.internals import backend_name, no_torch_function
+from ..torch_private.rare_internals import has_backend
 from .blocks import BlockWatch, watch_of
 from .conditional import is_conditional
 from .optimizer_in_backward import steps_of
@@ -93,7 +93,7 @@ class SkippableStep:
         self._buffers: list[_Saved] = []
         self._was_entered = False
         self._reasons: dict[int, str] | None = None
-        self._purpose = Purpose("the end of a step", root)
+        self._comm_label = CommLabel("the end of a step", root)
 
     @property
     def skipped(self) -> bool:
@@ -177,7 +177,7 @@ class SkippableStep:
         nothing = torch.empty(0, device=_CPU)
         try:
             for group in self._root.group.mesh.axis_groups:
-                compare_first(make_comm(group, _CPU, self._purpose), _FINISHING, nothing)  # a simulated one does not
+                compare_first(make_comm(group, _CPU, self._comm_label), _FINISHING, nothing)  # a simulated one does not
         except RuntimeError as error:
             return error
         return None

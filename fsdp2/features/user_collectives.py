@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from ..engine.root import Root
-from ..torch_private.compat import untraced
+from ..torch_private.internals import untraced
 
 _NAMES = (
     "all_gather",

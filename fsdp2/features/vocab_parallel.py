@@ -25,7 +25,7 @@ from ..engine.group import COPIED, UNSHARDED, FSDPParamGroup
 from ..engine.state import STATE
 from ..parameters.replacements import Accept
 from ..ranks.rank_facts import all_reduce_now
-from ..torch_private.compat import new_dtensor, peek_local, untraced
+from ..torch_private.internals import new_dtensor, peek_local, untraced
 
 if TYPE_CHECKING:
     from ..engine.parameter import FSDPParam
@@ -80,7 +80,7 @@ def _embed(group: FSDPParamGroup, ids: Tensor) -> Tensor:
     if group.phase is not UNSHARDED:  # else a user has gathered it, and reads it
         group.adopt_replacements(Accept.SHARDED)
     group.root.prefetcher.ran_alone(group)
-    for wait in group.root.writers:
+    for wait in group.root.waits_before_read:
         wait(group)
     (param,) = group.params
     output: Tensor = _Rows.apply(param.sharded, group, param, ids)

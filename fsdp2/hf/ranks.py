@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..shards.ranks import Purpose, all_reduce_over, broadcast_over, default_mesh, gather_objects
+from ..shards.ranks import CommLabel, all_reduce_over, broadcast_over, default_mesh, gather_objects
 
 T = TypeVar("T")
 # The classes of errors that are raised on other ranks, too; any other becomes a RuntimeError there.
@@ -59,7 +59,7 @@ class Ranks(Replicas):
     def all(self, value: bool, doing: str) -> bool:
         """Returns True if `value` is True on all ranks. All must call it. `doing`: what they do, for errors."""
         lacks = torch.tensor([int(not value)], device=self.device)
-        all_reduce_over(lacks, self.groups, largest=True, purpose=Purpose(doing))
+        all_reduce_over(lacks, self.groups, largest=True, comm_label=CommLabel(doing))
         return not int(lacks)
 
     def gather(self, value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..shards.tensors import check_bool, no_torch_function, once
-from ..torch_private import optimizers as compat
+from ..torch_private import optimizers as internals
 from .late import LateParts
 from .probe import NotElementwiseError
 from .resting import BUCKET_BYTES, check_bucket_bytes, load_to_rest
@@ -135,7 +135,7 @@ def _make_flat(optimizer: Optimizer, cls: type[Optimizer], bucket_bytes: int | N
     optimizer.__class__ = _flat_class(cls)
     steps.absorb(shown)
     vars(optimizer)[_STEPS] = steps
-    if not compat.follow_step_of_class(optimizer):
+    if not internals.follow_step_of_class(optimizer):
         raise AssertionError("it was asked before")
 
 
@@ -201,7 +201,7 @@ def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "step": compat.with_hooks(_step_of(cls)),
+        "step": internals.with_hooks(_step_of(cls)),
         "state": property(_get_state, _set_state),
         "add_param_group": _add_param_group(cls),
         "load_state_dict": _load_state_dict(cls),
@@ -214,7 +214,7 @@ def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
-    own = compat.without_hooks(cls)
+    own = internals.without_hooks(cls)
     names = [*inspect.signature(own).parameters][1:]
 
     @wraps(own)
@@ -272,7 +272,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     if not set_to_none:
         Optimizer.zero_grad(self, set_to_none=False)
         return
-    with torch.autograd.profiler.record_function(compat.zero_grad_label(self)), no_torch_function():
+    with torch.autograd.profiler.record_function(internals.zero_grad_label(self)), no_torch_function():
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None

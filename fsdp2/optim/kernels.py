@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from ..torch_private import optimizers as compat
+from ..torch_private import optimizers as internals
 from .spans import Span
 from .states import State, is_elements
 
@@ -102,10 +102,10 @@ def _begin_adagrad(optimizer: Optimizer, options: dict[str, Any], span: Span) ->
 def _count_step(listed: Listed, scaling: dict[str, Tensor | None], kernel: Callable[[list[Tensor]], None]) -> None:
     """Counts the step once for each span, and runs the kernel with the counts of all parameters."""
     counts = [state["step"] for state in listed.states]
-    compat.add_to_each(counts, 1)
+    internals.add_to_each(counts, 1)
     kernel([count for span, count in zip(listed.spans, counts, strict=True) for _ in span.members])
     if scaling["found_inf"] is not None:
-        compat.subtract_from_each(counts, [scaling["found_inf"]] * len(counts))
+        internals.subtract_from_each(counts, [scaling["found_inf"]] * len(counts))
 
 
 def _rate(options: dict[str, Any], listed: Listed) -> Any:
@@ -117,7 +117,7 @@ def _step_adam(
     options: dict[str, Any], listed: Listed, gradients: Sequence[Tensor], scaling: dict[str, Tensor | None]
 ) -> None:
     (beta1, beta2), elements = options["betas"], listed.elements
-    fused = compat.fused_adamw if options["decoupled_weight_decay"] else compat.fused_adam
+    fused = internals.fused_adamw if options["decoupled_weight_decay"] else internals.fused_adam
 
     def kernel(counts: list[Tensor]) -> None:
         fused(
@@ -153,7 +153,7 @@ def _step_sgd(
             buffers = [*buffers, *(member.part_of(state["momentum_buffer"]) for member in span.members)]
     if options["momentum"] == 0:
         buffers = []
-    compat.fused_sgd(listed.locals, gradients, buffers, **chosen, is_first_step=is_first, **scaling)
+    internals.fused_sgd(listed.locals, gradients, buffers, **chosen, is_first_step=is_first, **scaling)
 
 
 def _step_adagrad(
@@ -164,7 +164,7 @@ def _step_adagrad(
     def kernel(counts: list[Tensor]) -> None:
         sums = listed.elements["sum"]
         rate = _rate(options, listed)
-        compat.fused_adagrad(listed.locals, gradients, sums, counts, lr=rate, **chosen, **scaling)
+        internals.fused_adagrad(listed.locals, gradients, sums, counts, lr=rate, **chosen, **scaling)
 
     _count_step(listed, scaling, kernel)
 

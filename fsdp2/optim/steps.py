@@ -549,9 +549,9 @@ class FlatSteps:
                         chosen = [[each for each in entry if id(each) in flats] for entry in plan.stepped]
                         result = self._step_on(chosen, args, options)
                     finally:
-                        for (state, name, at_home), tensor in zip(held[i], here, strict=True):
+                        for (state, name, on_owner_stream), tensor in zip(held[i], here, strict=True):
                             if state.get(name) is tensor:
-                                state[name] = at_home
+                                state[name] = on_owner_stream
                         self._put_to_rest(bucket)
             finally:
                 stream.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..engine.mesh import DataMesh
-from ..torch_private.beyond_step import SPMD_TYPE
+from ..torch_private.rare_internals import SPMD_TYPE
 
 
 class Annotation(NamedTuple):

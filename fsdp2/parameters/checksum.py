@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..torch_private.compat import inner_tensors, local_if_any
+from ..torch_private.internals import inner_tensors, local_if_any
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements count as several of 8 bytes
 _CHUNK_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_private.compat import local_of, new_dtensor
+from ..torch_private.internals import local_of, new_dtensor
 
 if TYPE_CHECKING:
     from ..engine.parameter import FSDPParam

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.group_parameters import version_if_counted
 from ..engine.parameter import FSDPParam
-from ..torch_private.compat import no_torch_function
+from ..torch_private.internals import no_torch_function
 from .checksum import values_of
 
 if TYPE_CHECKING:

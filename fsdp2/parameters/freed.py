@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.owners import names_of_unsharded
-from ..torch_private import compat
+from ..torch_private import internals
 
 
 class FreedParameter(nn.Parameter):
@@ -42,7 +42,7 @@ def freed_class(kind: type[Any]) -> type | None:
     """
     if issubclass(kind, DTensor):
         return FreedDTensor
-    is_plain = compat.has_no_dispatch(kind) or (
+    is_plain = internals.has_no_dispatch(kind) or (
         issubclass(kind, nn.Parameter) and not hasattr(kind, "__tensor_flatten__")
     )
     return FreedParameter if is_plain else None
@@ -51,7 +51,7 @@ def freed_class(kind: type[Any]) -> type | None:
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
     finds_accumulator = function is Tensor.view_as and args[0] is args[1]  # so torch finds who adds up gradients
     if function in _allowed() or finds_accumulator:
-        with compat.no_torch_function():
+        with internals.no_torch_function():
             return function(*args, **kwargs)
     if function in (Tensor.__repr__, Tensor.__format__):
         return f"<unsharded parameter {_name(args[0])}, which is freed>"

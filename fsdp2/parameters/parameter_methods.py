@@ -76,7 +76,7 @@ def _groups_within(module: nn.Module) -> list[FSDPParamGroup]:
     shared = require_state(module).root.shared
     if not shared:
         return groups_of(module)
-    inside, own = modules_below(module), [group for group in groups_of(module) if not group.users]
+    inside, own = modules_below(module), [group for group in groups_of(module) if not group.sharing_states]
     return own + [
         group for group in shared if all(slot.module in inside for param in group.params for slot in param.slots)
     ]

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.parameter import FSDPParam
-from ..torch_private.beyond_step import is_wrapped
-from ..torch_private.compat import local_of
+from ..torch_private.internals import local_of
+from ..torch_private.rare_internals import is_wrapped
 from .checksum import are_alike
 from .tensor_parallel import TensorParallel
 

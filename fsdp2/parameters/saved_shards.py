@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..torch_private.compat import spec_of
+from ..torch_private.internals import spec_of
 
 # The attribute of a pickled DTensor that says where on its mesh the rank is that has written it.
 _MARK = "_fsdp2_saved_at"

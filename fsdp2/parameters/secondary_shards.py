@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.comm import Comm
 from ..engine.gather import Copies, GatherPlan, PendingGather, group_copies, view_bytes
 from ..engine.layout import GatherLayout, gather_layout
-from ..torch_private import compat
+from ..torch_private import internals
 
 if TYPE_CHECKING:
     from ..engine.unsharded import UnshardedParameters
@@ -63,7 +63,7 @@ class SecondaryShards:
         self.is_filled = True
         self._storage.resize_(self._nbytes)
         for copies in self._copies:
-            compat.copy_all(*copies)
+            internals.copy_all(*copies)
 
     def drop(self) -> None:
         """Frees the secondary shards: the next gather is from the shards again."""

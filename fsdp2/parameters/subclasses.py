@@ -32,8 +32,8 @@ from ..engine.comm import Comm
 from ..engine.gather import leaves_over
 from ..engine.mesh import DataMesh
 from ..engine.policy import MixedPrecisionPolicy
-from ..torch_private import compat
-from ..torch_private.compat import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
+from ..torch_private import internals
+from ..torch_private.internals import PLAIN, holds_values, inner_tensors, local_if_any, of_class, storage_id
 
 if TYPE_CHECKING:
     from ..engine.build import Plan
@@ -164,7 +164,7 @@ class _OneParameter:
     def _pre_arguments(self) -> tuple[Any, ...]:
         """The arguments of `fsdp_pre_all_gather`, which may have been set until the first gather."""
         param = self._param
-        mesh = compat.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
+        mesh = internals.mesh_over(self._mesh.mesh, self._mesh.shard_axes)
         arguments = (mesh, torch.Size(param.shape), param.sharded.stride(), param.slots[0].module, self._policy)
         return arguments[: count_pre_arguments(param.name, param.local)]
 
@@ -190,7 +190,7 @@ class _OneParameter:
         if world_size > 1:
             return self._filled, inputs
         if inputs:
-            compat.copy_all(self._filled, inputs)
+            internals.copy_all(self._filled, inputs)
         return [], []
 
     def _allocate(self, outputs: list[Tensor]) -> None:
@@ -280,10 +280,10 @@ def take_methods_set_later(root: Root) -> None:
         for param in group.params:
             if param.leaf_class is not nn.Parameter:
                 _take_methods_of_class(param)
-        if specs and [gathers_itself(param.local) for param in group.params] != [spec.extended for spec in specs]:
+        if specs and [gathers_itself(param.local) for param in group.params] != [spec.self_gathering for spec in specs]:
             group.parameters.adopt([])
-        if group.parameters.extension is not None:
-            for param in group.parameters.extension.params:
+        if group.parameters.self_gather is not None:
+            for param in group.parameters.self_gather.params:
                 refuse_without_methods(param)
 
 

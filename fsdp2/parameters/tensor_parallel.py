@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..collectives.meshes import check_order
 from ..engine.mesh import DataMesh, Distribution
 from ..engine.mesh import distribute as distribute_plain
-from ..torch_private.beyond_step import SPMD_TYPE, concatenate_meshes, cut, strided_shard
-from ..torch_private.compat import distributed_parameter, local_of, take_hooks
+from ..torch_private.internals import distributed_parameter, local_of, take_hooks
+from ..torch_private.rare_internals import SPMD_TYPE, concatenate_meshes, cut, strided_shard
 from .annotations import Annotation, is_annotated, read
 
 

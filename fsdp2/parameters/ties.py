@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..engine.owners import Owned, all_groups
-from ..torch_private.beyond_step import Memory, memory_of
-from ..torch_private.compat import local_if_any
+from ..torch_private.internals import local_if_any
+from ..torch_private.rare_internals import Memory, memory_of
 
 if TYPE_CHECKING:
     from ..engine.group import FSDPParamGroup
@@ -115,7 +115,7 @@ def connect_ties(states: Sequence[FSDPState]) -> None:
         slots = [slot for param in group.params for slot in param.slots]
         found = dict.fromkeys(state_of_module.get(slot.module) for slot in slots)
         group.share_with(state for state in found if state is not None and state is not group.state)
-        for state in group.users:
+        for state in group.sharing_states:
             shared.setdefault(state, []).append(group)
     for state, groups in shared.items():
         state.use_tied_groups(groups)

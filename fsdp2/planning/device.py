@@ -22,7 +22,7 @@ from ..collectives.gloo import GATHERING, PairwiseComm
 from ..devices.simulation import SimulatedGroup, simulated
 from ..devices.streams import AllWork, Transfers, Work
 from ..engine import events
-from ..engine.comm import Comm, Purpose
+from ..engine.comm import Comm, CommLabel
 from ..engine.mesh import DataMesh
 from ..features.large_submodules import gather_when_called, plan_large_submodules
 from ..torch_private.plans import mesh_of_numbers, no_dispatch
@@ -127,9 +127,9 @@ class RanksOfSizes(SimulatedGroup):
         self.device, self._span = device, span
         self._among: dict[int, RanksOfSizes] = {}
 
-    def make_comm(self, purpose: Purpose) -> Comm:
+    def make_comm(self, comm_label: CommLabel) -> Comm:
         kind: Any = _PairwiseOfSizes if self.device.machine.backend == "gloo" else CoalescedComm
-        comm: Comm = kind(self, purpose)
+        comm: Comm = kind(self, comm_label)
         return comm
 
     def among(self, ranks: Sequence[int]) -> SimulatedGroup:
@@ -171,7 +171,7 @@ class _PairwiseOfSizes(PairwiseComm):
 
     group: Any
 
-    def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> Work:
+    def all_reduce(self, tensor: Tensor, divisor: float, label: str = "") -> Work:
         return AllWork([self.group.begin("all_reduce", [tensor])], [tensor])
 
     def _exchange(
@@ -180,7 +180,7 @@ class _PairwiseOfSizes(PairwiseComm):
         tensors: Sequence[Tensor],
         outgoing: Sequence[Sequence[Tensor] | Tensor],
         incoming: Sequence[Sequence[Tensor] | Tensor],
-        what: str = "",
+        label: str = "",
     ) -> Work:
         gathers = kind == GATHERING
         sent: Any = incoming if gathers else tensors

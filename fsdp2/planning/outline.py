@@ -22,7 +22,7 @@ from ..engine.root import Root
 from ..engine.state import FSDPState, modules_below, require_state
 from ..module import sharded_class
 from ..parameters.subclasses import is_packed
-from ..torch_private.compat import chosen_grad_dtype, set_grad_dtype
+from ..torch_private.internals import chosen_grad_dtype, set_grad_dtype
 from ..torch_private.plans import no_dispatch
 from .policies import WrapGroup
 from .settings import Setting

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ..engine.root import Root
-from ..torch_private.compat import post_accumulate_hooks_of
+from ..torch_private.internals import post_accumulate_hooks_of
 from ..torch_private.plans import no_dispatch
 from .device import DeviceOfSizes
 from .outline import Outline

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.mesh import DataMesh
@@ -89,8 +89,8 @@ def bounds_over(
     sent = _to_device([0 if i in there else int(each) for i, each in enumerate(numbers)], mesh.device)
     # What is a number on the host of this rank may be one on the device of another: each keeps its index.
     own = torch.stack([there[i].to(sent) if i in there else each for i, each in enumerate(sent.unbind())])
-    both, purpose = torch.cat([~own, own]), Purpose(name, root)
-    all_reduce_over(both, mesh.axis_groups, largest=True, purpose=purpose)
+    both, comm_label = torch.cat([~own, own]), CommLabel(name, root)
+    all_reduce_over(both, mesh.axis_groups, largest=True, comm_label=comm_label)
     found = both.tolist()
     return [(~inverse, most) for inverse, most in zip(found[: len(own)], found[len(own) :], strict=True)]
 

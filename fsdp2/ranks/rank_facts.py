@@ -16,9 +16,9 @@ from ..collectives.gather_bytes import all_gather_now
 from ..collectives.sums import SUM_ALL
 from ..collectives.watching import compare_first
 from ..devices.streams import AllWork, Work
-from ..engine.comm import Purpose
+from ..engine.comm import CommLabel
 from ..engine.mesh import DataMesh
-from ..torch_private.compat import backend_name
+from ..torch_private.internals import backend_name
 
 ALL_REDUCING = "all-reducing"
 _LARGEST_ALL = dist.AllreduceOptions()
@@ -37,23 +37,23 @@ def start_largest(tensor: Tensor, group: dist.ProcessGroup) -> Work:
 
 
 def all_reduce_over(
-    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, purpose: Purpose | None = None
+    tensor: Tensor, groups: Sequence[dist.ProcessGroup], *, largest: bool, comm_label: CommLabel | None = None
 ) -> None:
     """Fills `tensor` with its sum, or its largest values, over the ranks of a mesh with these groups, one for each
     axis.
 
-    All of these ranks must call it. `purpose`: its name, for errors and for checks that compare ranks.
+    All of these ranks must call it. `comm_label`: its name, for errors and for checks that compare ranks.
 
     Raises:
         RuntimeError: a check finds that ranks are out of step; on all of them. Or a peer is gone.
     """
-    purpose = purpose or Purpose()
+    comm_label = comm_label or CommLabel()
     for group in groups:
-        compare_first(make_comm(group, tensor.device, purpose), ALL_REDUCING, tensor)
+        compare_first(make_comm(group, tensor.device, comm_label), ALL_REDUCING, tensor)
         try:
             all_reduce_now(tensor, group, largest=largest)
         except RuntimeError as error:  # a peer is gone, for example
-            purpose.locate(error, f"{ALL_REDUCING} {purpose.label}")
+            comm_label.locate(error, f"{ALL_REDUCING} {comm_label.label}")
             raise
 
 
@@ -99,7 +99,7 @@ def gather_objects(value: Any, groups: Sequence[dist.ProcessGroup], device: torc
         nbytes = torch.tensor([len(data)], device=device)
         all_reduce_over(nbytes, [group], largest=True)
         # What follows a pickle is not read.
-        comm = make_comm(group, device, Purpose())
+        comm = make_comm(group, device, CommLabel())
         found = [
             each for row in all_gather_now(data.ljust(int(nbytes), b"\0"), comm, device) for each in pickle.loads(row)
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..torch_private.compat import local_of
+from ..torch_private.internals import local_of
 from .protocol import Cut
 
 __all__ = ["box_of", "cuts_of", "device_of", "device_of_kind", "replicas_of"]

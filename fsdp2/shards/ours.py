@@ -38,7 +38,7 @@ from ..parameters.replacements import Accept
 from ..parameters.subclasses import gathers_itself
 from ..parameters.tensor_parallel import TensorParallel
 from ..ranks.rank_facts import is_first, ranks_of
-from ..torch_private.compat import graph_task, local_if_any, new_dtensor
+from ..torch_private.internals import graph_task, local_if_any, new_dtensor
 from .dtensors import box_of, cuts_of, replicas_of
 from .protocol import (
     Cut,
@@ -278,13 +278,13 @@ class OurGroup:
 
     def facts(self) -> GroupFacts:
         group, policy = self.engine_group, self.engine_group.settings.policy
-        params = sorted(group.params, key=lambda param: param.spec(policy).extended)
+        params = sorted(group.params, key=lambda param: param.spec(policy).self_gathering)
         specs = [param.spec(policy) for param in params]
         trainable = [param.sharded.requires_grad for param in params]
         stored, computed = [spec.storage_dtype for spec in specs], [spec.compute_dtype for spec in specs]
         sums = [policy.gradient_dtype(spec.delivered_dtype) for spec in specs]
         summed = [*compress(sums, trainable)]
-        codecs = codecs_of(specs, policy, group.comms.reduces.sums_on_arrival)
+        codecs = codecs_of(specs, policy, group.comms.reduces.receiver_sums)
         sent = [codec.packed_dtype(dtype) for codec, dtype in zip(codecs, sums, strict=True)]
         codec = policy.compression.reduce_scatter
         if codec is not None and codec.exchanges and type(codec) is not Cast:
@@ -309,7 +309,7 @@ class OurGroup:
         )
 
     def before_read(self) -> None:
-        for wait in self.engine_group.root.writers:
+        for wait in self.engine_group.root.waits_before_read:
             wait(self.engine_group)
 
     def versions(self) -> tuple[int, ...]:
@@ -425,7 +425,7 @@ def _padding_nbytes(group: FSDPParamGroup) -> int:
     size, specs = group.mesh.size, [param.spec(group.settings.policy) for param in group.params]
     if size == 1:
         return 0
-    plain = tuple(spec for spec in specs if not spec.extended)
+    plain = tuple(spec for spec in specs if not spec.self_gathering)
     sent = size * gathered_nbytes(gather_layout(plain, size, group.comms.gathers.direct_min_bytes))
     return sent - sum(map(_needed_nbytes, plain))
 

@@ -17,20 +17,20 @@ from ..checks.arguments import check_mesh
 from ..collectives.choose import make_comm
 from ..collectives.gather_bytes import all_gather_now
 from ..collectives.meshes import Axis, DataParallelMeshDims, default_mesh, sharding_axes, shared_data_mesh
-from ..engine.comm import Comm, Purpose, Work
+from ..engine.comm import Comm, CommLabel, Work
 from ..engine.mesh import DataMesh
 from ..ranks import compare_ranks
 from ..ranks.rank_facts import all_reduce_over, broadcast_over, gather_objects, gather_to_one, moves_data
-from ..torch_private.compat import backend_name
+from ..torch_private.internals import backend_name
 from .ours import ranks_on as ranks_of_mesh
 from .protocol import Ranks
 
 __all__ = [
     "Axis",
     "Comm",
+    "CommLabel",
     "DataMesh",
     "DataParallelMeshDims",
-    "Purpose",
     "Work",
     "all_gather_now",
     "all_reduce_over",
@@ -62,11 +62,11 @@ def bounds_over(ranks: Ranks, numbers: Sequence[int], name: str) -> list[tuple[i
     return compare_ranks.bounds_over(cast(Any, ranks), numbers, name)
 
 
-def comm_over(group: dist.ProcessGroup, device: torch.device, purpose: str) -> Comm:
-    """Returns what issues collectives over a process group. `purpose`: named in errors, and by checks of ranks."""
-    return make_comm(group, device, Purpose(purpose))
+def comm_over(group: dist.ProcessGroup, device: torch.device, comm_label: str) -> Comm:
+    """Returns what issues collectives over a process group. `comm_label`: named in errors, and by checks of ranks."""
+    return make_comm(group, device, CommLabel(comm_label))
 
 
 def gather_bytes(own: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Returns `own` of each rank of `group`, in rank order. All of these must call it, with as many bytes."""
-    return all_gather_now(own, make_comm(group, device, Purpose()), device)
+    return all_gather_now(own, make_comm(group, device, CommLabel()), device)

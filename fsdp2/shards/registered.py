@@ -16,7 +16,7 @@ from ..engine.group import FSDPParamGroup
 from ..engine.policy import Ending, KeepUntil
 from ..engine.state import FSDPState
 from ..features.large_submodules import is_read_outside
-from ..torch_private.compat import graph_task
+from ..torch_private.internals import graph_task
 
 __all__ = ["refuse_written", "registered"]
 
@@ -34,7 +34,7 @@ def registered(groups: Sequence[FSDPParamGroup], unsharded_of: Callable[[Any], A
     used: dict[FSDPState, _Use] = {}
     write_checks: list[_WriteCheck] = []
     has_begun = False
-    states = dict.fromkeys(state for group in groups for state in (group.state, *group.users))
+    states = dict.fromkeys(state for group in groups for state in (group.state, *group.sharing_states))
     modules = dict.fromkeys(module for state in states for module in state.modules)
     handles = [module.register_state_dict_pre_hook(_refuse_state_dict) for module in modules]
     try:
@@ -98,7 +98,7 @@ class _Use:
         state, ending = self._state, self._ending(failed)
         if state.running > 1 or state in state.root.forward.unfinished:
             return
-        left = [group for group in self._groups if not (is_read_outside(group) or group.users)]
+        left = [group for group in self._groups if not (is_read_outside(group) or group.sharing_states)]
         if len(left) == len(state.used):
             state.post_forward(ending)
         else:
@@ -108,7 +108,7 @@ class _Use:
     def settle_shared(self, failed: bool) -> None:
         """Does the same with groups that several states use (tied weights), when the block has left all states."""
         for group in self._groups:
-            if group.users and not (group.num_running or is_read_outside(group)):
+            if group.sharing_states and not (group.num_running or is_read_outside(group)):
                 group.post_forward(self._ending(failed))
 
     def _ending(self, failed: bool) -> Ending:

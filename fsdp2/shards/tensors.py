@@ -21,7 +21,8 @@ from ..features.module_repr import dtype_text
 from ..parameters.checksum import are_alike, bits_of, checksum, read, values_of, word_sum
 from ..parameters.empty_memory import is_marked, mark
 from ..parameters.subclasses import is_packed
-from ..torch_private.compat import (
+from ..torch_private.dtensor import spec_of
+from ..torch_private.internals import (
     PLAIN,
     copy_all,
     dtensor_spec,
@@ -34,7 +35,6 @@ from ..torch_private.compat import (
     peek_local,
     untraced,
 )
-from ..torch_private.dtensor import spec_of
 from ..torch_private.once import once
 
 __all__ = [

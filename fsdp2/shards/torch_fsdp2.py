@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_private.compat import graph_task, local_of
+from ..torch_private.internals import graph_task, local_of
 from .dtensors import box_of, cuts_of, device_of_kind, replicas_of
 from .gathers import gather_whole
 from .protocol import Cut, GroupFacts, NotedValues, Place, Ranks, ShardGroup, ShardParam

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
 from ..shards.find import ClippedParameters, clipped_parameters, note_clipping
-from ..shards.ranks import Axis, Purpose, all_reduce_over, sharding_axes
+from ..shards.ranks import Axis, CommLabel, all_reduce_over, sharding_axes
 from ..shards.tensors import check_bool, local_of, no_torch_function, spec_of
 from ..torch_private.optimizers import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
 
@@ -322,11 +322,11 @@ def _total_norm(found: _Found, order: float, one_by_one: bool) -> Tensor:
         alike_ones = [gradients] if found.is_alike and gradients else _alike(gradients)
         norms = [_norms(alike, order, one_by_one).to(device, dtype) for alike in alike_ones]
         partial[axes] = _powers(norms, order, dtype, device)
-    purpose = Purpose("norms in clip_grad_norm_")
+    comm_label = CommLabel("norms in clip_grad_norm_")
     for axis in dict.fromkeys(axis for axes in partial for axis in axes):
         cut = [axes for axes in partial if axis in axes]
         together = torch.stack([partial[axes] for axes in cut]).to(axis.device_type)
-        all_reduce_over(together, [axis.group], largest=is_largest, purpose=purpose)
+        all_reduce_over(together, [axis.group], largest=is_largest, comm_label=comm_label)
         partial.update(zip(cut, together.to(device), strict=True))
     parts = [*partial.values()] or [_powers([], order, dtype, device)]
     everything = parts[0] if len(parts) == 1 else torch.stack(parts)

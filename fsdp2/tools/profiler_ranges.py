@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import sharded_owner, some_of
 from ..engine.root import Root
-from ..torch_private.compat import profiler_runs
+from ..torch_private.internals import profiler_runs
 from .watched_comms import Collective, watch
 
 

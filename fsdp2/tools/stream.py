@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..shards.find import shards_of
 from ..shards.protocol import ShardGroup
-from ..shards.ranks import Purpose, all_reduce_over, gather_objects
+from ..shards.ranks import CommLabel, all_reduce_over, gather_objects
 from ..shards.runs import in_runs
 from ..shards.tensors import hides_modes, some_of
 from .stream_buckets import (
@@ -267,8 +267,8 @@ def _compare(
     described = [f"{source.names} of shape {source.shape} in {source.dtype}" for source in sources]
     checksum, device = zlib.crc32(repr((described, settings)).encode()), groups[0].ranks.device
     numbers = torch.tensor([checksum, -checksum, problem is not None, knows_nothing], dtype=torch.int64, device=device)
-    purpose = Purpose("what stream_full_params is to deliver")
-    all_reduce_over(numbers, _process_groups(groups), largest=True, purpose=purpose)
+    comm_label = CommLabel("what stream_full_params is to deliver")
+    all_reduce_over(numbers, _process_groups(groups), largest=True, comm_label=comm_label)
     most, least, any_problem, any_knows_nothing = numbers.tolist()
     if any_problem:
         problems = gather_objects((dist.get_rank(), problem), groups[0].ranks.axis_groups, device)

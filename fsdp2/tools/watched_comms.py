@@ -83,7 +83,7 @@ class _WatchedMethod(NamedTuple):
         nbytes = sum(each.nbytes for each in ([whole] if isinstance(whole, Tensor) else whole))
         # By an exchange gradients are reduced, too.
         shown, watchers = "reduce_scatter" if self.kind == "exchange" else self.kind, (*self.watchers,)
-        collective = Collective(shown, comm.purpose.name, nbytes, next(_numbers))
+        collective = Collective(shown, comm.comm_label.name, nbytes, next(_numbers))
         with ExitStack() as stack:
             for watcher in watchers:
                 stack.enter_context(watcher.launching(collective))

@@ -1,6 +1,6 @@
 """Collects the private names of DTensor that the fixes use, each with its reason, and functions built on them.
 
-Names that the engine uses as well are in torch_private/compat.py.
+Names that the engine uses as well are in torch_private/internals.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from . import compat
-from .beyond_step import is_strided_placement
-from .compat import DTensorSpec as DTensorSpec
-from .compat import TensorMeta as TensorMeta
-from .compat import local_of
-from .compat import spec_of as spec_of
+from . import internals
+from .internals import DTensorSpec as DTensorSpec
+from .internals import TensorMeta as TensorMeta
+from .internals import local_of
+from .internals import spec_of as spec_of
 from .lookup import load, optional, required
 from .once import once
+from .rare_internals import is_strided_placement
 
 # (local tensor, its spec, the wanted spec) -> the local tensor of that.
 redistribute_local_tensor: Callable[..., Tensor] = required(
@@ -66,7 +66,7 @@ def set_local_and_spec(tensor: Tensor, local: Tensor, like: DTensor) -> None:
     """Replaces the local tensor of an existing DTensor, which users and optimizers hold, and gives it the spec of
     `like`.
     """
-    compat.set_local(tensor, local)
+    internals.set_local(tensor, local)
     tensor._spec = like._spec  # type: ignore[attr-defined]
 
 
@@ -95,7 +95,7 @@ def is_partial(tensor: DTensor) -> bool:
 
 
 def is_strided(tensor: DTensor) -> bool:
-    """Returns True if two mesh axes cut the same dim, the left one last: see torch_private/compat.py."""
+    """Returns True if two mesh axes cut the same dim, the left one last: see torch_private/internals.py."""
     return any(is_strided_placement(each) for each in tensor.placements)
 
 

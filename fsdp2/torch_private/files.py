@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .beyond_step import TorchDispatchMode
+from .rare_internals import TorchDispatchMode
 
 __all__ = [
     "IGNORED_MISSING",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .beyond_step import TorchDispatchMode
 from .lookup import load, optional
+from .rare_internals import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode

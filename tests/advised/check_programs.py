@@ -41,7 +41,7 @@ from fsdp2.compression import Compression
     "{}, and call fully_shard on the same modules, with the same ignored_params",
 )
 def other_layers_and_ignored_ones() -> None:
-    def extended() -> Any:
+    def self_gathering() -> Any:
         model = build()
         model.extra = nn.Linear(2, 2)
         return model
@@ -52,12 +52,12 @@ def other_layers_and_ignored_ones() -> None:
         return shard(model, ignored_params={*model.head.parameters()} if ignores else None)
 
     is_first = dist.get_rank() == 0
-    refused(lambda: backward(shard(extended() if is_first else build())))
+    refused(lambda: backward(shard(self_gathering() if is_first else build())))
     codec = MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16 if is_first else None))
     text = refused(lambda: backward(shard(build(), mp_policy=codec)))
     assert "got gradients that travel in torch.bfloat16 on rank 0, and gradients that travel in the dtype of" in text
     refused(lambda: backward(ignoring(is_first)))
-    model, plain = shard(extended()), extended()
+    model, plain = shard(self_gathering()), self_gathering()
     train(model, plain)
     for ignores in (False, True):
         plain = build()

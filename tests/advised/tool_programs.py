@@ -227,7 +227,8 @@ def streams_of_sums() -> None:
 
 
 @follows(
-    "Build the same modules on all ranks; where they differ on purpose (stages of a pipeline), pass the axes", ranks=4
+    "Build the same modules on all ranks; where they differ on purpose (stages of a pipeline), pass the axes",
+    ranks=4,
 )
 def stages_that_differ() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

@@ -22,7 +22,7 @@ from benchmarks.cuda_group import Wire, measure_clock, start_wire_group
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, flatten_optimizer, fully_shard
 from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.engine import codec
-from fsdp2.engine.comm import Purpose
+from fsdp2.engine.comm import CommLabel
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.engine.state import groups_below
 from fsdp2.ranks import compare_ranks
@@ -276,7 +276,7 @@ def test_training_matches_the_plain_model(nccl: None, policy: MixedPrecisionPoli
 def test_gradients_sent_in_bf16_are_summed_in_fp32(nccl: None) -> None:
     """The exchange as NCCL has it, then a sum whose parts are not all cast first: that would be twice their memory."""
     sent, output = torch.randn(1024, device="cuda").bfloat16(), torch.empty(1024, device="cuda")
-    exchange_and_sum(CoalescedComm(dist.group.WORLD, Purpose()), [output], [sent], 2.0).wait()
+    exchange_and_sum(CoalescedComm(dist.group.WORLD, CommLabel()), [output], [sent], 2.0).wait()
     assert_same(output, sent.float() / 2, 0, 0, name="of one rank")
     parts, total = torch.randn(16, 1 << 20, device="cuda").bfloat16(), torch.empty(1 << 20, device="cuda")
     torch.cuda.reset_peak_memory_stats()

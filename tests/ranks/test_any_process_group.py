@@ -41,7 +41,7 @@ from fsdp2.collectives.choose import make_comm
 from fsdp2.collectives.meshes import default_mesh
 from fsdp2.compression import Compression
 from fsdp2.engine import layout as layouts
-from fsdp2.engine.comm import Purpose
+from fsdp2.engine.comm import CommLabel
 from fsdp2.engine.owners import sharded_owner
 from fsdp2.engine.state import require_state
 from fsdp2.module import sharded_class
@@ -513,7 +513,7 @@ def test_a_group_without_a_backend_for_the_mesh_is_refused_before_anything_commu
     def body(rank: int, size: int) -> None:
         group = dist.new_group([*range(size)], backend="cuda:gloo")
         with pytest.raises(RuntimeError, match="a backend for cpu, got one for cuda"):
-            make_comm(group, torch.device("cpu"), Purpose())
+            make_comm(group, torch.device("cpu"), CommLabel())
 
     run_ranks(2, body)
 

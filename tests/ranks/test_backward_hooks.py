@@ -127,7 +127,7 @@ def test_groups_without_such_hooks_are_freed_with_their_last_gradient() -> None:
         found = []
         for _ in range(2):  # from the second on, counting gradients is known to be enough
             model(torch.ones(1, WIDTH).double()).sum().backward()
-            found = [groups_of(block)[0].needs_no_input_hooks for block in model.blocks]
+            found = [groups_of(block)[0].last_gradient_reshards for block in model.blocks]
         assert found == expected
 
     run_checks(

@@ -21,7 +21,7 @@ from fsdp2.collectives.any_group import AnyComm
 from fsdp2.collectives.choose import make_comm
 from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.collectives.gloo import PairwiseComm
-from fsdp2.engine.comm import Comm, Purpose
+from fsdp2.engine.comm import Comm, CommLabel
 from fsdp2.engine.reduce import exchange_and_sum
 from fsdp2.ranks import rank_facts
 from helpers import run_checks, run_ranks, world_sizes
@@ -264,7 +264,7 @@ def test_each_function_that_a_group_may_lack_has_a_replacement(world_size: int) 
     """On gloo, which has all: the first of them, the second without that, and so on, do the same."""
 
     def without_the_first(count: int) -> Comm:
-        comm = AnyComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        comm = AnyComm(dist.group.WORLD, CommLabel())  # type: ignore[arg-type]
         for first_offered in (comm._gather, comm._scatter, comm._exchange):
             del first_offered._functions[: min(count, len(first_offered._functions) - 1)]
         return comm
@@ -332,7 +332,7 @@ def test_other_errors_than_a_lack_are_raised_unchanged() -> None:
             raise RuntimeError(self.says)
 
     def body(rank: int, size: int) -> None:
-        comm = Failing(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        comm = Failing(dist.group.WORLD, CommLabel())  # type: ignore[arg-type]
         comm._gather._functions[0] = Failing._fail
         for comm.says in ("connection closed by peer", "connect: Operation not supported"):
             with pytest.raises(RuntimeError, match=comm.says):
@@ -346,7 +346,7 @@ def test_gloo_is_refused_where_it_would_crash(monkeypatch: pytest.MonkeyPatch) -
     """It reads and writes a tensor's address on the CPU, wherever the tensor is."""
     monkeypatch.setattr(choose, "backend_name", lambda group, device: "gloo")
     with pytest.raises(NotImplementedError, match="cpu:gloo,cuda:nccl"):
-        make_comm(object(), torch.device("cuda"), Purpose())  # type: ignore[arg-type]
+        make_comm(object(), torch.device("cuda"), CommLabel())  # type: ignore[arg-type]
 
 
 def test_a_second_wait_is_harmless() -> None:
@@ -356,7 +356,10 @@ def test_a_second_wait_is_harmless() -> None:
 def run_on_comm(world_size: int, checks: list[Callable[[Any], None]], *kinds: Callable[..., Comm]) -> None:
     """Each check on a new comm, of each kind."""
     named = [
-        (f"{check.__name__}, {kind.__name__}", lambda check=check, kind=kind: check(kind(dist.group.WORLD, Purpose())))  # type: ignore[misc]
+        (
+            f"{check.__name__}, {kind.__name__}",
+            lambda check=check, kind=kind: check(kind(dist.group.WORLD, CommLabel())),
+        )  # type: ignore[misc]
         for kind in kinds or (NamedPairwiseComm, PairwiseComm)
         for check in checks
     ]
@@ -393,7 +396,7 @@ def test_ranks_send_the_least_number_of_bytes(world_size: int) -> None:
 
     def sent(comm_class: Callable[..., Comm]) -> tuple[int, ...]:
         group = CountingGroup(dist.group.WORLD)
-        comm = comm_class(group, Purpose())
+        comm = comm_class(group, CommLabel())
         full, shards = [torch.zeros(3000), torch.zeros(99)], [torch.zeros(1000), torch.zeros(33)]
         comm.reduce_scatter(shards, full, comm.size).wait()
         reduced = group.sent
@@ -451,7 +454,7 @@ def test_tensors_go_one_by_one_where_torch_can_send_no_list() -> None:
 
     def body(rank: int, size: int) -> None:
         dist.set_debug_level(dist.DebugLevel.DETAIL)
-        comm = CoalescedComm(dist.group.WORLD, Purpose())  # type: ignore[arg-type]
+        comm = CoalescedComm(dist.group.WORLD, CommLabel())  # type: ignore[arg-type]
         comm.force_sum = True  # gloo takes no means
         own = [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
         gathered = [torch.empty(size * len(each)) for each in own]

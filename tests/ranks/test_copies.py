@@ -139,7 +139,7 @@ def describe(group: Any) -> dict[str, Any]:
     return {
         **settings,
         "input_dtype": group.state.input_dtype,
-        "restored by": group.comms.post_forward and group.comms.post_forward.size,
+        "restored by": group.comms.secondary and group.comms.secondary.size,
         "storage": group.unsharded.keeps_storage,
         "reduction": (reduction.divisor, reduction.all_reduce, reduction.hook),
         "name": group.name,

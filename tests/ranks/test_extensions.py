@@ -128,7 +128,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """`wrap` makes the middle weight of each block an extended one; without, it is rounded as the gather does."""
+    """`wrap` makes the middle weight of each block an self_gathering one; without, it is rounded as the gather does."""
 
     def __init__(self, rows: int, wrap: Callable[[Tensor], Tensor] | None, checkpointed: bool = False) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def trains(
     """SGD over shards of a subclass, three steps of two micro-batches each. `then` is called after `fully_shard`."""
     plain = Model(rows, None)
     model = Model(rows, wrap, checkpointed)
-    fully_shard(model.mids[1], mesh=mesh(), **options)  # of extended and plain parameters, by itself
+    fully_shard(model.mids[1], mesh=mesh(), **options)  # of self_gathering and plain parameters, by itself
     fully_shard(model, mesh=mesh(), **options)
     then(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]

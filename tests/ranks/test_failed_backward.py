@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fake_gpu
 import fsdp2
 from fsdp2.engine.state import groups_below
-from fsdp2.torch_private import compat
+from fsdp2.torch_private import internals
 from helpers import assert_same, full, raises_in_backward, run_checks, shard_batch
 
 WIDTH, BLOCKS, ROWS = 5, 3, 6
@@ -61,13 +61,13 @@ class Held:
 
     def __init__(self) -> None:
         self._callbacks: list[Any] = []
-        plain = compat.on_backward_end
+        plain = internals.on_backward_end
 
         def keep(callback: Callable[[], None]) -> None:
             self._callbacks.append(callback)
             plain(callback)
 
-        self.patch = mock.patch.object(compat, "on_backward_end", keep)
+        self.patch = mock.patch.object(internals, "on_backward_end", keep)
 
     def drop(self, *_: Any) -> None:
         thread = threading.Thread(target=self._callbacks.clear)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fake_gpu
 import helpers
 from fsdp2.engine import gather, reduce
-from fsdp2.torch_private import compat
+from fsdp2.torch_private import internals
 from helpers import NIGHTLY, RankError, alone, run_ranks
 from hostile import hostile
 from scenarios import WIDTH, Block, Run, assert_none_differ, loss_of, sgd
@@ -74,7 +74,12 @@ class Faults:
 
         with ExitStack() as stack:
             stack.enter_context(hostile(dist.get_rank(), self.event))
-            for module, name in ((gather, "copy_all"), (compat, "copy_all"), (compat, "chunk_cat"), (reduce, "start")):
+            for module, name in (
+                (gather, "copy_all"),
+                (internals, "copy_all"),
+                (internals, "chunk_cat"),
+                (reduce, "start"),
+            ):
                 stack.enter_context(mock.patch.object(module, name, first(name, getattr(module, name))))
             yield
 

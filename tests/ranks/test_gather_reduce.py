@@ -16,7 +16,7 @@ from fsdp2.engine import buckets, gather, pack, reduce
 from fsdp2.engine import layout as layouts
 from fsdp2.engine.buckets import split_buckets
 from fsdp2.engine.codec import AsIs, Cast, Encoder
-from fsdp2.engine.comm import TORCH_MEMORY, Purpose, Work
+from fsdp2.engine.comm import TORCH_MEMORY, CommLabel, Work
 from fsdp2.engine.gather import GatherPlan, view_bytes
 from fsdp2.engine.layout import ParamSpec, bucket_layout, gather_layout
 from fsdp2.engine.pack import ReducePlan
@@ -111,7 +111,7 @@ def random_cases() -> Iterator[Case]:
 
 class Comm(NamedPairwiseComm):
     def __init__(self, direct_min_bytes: int, memory: Any = TORCH_MEMORY) -> None:
-        super().__init__(dist.group.WORLD, Purpose())
+        super().__init__(dist.group.WORLD, CommLabel())
         self.direct_min_bytes, self.memory = direct_min_bytes, memory
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:

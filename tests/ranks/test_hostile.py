@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checks.named_comm import NamedPairwiseComm
-from fsdp2.engine.comm import Purpose, Work
+from fsdp2.engine.comm import CommLabel, Work
 from helpers import run_checks
 from hostile import hostile
 
@@ -16,7 +16,7 @@ BYTES = 24
 
 
 def gathering() -> tuple[Work, Tensor, Tensor]:
-    comm = NamedPairwiseComm(dist.group.WORLD, Purpose())
+    comm = NamedPairwiseComm(dist.group.WORLD, CommLabel())
     output, own = torch.zeros(2 * BYTES, dtype=torch.uint8), torch.full((BYTES,), comm.rank, dtype=torch.uint8)
     return comm.all_gather([output], [own]), output, own
 

@@ -20,7 +20,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.collectives import choose as collectives
 from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.engine import buckets
-from fsdp2.engine.comm import Purpose
+from fsdp2.engine.comm import CommLabel
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, own_rows, run_checks, shard_batch, unchecked
 from matrix import Towers, assert_lies_on, set_mode, transformer
@@ -189,8 +189,8 @@ def forced_sums_do_not_average(mesh: DeviceMesh) -> None:
     sums, ranks = summed(new_net()), dist.get_world_size()
     operations: list[Any] = []
 
-    def make(group: Any, device: torch.device, purpose: Purpose) -> CoalescedComm:
-        return CoalescedComm(Operations(group, operations), purpose)  # type: ignore[arg-type]
+    def make(group: Any, device: torch.device, comm_label: CommLabel) -> CoalescedComm:
+        return CoalescedComm(Operations(group, operations), comm_label)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "make_unchecked", make)

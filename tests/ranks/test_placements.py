@@ -258,7 +258,7 @@ def calls_share_a_process_group() -> None:
     with mock.patch.object(dist, "new_group", counted):
         models = [case.shard(case.plain(), mesh) for _ in range(2)]
     assert len(made) <= 1, made
-    few = {group.comms.post_forward.group for model in models for group in groups_below(model)}  # type: ignore[union-attr]
+    few = {group.comms.secondary.group for model in models for group in groups_below(model)}  # type: ignore[union-attr]
     assert len(few) == 1
     assert tuple(dist.get_process_group_ranks(few.pop())) == neighbours(2)
 

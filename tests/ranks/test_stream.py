@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, StreamVersion, full_params, fully_shard, stream_full_params
 from fsdp2.ranks import rank_facts
 from fsdp2.tools import stream_buckets
-from fsdp2.torch_private.compat import local_of
+from fsdp2.torch_private.internals import local_of
 from helpers import full, run_checks, world_sizes
 
 

@@ -472,6 +472,6 @@ def test_a_call_that_fails_leaves_the_owner_as_it_was(monkeypatch: pytest.Monkey
             with pytest.raises(MemoryError):
                 fully_shard(model)
         assert [len(param.slots) for param in group.params] == [1] == [len(param.names) for param in group.params]
-        assert group.users == ()
+        assert group.sharing_states == ()
         model.embed(batch(0)).sum().backward()
         assert model.embed.weight.grad is not None

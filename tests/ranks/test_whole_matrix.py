@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fake_gpu
 import fsdp2
 from fsdp2 import DataParallelMeshDims, fully_shard
-from fsdp2.torch_private.compat import local_of
+from fsdp2.torch_private.internals import local_of
 from helpers import assert_same, full, own_part, run_checks, run_ranks, world_sizes
 
 SHAPES = {

@@ -216,7 +216,7 @@ def tensor_parallel() -> None:
         assert_same(full(model[i].weight.grad), expected, 0, 0, f"{i}.weight.grad")
 
 
-def extended() -> None:
+def self_gathering() -> None:
     """Its gradient may come in any dtype: here in fp32, of a parameter that is gathered in bf16."""
     model = nn.Linear(8, 6, bias=False)
     model.weight.data.copy_(numbers(6, 8, seed=20))
@@ -245,4 +245,4 @@ def test_tensor_parallel_gradients() -> None:
 
 
 def test_gradients_of_extensions() -> None:
-    run_checks(2, [("extended", extended)])
+    run_checks(2, [("self_gathering", self_gathering)])

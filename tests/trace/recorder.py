@@ -29,8 +29,8 @@ class RecordingComm:
         self._inner, self._owner, self._lines = inner, group, lines
         self.group, self.rank, self.size = inner.group, inner.rank, inner.size
         self.direct_min_bytes, self.force_sum = inner.direct_min_bytes, inner.force_sum
-        self.sums_on_arrival, self.follows_stream = inner.sums_on_arrival, inner.follows_stream
-        self.purpose, self.memory = inner.purpose, inner.memory
+        self.receiver_sums, self.is_stream_ordered = inner.receiver_sums, inner.is_stream_ordered
+        self.comm_label, self.memory = inner.comm_label, inner.memory
 
     def all_gather(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         self._write("gather", outputs)

@@ -137,11 +137,11 @@ def simulated_world(world_size: int, rank: int = 1, has_streams: bool = True) ->
     ):
         dist.Backend.register_backend("simulated", partial(_create, simulation), extended_api=True, devices=["cpu"])
         dist.init_process_group("simulated", store=dist.HashStore(), rank=rank, world_size=world_size)
-        streams._stream_beside.cache_clear()
+        streams._side_stream_of.cache_clear()
         try:
             yield simulation
         finally:
-            streams._stream_beside.cache_clear()
+            streams._side_stream_of.cache_clear()
             dist.destroy_process_group()
 
 

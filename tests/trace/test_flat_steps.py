@@ -76,7 +76,7 @@ def test_a_step_costs_a_bounded_number(model: Any, way: str, decays: bool) -> No
 def test_gradients_that_lie_as_the_parameters_do_are_not_copied(model: Any) -> None:
     """As views of one flat tensor for each group."""
     from fsdp2.engine.state import groups_below
-    from fsdp2.torch_private.compat import local_of, set_local
+    from fsdp2.torch_private.internals import local_of, set_local
 
     for group in groups_below(model):
         buffers = group.parameters.buffers

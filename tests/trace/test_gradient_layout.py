@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.engine.state import groups_below
-from fsdp2.torch_private.compat import local_of
+from fsdp2.torch_private.internals import local_of
 from helpers import assert_same, fake_world, full, run_ranks
 
 POLICIES = {

@@ -28,7 +28,7 @@ from fsdp2.collectives.gloo import PairwiseComm
 from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
-from fsdp2.engine.comm import Comm, Purpose, SoloComm
+from fsdp2.engine.comm import Comm, CommLabel, SoloComm
 from fsdp2.features import large_submodules
 from helpers import fake_world
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group
@@ -278,7 +278,7 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_is_sent(
         monkeypatch.setattr(PairwiseComm, "direct_min_bytes", 16 * 1024)
         for module in (named_comm, conversation):
             monkeypatch.setattr(module, "differ", lambda *_: False)  # headers of simulated ranks never come
-        longest_first = NamedPairwiseComm(dist.group.WORLD, Purpose()).longest_first
+        longest_first = NamedPairwiseComm(dist.group.WORLD, CommLabel()).longest_first
         slice_nbytes = GROUP / 4 / 2 / RANKS
         received, first_messages = (RANKS - 1) / RANKS, 3 * (RANKS - 1) * longest_first + 2 * slice_nbytes
     unsharded = GROUP / 2
@@ -291,9 +291,9 @@ def test_bf16_wire_step_holds_each_gradient_twice_while_it_is_sent(
         assert 0.98 * ordinary <= measure(mp_policy=BF16_REDUCE_FP32)["step"] <= ordinary + SLACK
 
 
-def pairwise_comm(group: dist.ProcessGroup | None, device: torch.device, purpose: Purpose) -> Comm:
+def pairwise_comm(group: dist.ProcessGroup | None, device: torch.device, comm_label: CommLabel) -> Comm:
     """Returns what gloo gets."""
-    return SoloComm() if group is None else NamedPairwiseComm(group, purpose)
+    return SoloComm() if group is None else NamedPairwiseComm(group, comm_label)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 2)], ids=str)

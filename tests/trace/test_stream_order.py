@@ -26,11 +26,11 @@ from fsdp2.collectives import coalesced
 from fsdp2.collectives.custom import CustomComm
 from fsdp2.compression import Compression
 from fsdp2.devices import streams
-from fsdp2.devices.home_streams import GroupStreams
+from fsdp2.devices.owner_stream import GroupStreams
 from fsdp2.devices.streams import Transfers
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
-from fsdp2.engine.gradients import GradientsAtHome, GroupGradients
+from fsdp2.engine.gradients import GradientsOnOwnerStream, GroupGradients
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.reduce import PendingReduce
 from fsdp2.engine.state import groups_of
@@ -175,7 +175,7 @@ class InBF16(Tensor):
         return value, (value,)
 
 
-def extended() -> Any:
+def self_gathering() -> Any:
     model = Net()
     for block in model.blocks:
         block.up = nn.Linear(DIM, 2 * DIM)
@@ -217,7 +217,7 @@ MODELS = {
     "checkpoint": lambda: checkpointed(build(mp_policy=BF16), use_reentrant=False),
     "reentrant checkpoint": lambda: checkpointed(build(mp_policy=BF16), use_reentrant=True),
     "conditional": lambda: build(blocks={"conditional": True}),
-    "extensions": extended,
+    "extensions": self_gathering,
     "offload": offloaded,
     "offload hsdp": lambda: offloaded(hsdp),
     "offload hsdp own": lambda: own_collectives(offloaded(hsdp), OnCurrentStream),
@@ -619,24 +619,24 @@ class Lonely(GroupStreams):
     """Work at home begins and ends without the other streams."""
 
     @contextmanager
-    def at_home(self, joins: bool = True) -> Iterator[None]:
-        with super().at_home(joins=False):
+    def on_owner_stream(self, joins: bool = True) -> Iterator[None]:
+        with super().on_owner_stream(joins=False):
             yield
 
 
 class Hasty(GroupStreams):
     """Home moves while memory is in use there."""
 
-    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
-        return super().choose_home(ahead, lambda: False)
+    def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+        return super().choose_owner(ahead, lambda: False)
 
 
 class Stale(GroupStreams):
     """Who has waited once for home reads all later gathers."""
 
-    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+    def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
         readers = [*self._readers]
-        result = super().choose_home(ahead, holds_memory)
+        result = super().choose_owner(ahead, holds_memory)
         self._readers = readers
         return result
 
@@ -644,7 +644,7 @@ class Stale(GroupStreams):
 class Possessive(GroupStreams):
     """Gradients are given to users of other streams, and the allocator does not know."""
 
-    def lend(self, tensor: Tensor) -> None:
+    def record_streams(self, tensor: Tensor) -> None:
         pass
 
 
@@ -661,19 +661,19 @@ def sums_not_waited_for() -> Any:
 
 @contextmanager
 def unordered(device: torch.device, waits: bool = True) -> Iterator[None]:
-    """`streams.beside` without its wait."""
-    with streams._stream_beside(torch.accelerator.current_stream(device), device):
+    """`streams.side_stream` without its wait."""
+    with streams._side_stream_of(torch.accelerator.current_stream(device), device):
         yield
 
 
 def one_for_all() -> Any:
     only = cache(lambda *_: torch.Stream())
-    return mock.patch.object(streams, "_stream_beside", lambda stream, device: only(device))
+    return mock.patch.object(streams, "_side_stream_of", lambda stream, device: only(device))
 
 
 def finishes_where_called() -> Any:
     """Reductions end on the stream that calls."""
-    return mock.patch.object(GradientsAtHome, "receive", GroupGradients.receive)
+    return mock.patch.object(GradientsOnOwnerStream, "receive", GroupGradients.receive)
 
 
 def drops_inputs() -> Any:
@@ -693,7 +693,7 @@ def follows_no_copy() -> Any:
 
     def make(self: Any, *args: Any) -> None:
         begin(self, *args)
-        self.follows_stream = True
+        self.is_stream_ordered = True
 
     return mock.patch.object(CustomComm, "__init__", make)
 

@@ -160,7 +160,7 @@ def test_a_group_refuses_a_phase_that_may_not_follow() -> None:
     with fake_world(4):
         group = groups_below(build()[0])[0]
         with pytest.raises(RuntimeError, match="SHARDED cannot become UNSHARDED"):
-            group._become(UNSHARDED)
+            group._set_phase(UNSHARDED)
         assert group.phase is SHARDED
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.collectives.coalesced import CoalescedComm
 from fsdp2.collectives.custom import CustomComm
-from fsdp2.engine.comm import Comm, Purpose
+from fsdp2.engine.comm import Comm, CommLabel
 from fsdp2.engine.layout import MAX_OPERATIONS
 from fsdp2.engine.reduce import exchange_and_sum
 
@@ -74,14 +74,14 @@ class Done:
         pass
 
 
-def custom(group: Group, purpose: Purpose) -> Comm:
+def custom(group: Group, comm_label: CommLabel) -> Comm:
     """A user's own reduce-scatter, which sums as it is told."""
 
     def scatter(output_tensor: Tensor, input_tensor: Tensor, op: Any, **_: Any) -> Any:
         return group._reduce_scatter_base(output_tensor, input_tensor, SimpleNamespace(reduceOp=op))
 
     scatter.allocate = torch.empty  # type: ignore[attr-defined]
-    return CustomComm(CoalescedComm(group, purpose), None, scatter)  # type: ignore[arg-type]
+    return CustomComm(CoalescedComm(group, comm_label), None, scatter)  # type: ignore[arg-type]
 
 
 def whole(value: float, dtype: torch.dtype, numel: int = 4) -> Tensor:
@@ -112,7 +112,7 @@ def sum_in_place(comm: Comm, divisor: float, dtype: torch.dtype) -> list[Tensor]
 @pytest.mark.parametrize("reduce", [reduce_one, reduce_several, sum_in_place])
 @pytest.mark.parametrize(("divisor", "force_sum"), [(8.0, False), (8.0, True), (16.0, False), (2.0, False)])
 def test_sums_whose_quotient_fits_do_not_overflow(
-    make: Callable[[Any, Purpose], Comm],
+    make: Callable[[Any, CommLabel], Comm],
     dtype: torch.dtype,
     reduce: Callable[..., Any],
     divisor: float,
@@ -121,7 +121,7 @@ def test_sums_whose_quotient_fits_do_not_overflow(
     """The kind: a sum of all ranks' gradients, which is divided, passes the largest float16, whoever sums it: one
     tensor, several in a call, in place between replicas, or a user's own collective.
     """
-    comm = make(Group(), Purpose())
+    comm = make(Group(), CommLabel())
     comm.force_sum = force_sum
     for output in reduce(comm, divisor, dtype):
         assert output.eq(RANKS * GRADIENT / divisor).all()
@@ -131,7 +131,7 @@ def test_sums_whose_quotient_fits_do_not_overflow(
 def test_a_call_has_a_bounded_number_of_operations(number: int) -> None:
     """NCCL takes hundreds one after the other. Also of reductions, and every tensor is in one call."""
     group = Group()
-    comm = CoalescedComm(group, Purpose())  # type: ignore[arg-type]
+    comm = CoalescedComm(group, CommLabel())  # type: ignore[arg-type]
     inputs = [torch.full((3,), float(i)) for i in range(number)]
     outputs = [torch.empty(3 * RANKS) for _ in inputs]
     comm.all_gather(outputs, inputs).wait()
@@ -161,7 +161,7 @@ class Divisions(TorchDispatchMode):
 def test_sums_are_divided_by_one_operation(wire: torch.dtype, divisor: float) -> None:
     """Of any number of tensors, summed by NCCL or where they arrive; none if there is nothing to divide by."""
     outputs: Sequence[Tensor] = [torch.empty(numel) for numel in (4, 1, 3)]
-    comm, inputs = CoalescedComm(Group(), Purpose()), [whole(1, wire, output.numel()) for output in outputs]  # type: ignore[arg-type]
+    comm, inputs = CoalescedComm(Group(), CommLabel()), [whole(1, wire, output.numel()) for output in outputs]  # type: ignore[arg-type]
     if wire == F32:
         work = comm.reduce_scatter(outputs, inputs, divisor)
     else:

@@ -17,7 +17,7 @@ from fsdp2.checks.headers import (
     text_of,
     trainable_remark,
 )
-from fsdp2.engine.comm import Purpose
+from fsdp2.engine.comm import CommLabel
 
 
 class Pass:
@@ -33,7 +33,7 @@ class Pass:
 def header(
     name: str = "layers.3", kind: str = "gathering", numel: int = 8, dtype: torch.dtype = torch.float32
 ) -> Header:
-    return Headers(Purpose(name)).of(kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
+    return Headers(CommLabel(name)).of(kind, [torch.zeros(2), torch.zeros(numel, dtype=dtype)])
 
 
 def message(header: Header) -> Tensor:
@@ -52,10 +52,10 @@ def test_differences_are_found(other: dict) -> None:
 
 
 def test_a_header_is_built_once() -> None:
-    purpose, tensors = Purpose("a"), [torch.zeros(3)]
-    headers = Headers(purpose)
+    comm_label, tensors = CommLabel("a"), [torch.zeros(3)]
+    headers = Headers(comm_label)
     assert headers.of("gathering", tensors) is headers.of("gathering", [torch.ones(3)])
-    purpose.name = purpose.label = "b"
+    comm_label.name = comm_label.label = "b"
     assert text_of(headers.of("gathering", tensors).data).startswith("gathering b")
 
 
@@ -77,19 +77,19 @@ def test_the_phase_is_compared_and_the_step_is_not() -> None:
     passes = [Pass("forward", 3), Pass("forward", 4), Pass("backward", 3)]
     headers = []
     for each in passes:
-        purpose = Purpose("a")
-        purpose.root = weakref.ref(each)
-        headers.append(placed_header(purpose, "gathering", [torch.zeros(2)]))
+        comm_label = CommLabel("a")
+        comm_label.root = weakref.ref(each)
+        headers.append(placed_header(comm_label, "gathering", [torch.zeros(2)]))
     assert not differ(message(headers[1]), headers[0])
     assert differ(message(headers[2]), headers[0])
     assert text_of(headers[1].data).startswith("gathering a (forward, step 4)")
 
 
 def test_a_purpose_does_not_keep_its_group_alive() -> None:
-    purpose = Purpose("a")
-    purpose.root = weakref.ref(Pass("forward", 3))
-    assert placed_header(purpose, "gathering", []).text.startswith("gathering a (by hand, step 0)")
-    tell_out_of_step([purpose])
+    comm_label = CommLabel("a")
+    comm_label.root = weakref.ref(Pass("forward", 3))
+    assert placed_header(comm_label, "gathering", []).text.startswith("gathering a (by hand, step 0)")
+    tell_out_of_step([comm_label])
 
 
 def test_the_message_names_all_ranks() -> None:
@@ -101,10 +101,10 @@ def test_the_message_names_all_ranks() -> None:
 
 def test_the_message_says_that_ranks_train_different_parameters() -> None:
     """Whatever they are about to do, for that is the reason."""
-    purposes = [Purpose("a"), Purpose("b")]
-    for purpose, flags in zip(purposes, ([True, True], [True, False]), strict=True):
-        purpose.remark = trainable_remark(flags)
-    one, two = (Headers(purpose).of("reducing", [torch.zeros(2)]).text for purpose in purposes)
+    purposes = [CommLabel("a"), CommLabel("b")]
+    for comm_label, flags in zip(purposes, ([True, True], [True, False]), strict=True):
+        comm_label.remark = trainable_remark(flags)
+    one, two = (Headers(comm_label).of("reducing", [torch.zeros(2)]).text for comm_label in purposes)
     text = out_of_step({0: one, 1: two})
     assert "rank 0: reducing a; rank 1: reducing b. requires_grad differs between ranks: 2 of 2 parameters are" in text
     assert "trainable on rank 0, and 1 of 2 on rank 1. Set" in text
@@ -112,5 +112,5 @@ def test_the_message_says_that_ranks_train_different_parameters() -> None:
     assert "set_reduce_scatter_unused_params(True); if requires_grad differs" in out_of_step(
         {0: one, 1: "reducing b\t3"}
     )
-    same = Headers(Purpose("a")).of("reducing", [torch.zeros(2)])
+    same = Headers(CommLabel("a")).of("reducing", [torch.zeros(2)])
     assert not differ(message(Headers(purposes[0]).of("reducing", [torch.zeros(2)])), same), "it is not compared"

@@ -246,7 +246,7 @@ def test_the_torch_that_is_installed_has_the_name(path: str) -> None:
 
 def test_another_file_reads_them_where_torch_has_no_names_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here torch itself lacks the name, which hides nothing from the test alone."""
-    from fsdp2.torch_private.beyond_step import name_of_new_group
+    from fsdp2.torch_private.rare_internals import name_of_new_group
 
     monkeypatch.delattr(dist.distributed_c10d, "_hash_ranks_to_str")
     refused = "process groups of neighbouring ranks: expected torch to have"

@@ -95,7 +95,7 @@ REMEMBERED = {
     "dtensor.is_mutable": "a fact about an operation of torch",
     "parameters._allowed": "functions of torch",
     "engine._events_of": BY_CLASS,
-    "devices._stream_beside": "streams of torch, of which it has one pool for each process",
+    "devices._side_stream_of": "streams of torch, of which it has one pool for each process",
     "devices._transfers_of": "streams of torch, of which it has one pool for each process",
     "engine.bounds_of": VALUES,
     "engine.contiguous_stride": VALUES,

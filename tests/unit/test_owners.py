@@ -28,7 +28,7 @@ RECEIVERS = {
         "registration",
         "bucket",
         "comm",
-        "purpose",
+        "comm_label",
     ),
     *("pending", "plan", "forward", "backward", "saved_tensors", "notices", "events", "offload_policy", "settings"),
 }

@@ -28,7 +28,7 @@ from fsdp2.planning.command import main as main_of_plan
 from fsdp2.planning.plan import Plan
 from fsdp2.planning.prediction import PlanRow
 from fsdp2.planning.settings import Setting
-from fsdp2.torch_private import compat
+from fsdp2.torch_private import internals
 from helpers import fake_world
 from models import FrozenMix, TanhBlock, TinyGPT, TinyLSTM
 
@@ -265,13 +265,13 @@ def test_nothing_is_left_in_the_process() -> None:
     """No process group, no mode, no extension, no live root, no patch; also after a forward that fails."""
     gc.collect()  # of earlier tests
     model, before = stack(), (events.extensions(), len([*all_groups()]), {**vars(torch.UntypedStorage)})
-    modes = compat.num_dispatch_modes()
+    modes = internals.num_dispatch_modes()
     for made in (plan(model), plan(DataDependent())):
         assert str(made)
     assert not torch.distributed.is_initialized()
     assert torch.distributed.group.WORLD is None
     assert simulated.get() is None
-    assert compat.num_dispatch_modes() == modes
+    assert internals.num_dispatch_modes() == modes
     assert (events.extensions(), len([*all_groups()]), {**vars(torch.UntypedStorage)}) == before
     assert type(model) is nn.Sequential
     assert type(model[0]) is TanhBlock

@@ -17,7 +17,7 @@ from fsdp2.codecs.int8 import Int8
 from fsdp2.engine import buckets, reduce
 from fsdp2.engine.buckets import split_pieces
 from fsdp2.engine.codec import Cast, Encoder, Sums
-from fsdp2.engine.comm import TORCH_MEMORY, Purpose, SoloComm
+from fsdp2.engine.comm import TORCH_MEMORY, CommLabel, SoloComm
 from fsdp2.engine.layout import ParamSpec, bucket_layout
 from fsdp2.engine.pack import Concatenation, Pieces, ReducePlan, Segments
 from fsdp2.engine.reduce import Reduction
@@ -55,7 +55,7 @@ class RankComm:
 
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
-        self.purpose = Purpose()
+        self.comm_label = CommLabel()
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
 
@@ -145,7 +145,7 @@ class Replicas:
     size = 2
 
     def __init__(self) -> None:
-        self.purpose, self.called = Purpose(), list[Tensor]()
+        self.comm_label, self.called = CommLabel(), list[Tensor]()
 
     def all_reduce(self, tensor: Tensor, divisor: float, what: str = "") -> "Replicas":
         self.called.append(tensor)

@@ -124,7 +124,7 @@ def test_an_outer_call_replaces_the_root_of_a_model_that_has_run(built: list[Roo
 def test_what_waits_for_shards_is_waited_for_before_the_root_is_replaced() -> None:
     inner, waited = Block(), []
     fully_shard(inner)
-    root_of(inner).writers.append(waited.append)
+    root_of(inner).waits_before_read.append(waited.append)
     fully_shard(nn.Sequential(inner, nn.Linear(DIM, 2)))
     assert waited == require_state(inner).groups
 

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "fsdp2"
 PATHS = sorted(PACKAGE.rglob("*.py"))
-# Where collectives are called; compat.py chooses between two names of one.
+# Where collectives are called; internals.py chooses between two names of one.
 COMMS = {
     "collectives/coalesced.py",
     "collectives/any_group.py",
@@ -26,7 +26,7 @@ COMMS = {
     "features/vocab_parallel.py",
     "optim/exchange.py",
 }
-CHOOSES = {"torch_private/compat.py"}
+CHOOSES = {"torch_private/internals.py"}
 # Where private names of torch stand: in files for that, and in what stands in for torch's FSDP, or refuses it.
 MAY_BE_PRIVATE = re.compile(
     r"torch_private/\w+\.py|bridge/(patch|torch_interface|fsdp1_states|startup/sitecustomize)\.py"
@@ -224,7 +224,7 @@ def test_rules_allow_what_the_design_needs() -> None:
     line = (
         '"""See torch._dynamo and torch.distributed.fsdp: a docstring may name them."""\n'
         "import functools, torch\nimport torch.distributed as dist\n"
-        "from . import comm\nfrom .compat import _Strided\n"
+        "from . import comm\nfrom .internals import _Strided\n"
         "comm.all_gather(x); self.comm.reduce_scatter(y); functools.reduce(f, z); index.scatter(0, a, b)\n"
         "self._private; torch.__version__; dist.get_rank(); path.split('/'); torch.gather(a, 0, b)\n"
     )

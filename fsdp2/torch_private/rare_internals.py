@@ -1,6 +1,6 @@
 """Collects the private names of torch that the engine and its rooms use seldom, each with its reason.
 
-Those of a step stand in torch_private/compat.py.
+Those of a step stand in torch_private/internals.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import compat
-from .compat import PLAIN, inner_tensors
+from . import internals
+from .internals import PLAIN, inner_tensors
 from .lookup import load, optional, required
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def share_versions(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     Autograd has the result of `detach` share the counter of its input, and a dispatch mode chooses that result. Tensors
     made in inference mode have no counter.
     """
-    with torch.inference_mode(False), torch.no_grad(), compat.no_torch_function(), _Returns() as returns:
+    with torch.inference_mode(False), torch.no_grad(), internals.no_torch_function(), _Returns() as returns:
         for tensor, local in pairs:
             if not (tensor.is_inference() or local.is_inference()):
                 returns.value = local
@@ -272,8 +272,8 @@ def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], cls: t
         if isinstance(each, (Shard, _StridedShard)):
             parts, mine = local.chunk(mesh.size(axis), each.dim), mesh.get_local_rank(axis)
             local = parts[mine] if mine < len(parts) else local.narrow(each.dim, 0, 0)
-    spec = compat.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
-    return compat.new_dtensor(cls, local.contiguous(), spec)
+    spec = internals.dtensor_spec(mesh, tuple(placements), tuple(whole.shape), whole.dtype)
+    return internals.new_dtensor(cls, local.contiguous(), spec)
 
 
 def _cuts_last(axis: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:

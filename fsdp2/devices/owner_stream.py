@@ -26,37 +26,37 @@ class GroupStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = device.index  # by which a stream is found in a third of the time
-        self._home: torch.Stream | None = None
+        self._owner: torch.Stream | None = None
         self._others: list[torch.Stream] = []
         # Streams that have waited for home since the last gather.
         self._readers: list[torch.Stream] = []
         # Streams on whose behalf work runs at home now. None: no work does.
-        self._guests: list[torch.Stream] | None = None
+        self._waiting_streams: list[torch.Stream] | None = None
         # Stream that began a gather -> the stream that first used what was gathered, the last time.
         self._used_on: dict[torch.Stream, torch.Stream] = {}
         self._began_on: torch.Stream | None = None
 
-    def choose_home(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
+    def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
         """Notes that a gather is about to begin on the current stream. Returns True if that stream is not home.
 
         `ahead`: before the modules that need it run, perhaps on another stream. Home stays the same while the group
         `holds_memory` there, gradients in flight for example.
         """
         self._readers.clear()
-        if self._guests is not None:
+        if self._waiting_streams is not None:
             return False
         current = torch.accelerator.current_stream(self._index)
         wanted = self._used_on.get(current, current) if ahead else current
-        if self._home is None:
-            self._home = wanted
-        elif wanted != self._home and self._is_captured(current) and not self._is_captured(self._home):
+        if self._owner is None:
+            self._owner = wanted
+        elif wanted != self._owner and self._is_captured(current) and not self._is_captured(self._owner):
             # A captured graph can't wait for work outside it, all of which ends before a capture begins.
-            self._home = wanted
+            self._owner = wanted
             self._others.clear()
-        elif (wanted != self._home or self._others) and not holds_memory():
-            if wanted != self._home:
-                wanted.wait_stream(self._home)
-            self._home = wanted
+        elif (wanted != self._owner or self._others) and not holds_memory():
+            if wanted != self._owner:
+                wanted.wait_stream(self._owner)
+            self._owner = wanted
             self._others.clear()
         self._began_on = current
         return self.are_apart()
@@ -68,41 +68,41 @@ class GroupStreams:
         with stream:
             return torch.cuda.is_current_stream_capturing()
 
-    def use(self) -> None:
+    def wait_here(self) -> None:
         """Makes the current stream, which is about to read unsharded parameters, wait for home."""
-        if self._guests is not None:
+        if self._waiting_streams is not None:
             return
         current = torch.accelerator.current_stream(self._index)
         if self._began_on is not None:
             self._used_on[self._began_on] = current
             self._began_on = None
-        if current != self._home and current not in self._readers and self._home is not None:
-            current.wait_stream(self._home)
+        if current != self._owner and current not in self._readers and self._owner is not None:
+            current.wait_stream(self._owner)
             self._readers.append(current)
             self.note()
 
     def note(self) -> None:
         """Notes that the current stream computes a gradient, or reads parameters."""
         stream = torch.accelerator.current_stream(self._index)
-        if stream != self._home and stream not in self._others:
+        if stream != self._owner and stream not in self._others:
             self._others.append(stream)
 
-    def lend(self, tensor: Tensor) -> None:
+    def record_streams(self, tensor: Tensor) -> None:
         """Records the guests' streams on `tensor`, which was made at home: its users free it on their own streams."""
         if tensor.device == self._device:
-            for stream in self._guests or ():
+            for stream in self._waiting_streams or ():
                 tensor.record_stream(stream)
 
     def are_apart(self) -> bool:
-        """Returns True if `at_home` makes a difference."""
+        """Returns True if `on_owner_stream` makes a difference."""
         return (
-            self._guests is None
-            and self._home is not None
-            and (bool(self._others) or torch.accelerator.current_stream(self._index) != self._home)
+            self._waiting_streams is None
+            and self._owner is not None
+            and (bool(self._others) or torch.accelerator.current_stream(self._index) != self._owner)
         )
 
     @contextmanager
-    def at_home(self, joins: bool = True) -> Iterator[None]:
+    def on_owner_stream(self, joins: bool = True) -> Iterator[None]:
         """Context: what is issued inside runs at home, behind all work that the streams in use were given so far.
 
         `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `use`.
@@ -110,18 +110,18 @@ class GroupStreams:
         if not self.are_apart():
             yield
             return
-        home = self._home
+        home = self._owner
         assert home is not None, "are_apart says so"
         users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._index)])]
         users = [stream for stream in users if stream != home]
         for stream in users:
             home.wait_stream(stream)
-        self._guests = users
+        self._waiting_streams = users
         try:
             with home:
                 yield
         finally:
-            self._guests = None
+            self._waiting_streams = None
             if joins:
                 for stream in users:
                     stream.wait_stream(home)
