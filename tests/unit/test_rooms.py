@@ -42,7 +42,7 @@ ROOMS = {
     # what ranks tell each other, for features and checks
     "ranks": Room(doors="", may_import="comm events group mesh policy"),
     # private names of torch: nothing of fsdp2 lies below them
-    "torch_private": Room(doors="rare_internals internals", may_import=""),
+    "torch_private": Room(doors="internals rare_internals", may_import=""),
 }
 
 
