@@ -19,7 +19,7 @@ _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Float8:
-    """Weights, or gradients, travel as float8, with one float32 scale for each rank's shard of a parameter.
+    """Weights, or gradients, are sent as float8, with one float32 scale for each rank's shard of a parameter.
 
     A shard is scaled so that its largest absolute value is the largest number of `dtype`, and rounded to nearest: to 3
     bits of mantissa, or 2, over 2^15 or 2^30 in range. Of a shard with an infinite value or NaN nothing finite arrives.

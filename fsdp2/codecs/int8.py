@@ -21,7 +21,7 @@ _LARGEST = 127
 
 @dataclass(frozen=True)
 class Int8:
-    """Gradients travel as int8, with one float32 scale for each block: 1 + 4 / block bytes an element.
+    """Gradients are sent as int8, with one float32 scale for each block: 1 + 4 / block bytes an element.
 
     A block is scaled so that its largest absolute value a is 127. Each element is then rounded to a whole number of
     steps of a / 127, by default at random, up or down so that its expected value is the element itself. So its error is

@@ -42,7 +42,7 @@ class PowerSGD:
     Args:
         rank: of the matrices that are summed. More costs bytes, and is closer to the gradient.
         start: so many sums of a parameter are made as without it: early gradients have no few directions.
-        min_saving: how many times fewer elements must travel.
+        min_saving: how many times fewer elements must be sent.
         feedback: add what the product lacks to the next gradient. Each rank keeps it, as large as its shards in fp32.
             It has the scale of the loss.
 

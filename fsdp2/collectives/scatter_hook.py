@@ -25,8 +25,8 @@ class HookedComm(DelegatingComm):
 
     The hook gets a flat tensor of one bucket's gradients, a segment for each rank, with zeros for padding, to which it
     may write, and a flat tensor that it fills with the mean of this rank's segments. It may give either other memory
-    and another dtype (`shard.data = ...`), as torch's own hooks do. Where there are streams, it runs on one beside that
-    which computes.
+    and another dtype (`shard.data = ...`), as torch's own hooks do. Where there are streams, it runs on a
+    side stream.
     """
 
     def __init__(self, inner: Comm, hook: CommHook) -> None:

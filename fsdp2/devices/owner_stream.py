@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 class GroupStreams:
-    """Orders the streams that use one group's memory. One of them is its home.
+    """Orders the streams that use one group's memory. One of them is its owner stream.
 
-    What the engine itself does with a group's memory (gather, pack, reduce, deliver, free) runs at home, behind all
-    work that the other streams were given so far. Whoever else uses the memory first waits for home. So nobody reads
-    memory before it is filled, and memory that is given back, to whichever stream's pool, is no longer in use.
+    The engine's own work with a group's memory (gather, pack, reduce, deliver, free) runs on the owner stream, behind
+    all work that the other streams were given so far. Any other stream first waits for the owner stream. So nobody
+    reads memory before it is filled, and memory that is given back, to any stream's pool, is no longer in use.
 
-    While a model computes on one stream, that stream is home, and nobody waits. If a group's modules run on another
-    stream than the one that gathers ahead, home is the stream on which they ran last time.
+    While a model computes on one stream, that stream is the owner, and nobody waits. If a group's modules run on
+    another stream than the one that gathers ahead, the owner is the stream on which they ran last time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,18 +28,18 @@ class GroupStreams:
         self._index = device.index  # by which a stream is found in a third of the time
         self._owner: torch.Stream | None = None
         self._others: list[torch.Stream] = []
-        # Streams that have waited for home since the last gather.
+        # Streams that have waited for the owner stream since the last gather.
         self._readers: list[torch.Stream] = []
-        # Streams on whose behalf work runs at home now. None: no work does.
+        # Streams for which work runs on the owner stream now. None: no work does.
         self._waiting_streams: list[torch.Stream] | None = None
         # Stream that began a gather -> the stream that first used what was gathered, the last time.
         self._used_on: dict[torch.Stream, torch.Stream] = {}
         self._began_on: torch.Stream | None = None
 
     def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
-        """Notes that a gather is about to begin on the current stream. Returns True if that stream is not home.
+        """Notes that a gather is about to begin on the current stream. Returns True if that stream is not the owner.
 
-        `ahead`: before the modules that need it run, perhaps on another stream. Home stays the same while the group
+        `ahead`: before the modules that need it run, perhaps on another stream. The owner stays the same while the group
         `holds_memory` there, gradients in flight for example.
         """
         self._readers.clear()
@@ -69,7 +69,7 @@ class GroupStreams:
             return torch.cuda.is_current_stream_capturing()
 
     def wait_here(self) -> None:
-        """Makes the current stream, which is about to read unsharded parameters, wait for home."""
+        """Makes the current stream, which is about to read unsharded parameters, wait for the owner stream."""
         if self._waiting_streams is not None:
             return
         current = torch.accelerator.current_stream(self._index)
@@ -88,7 +88,7 @@ class GroupStreams:
             self._others.append(stream)
 
     def record_streams(self, tensor: Tensor) -> None:
-        """Records the guests' streams on `tensor`, which was made at home: its users free it on their own streams."""
+        """Records the waiting streams on `tensor`, which the owner stream has made: they free it in their own order."""
         if tensor.device == self._device:
             for stream in self._waiting_streams or ():
                 tensor.record_stream(stream)
@@ -103,25 +103,25 @@ class GroupStreams:
 
     @contextmanager
     def on_owner_stream(self, joins: bool = True) -> Iterator[None]:
-        """Context: what is issued inside runs at home, behind all work that the streams in use were given so far.
+        """Context: what is issued inside runs on the owner stream, behind all work that the streams in use were given so far.
 
         `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `use`.
         """
         if not self.are_apart():
             yield
             return
-        home = self._owner
-        assert home is not None, "are_apart says so"
+        owner = self._owner
+        assert owner is not None, "are_apart says so"
         users = [*dict.fromkeys([*self._others, torch.accelerator.current_stream(self._index)])]
-        users = [stream for stream in users if stream != home]
+        users = [stream for stream in users if stream != owner]
         for stream in users:
-            home.wait_stream(stream)
+            owner.wait_stream(stream)
         self._waiting_streams = users
         try:
-            with home:
+            with owner:
                 yield
         finally:
             self._waiting_streams = None
             if joins:
                 for stream in users:
-                    stream.wait_stream(home)
+                    stream.wait_stream(owner)

@@ -1,9 +1,8 @@
-"""Handles what runs asynchronously: collectives in flight, streams beside the one that computes, copies to and from
-the CPU.
+"""Handles what runs asynchronously: collectives in flight, side streams, copies to and from the CPU.
 
-Lifetime rule: what a collective or a stream beside reads or writes stays alive until the stream that computes has
+Lifetime rule: what a collective or a side stream reads or writes stays alive until the stream that computes has
 waited for a collective that was issued later. Then that stream may free it and take the memory again, in the order of
-its own work. Memory that was allocated on a stream beside goes back to it, in order, too: what is issued there runs
+its own work. Memory that was allocated on a side stream goes back to it, in order, too: what is issued there runs
 behind all work that the stream that computes was given before. (devices/owner_stream.py orders models that compute on
 several streams.)
 """
@@ -39,7 +38,8 @@ def costs_launches(device: torch.device) -> bool:
 
 @contextmanager
 def side_stream(device: torch.device, waits: bool = True) -> Iterator[None]:
-    """Context: what is issued inside runs behind all work that the current stream was given, and beside later work.
+    """Context: what is issued inside runs behind all work that the current stream was given, while later
+    work runs.
 
     `waits`: False if what is issued inside begins by waiting for a Work that is behind all that work, see
     `Comm.is_stream_ordered`. See the lifetime rule. If an error ends the context, the current stream waits: memory that
@@ -219,7 +219,7 @@ class Transfer(Generic[Result]):
         return self._result
 
     def pass_on(self) -> Result:
-        """Returns what was launched behind the copy. Whoever waits for that has waited for the copy."""
+        """Returns what was launched behind the copy. To wait for that is to wait for the copy, too."""
         return self._result
 
     def finish(self) -> Result:
@@ -229,7 +229,7 @@ class Transfer(Generic[Result]):
 
 
 class Transfers:
-    """Copies between the CPU's memory, where offloaded shards rest, and a device, beside what the device computes.
+    """Copies between the CPU's memory, where offloaded shards rest, and a device, while the device computes.
 
     Each direction has a stream of its own. The device's memory is allocated and freed on the stream that computes: a
     copy waits for that stream when it begins, and that stream, or the host, waits for the copy before memory is freed.

@@ -72,9 +72,9 @@ def cuts_for(specs: Sequence[ParamSpec], device: torch.device) -> Cuts:
 
 
 def codecs_of(specs: Iterable[ParamSpec], policy: MixedPrecisionPolicy, as_computed: bool) -> tuple[Codec, ...]:
-    """Returns how gradients travel.
+    """Returns how gradients are sent.
 
-    `as_computed`: a gradient that is computed in a narrower dtype than it is summed in travels in the narrower one,
+    `as_computed`: a gradient that is computed in a narrower dtype than it is summed in is sent in the narrower one,
     unless the policy chooses how.
     """
     return tuple(
@@ -156,7 +156,7 @@ def split_buckets(
 ) -> list[tuple[int, ...]]:
     """Cuts the parameters `indices` of a group, in the order their gradients are expected, into buckets.
 
-    A bucket holds one (reduce dtype, kind: how it travels, dtype of `.grad`) and at least `min_bytes`, unless all of
+    A bucket holds one (reduce dtype, kind: how it is sent, dtype of `.grad`) and at least `min_bytes`, unless all of
     that kind are less. If its parameters allow that, it holds no more than 1 / max_buckets of the group, or than `room`
     bytes if that is more, and what is left over: there may be up to twice as many buckets. `max_buckets` None: `room`
     alone counts.

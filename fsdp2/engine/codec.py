@@ -1,7 +1,7 @@
-"""Encodes gradients and weights while they travel between the ranks of a shard group: as they are, cast, or by a codec
-of your own.
+"""Encodes gradients and weights that ranks of a shard group send each other: as they are, cast, or by a codec of your
+own.
 
-Shape legend:  W ranks,  P elements of one rank's segment of a bucket,  n elements of that segment as it travels.
+Shape legend:  W ranks,  P elements of one rank's segment of a bucket,  n elements of that segment as it is sent.
 
 A reduction of one bucket packs a segment of P elements for each rank. Then a codec decides (`exchanges`): either the
 process group sums the segments (reduce-scatter), or
@@ -50,14 +50,14 @@ def is_large(shape: Sequence[int]) -> bool:
 
 
 def is_compressed(codec: Codec, shape: Sequence[int] | None, dtype: torch.dtype) -> bool:
-    """Returns True if `codec` compresses what travels in `dtype` of a parameter of this shape: a dtype does if it is
+    """Returns True if `codec` compresses what is sent in `dtype` of a parameter of this shape: a dtype does if it is
     narrower, whatever the shape. None: the parameter is large.
     """
     return codec.dtype.itemsize < dtype.itemsize if type(codec) is Cast else shape is None or is_large(shape)
 
 
 class Codec(Protocol):
-    """Encodes gradients, or weights, while they travel. `Compression` takes codecs; a class of yours may be one.
+    """Encodes gradients, or weights, while they are sent. `Compression` takes codecs; a class of yours may be one.
 
     A codec is a value: it is immutable, two equal ones have one hash and one `repr`, and what it returns depends on its
     arguments only. A frozen dataclass is all that. Ranks compare its `repr`, so that must say everything and must not
@@ -84,14 +84,14 @@ class Codec(Protocol):
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:
         """Returns the dtype in which gradients are packed, no wider than `summed`, the dtype of their sums: casting
-        copies them, too. Raises NotImplementedError if gradients of that dtype can't travel so.
+        copies them, too. Raises NotImplementedError if gradients of that dtype can't be sent so.
         """
 
     def sent_nbytes(self, numel: int, summed: torch.dtype) -> int:
-        """Returns how many bytes a segment of `numel` elements takes as it travels, to plan and to describe."""
+        """Returns how many bytes a segment of `numel` elements takes as it is sent, to plan and to describe."""
 
     def encode(self, numbers: Tensor, seed: int) -> Tensor:
-        """Returns what travels, [W, n], of [W, P] numbers in the packed dtype, contiguous; it must not write to these.
+        """Returns what is sent, [W, n], of [W, P] numbers in the packed dtype, contiguous; it must not write to these.
 
         n must depend on P alone. Rows of a multiple of 16 bytes are copied fastest. The result may share memory with
         `numbers`. `seed`: another number at each call, and on each rank, for codecs that round at random; users' random
@@ -131,7 +131,7 @@ def sum_decoded(codec: Codec, rows: Rows, total: Tensor) -> None:
 
 @dataclass(frozen=True)
 class AsIs:
-    """Gradients travel in the dtype in which they are summed, and the process group sums them: no compression."""
+    """Gradients are sent in the dtype in which they are summed, and the process group sums them: no compression."""
 
     exchanges: ClassVar[bool] = False
     feedback: ClassVar[bool] = False
@@ -154,7 +154,7 @@ class AsIs:
 
 @dataclass(frozen=True)
 class Cast:
-    """Numbers travel in `dtype`, if that is narrower than their own dtype: a dtype given to `Compression`."""
+    """Numbers are sent in `dtype`, if that is narrower than their own dtype: a dtype given to `Compression`."""
 
     dtype: torch.dtype
 
@@ -216,30 +216,30 @@ def check_codec(codec: object, where: str, may_sum: bool) -> None:
 
 @dataclass(frozen=True)
 class Compression:
-    """How weights and gradients are compressed while they travel, for `MixedPrecisionPolicy(compression=)`.
+    """How weights and gradients are compressed while they are sent, for `MixedPrecisionPolicy(compression=)`.
 
-    Each argument is None (no compression), a dtype, in which numbers of a wider dtype travel, or a codec: `Int8()`,
+    Each argument is None (no compression), a dtype, in which numbers of a wider dtype are sent, or a codec: `Int8()`,
     `Float8()`, or one of your own (`Codec`). A dtype holds for all floating-point parameters; a codec for parameters of
-    256 elements or more, in two dims or more that are longer than one, and others travel as without it, to the bit.
+    256 elements or more, in two dims or more that are longer than one, and others are sent as without it, to the bit.
     Values are equal on all ranks.
 
     Args:
-        all_gather: how weights travel in all-gathers. Each rank compresses its shard, and restores what it gathers into
-            unsharded parameters in the dtype in which they compute: forward and backward compute with rounded weights.
+        all_gather: how weights are sent in all-gathers. Each rank compresses its shard, and restores what it gathers
+            into unsharded parameters in the dtype in which they compute: forward and backward compute with rounded weights.
             Sharded parameters, optimizer states and checkpoints stay exact. It holds for parameters whose dtype
             `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `outer_shard`) are
-            restored weights. On one rank nothing travels, but weights are rounded alike.
-        reduce_scatter: how gradients travel between the ranks of a shard group. Each rank's gradient is rounded once
+            restored weights. On one rank nothing is sent, but weights are rounded alike.
+        reduce_scatter: how gradients are sent between the ranks of a shard group. Each rank's gradient is rounded once
             (beyond 65504, float16 is infinite). Ranks exchange the shards by an all-to-all, then sum and divide in the
             reduce dtype. That is for one machine: across machines an all-to-all uses one network card a rank, where the
             ring that it replaces uses all. A dtype is at most as wide as `reduce_dtype`. With `param_dtype` bfloat16,
             gradients are bfloat16 already, and bfloat16 rounds nothing: a step then sends (2 + 2 + 2) (N - 1) / N bytes
             per parameter instead of (2 + 2 + 4), two all-gathers and the gradients over N ranks. Unsynchronized
             gradients accumulate in the reduce dtype, and are compressed when they are sent. None: on gloo, where each
-            rank sums what it receives, gradients of one backward travel in the dtype in which autograd computes them,
+            rank sums what it receives, gradients of one backward are sent in the dtype in which autograd computes them,
             which changes no bit of the sums; ranks that accumulate different numbers of batches with parameters kept
             over steps pass the reduce dtype itself.
-        all_reduce: how gradients travel between replicas (HSDP, `replicate`, `outer_shard`), in place of an
+        all_reduce: how gradients are sent between replicas (HSDP, `replicate`, `outer_shard`), in place of an
             all-reduce in the reduce dtype. `PowerSGD()` is for it alone. Two replicas gather what both have compressed;
             of more, each sums a slice, and all gather the sums, compressed once more. All replicas get the same bits.
             Where there is one replica, nothing is rounded.
@@ -287,7 +287,7 @@ def encode(codec: Codec, numbers: Tensor, seed: int) -> Tensor:
     """Returns what a codec makes of numbers, [W, P].
 
     Raises:
-        ValueError: that can't travel.
+        ValueError: that can't be sent.
         RuntimeError: the codec has written to the numbers.
     """
     before = None if numbers.is_inference() else numbers._version
@@ -325,7 +325,7 @@ class Encoder:
     changed, and numbers for rounding at random.
 
     Args:
-        codec: how gradients travel.
+        codec: how gradients are sent.
         name: differs between groups and ranks, so that they round differently.
     """
 
@@ -357,9 +357,9 @@ class Encoder:
         self._residuals = {i: each.to(device, copy=True) for i, each in state["residuals"].items()}
 
     def encode(self, numbers: Tensor, members: Sequence[Member], slices: int = 1) -> Tensor:
-        """Returns what travels, [W, n], of packed segments, [W, P]. With feedback it writes to these.
+        """Returns what is sent, [W, n], of packed segments, [W, P]. With feedback it writes to these.
 
-        `members`: the parameters in the segments. `slices`: each segment travels in so many equal slices, [W * slices,
+        `members`: the parameters in the segments. `slices`: each segment is sent in so many equal slices, [W * slices,
         n], which are encoded one by one.
         """
         codec, sent, seed = self.codec, numbers.view(len(numbers) * slices, -1), self._next_seed()
@@ -372,14 +372,14 @@ class Encoder:
         wire = encode(codec, sent, seed)
         decoded = torch.empty_like(numbers)
         codec.decode(wire, decoded.view_as(sent))
-        # What travels may share memory with the numbers. What is not finite would stay in all later gradients.
+        # What is sent may share memory with the numbers. What is not finite would stay in all later gradients.
         lost = torch.sub(numbers, decoded, out=decoded).nan_to_num_(0, 0, 0)
         for each, residual in zip(members, residuals, strict=True):
             residual.copy_(lost[:, each.offset : each.offset + each.last - each.first])
         return wire
 
     def encode_sum(self, total: Tensor, first: int, members: Sequence[Member], share: float) -> Tensor:
-        """Returns what travels, [1, n], of a sum that this rank has made of what ranks have sent: elements `first` on.
+        """Returns what is sent, [1, n], of a sum that this rank has made of what ranks have sent: elements `first` on.
 
         With feedback, what encoding changes of it joins what this rank has not sent itself. `share`: how many times as
         much as it adds to such a sum that is.

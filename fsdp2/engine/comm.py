@@ -86,7 +86,7 @@ class Comm(Protocol):
     force_sum: bool
     # Each rank itself sums what other ranks send it, in `reduce_scatter`, too: then an exchange costs no more.
     receiver_sums: bool
-    # A collective begins behind all that the current stream was given before. So whoever waits for its Work is behind
+    # A collective begins behind all that the current stream was given before. So code that waits for its Work is behind
     # all that, too.
     is_stream_ordered: bool
     # Where what plans have it send and fill comes from. It takes tensors of any memory.

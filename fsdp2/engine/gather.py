@@ -4,7 +4,7 @@ It takes byte buffers and a layout, and knows no parameter. Everything that does
 (views, lists, which casts are needed) is prepared once, in `GatherPlan`. A gather then casts shards, by one foreach
 copy for each pair of dtypes and kind of layout (`group_copies`), calls one collective, and copies packed parameters to
 their places: on a device by one copy if possible, on CPU by foreach copies. Parameters with a codec are encoded before
-the collective, and decoded behind it. layout.py says which parameters travel direct, packed or encoded.
+the collective, and decoded behind it. layout.py says which parameters are sent direct, packed or encoded.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Encoded:
 
     Args:
         shard: this rank's padded shard, [1, P], in the dtype in which it rests.
-        rows: bytes of all ranks' shards as they travel, [W, n].
+        rows: bytes of all ranks' shards as they are sent, [W, n].
         rank: which of them are those of `shard`.
         place: where the unsharded parameter is, flat.
         seed: given to the codec.

@@ -457,7 +457,7 @@ class GroupGradients:
 
 
 def _at_home(method: Method) -> Method:
-    """Decorator: the method of GroupGradients runs at the home of the group's streams."""
+    """Decorator: the method of GroupGradients runs on the owner stream of the group."""
 
     @wraps(method)
     def run(self: GroupGradients, *args: Any) -> Any:
@@ -472,7 +472,7 @@ def _at_home(method: Method) -> Method:
 
 @final
 class GradientsOnOwnerStream(GroupGradients):
-    """The GroupGradients of a group whose device has streams: all that enters runs at the group's home stream, behind
+    """The GroupGradients of a group whose device has streams: all that enters runs on the group's owner stream, behind
     the work of the streams that have computed gradients.
     """
 

@@ -492,7 +492,7 @@ class FSDPParamGroup:
         return self.unsharded.holds_memory or (secondary is not None and secondary.is_filled)
 
     def _is_busy_on_owner_stream(self) -> bool:
-        """Returns True if memory of the group, that of its gradients included, is in use at its home stream."""
+        """Returns True if memory of the group, that of its gradients included, is in use on its owner stream."""
         return self.holds_memory() or self.gradients.is_pending()
 
     def begin_copies(self) -> None:

@@ -12,7 +12,7 @@ write straight into it:
 Large parameters are gathered that way ("direct"). The small ones, and those whose shard is not a multiple of 16 bytes,
 share one collective ("packed"): their shards lie side by side in one segment per rank and are copied out after it.
 
-A parameter is stored in one dtype and computed with in another. It travels in the second, or as the bytes that a codec
+A parameter is stored in one dtype and computed with in another. It is sent in the second, or as the bytes that a codec
 makes of it ("encoded"): these lie in memory of their own until they are decoded to where the parameter is.
 """
 
@@ -49,7 +49,7 @@ LARGE_SHARD_BYTES = 64 * 1024
 MAX_SLICES = 256
 # Packed segments exist beside the parameters that are copied out of them. From this size on, if they are a quarter of
 # their group, they lie in memory of their own, which is freed when they are copied: else they would double what a group
-# takes while it is unsharded, where a process group makes many parameters travel packed.
+# takes while it is unsharded, where a process group sends many parameters packed.
 APART_BYTES = 256 * 1024
 
 
@@ -62,7 +62,7 @@ def align(value: int, alignment: int) -> int:
 class ParamSpec:
     """Holds what the layout must know of one parameter: its global shape, and its dtypes at rest and in compute.
 
-    `gather_codec`: how it travels in a gather. None: in the dtype in which it computes.
+    `gather_codec`: how it is sent in a gather. None: in the dtype in which it computes.
 
     `param_spec` makes it: equal parameters, of which models have many, share one, and what is computed of it.
     """
@@ -123,7 +123,7 @@ class ParamSpec:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of one padded shard as it travels in a gather."""
+        """Bytes of one padded shard as it is sent in a gather."""
         codec = self.gather_codec
         return self.compute_nbytes if codec is None else codec.sent_nbytes(self.shard_numel, self.storage_dtype)
 
@@ -362,7 +362,7 @@ def _offsets(sizes: dict[int, int], alignment: int) -> tuple[dict[int, int], int
 class BucketLayout:
     """Describes gradients that are reduced together: one reduce dtype, one dtype of `.grad`. Offsets count elements.
 
-    They travel in the wire dtype; what arrives is summed in the reduce dtype.
+    They are sent in the wire dtype; what arrives is summed in the reduce dtype.
 
     The reduced shards lie in one flat tensor of `shard_numel`: first the direct ones, whose gradient is its own
     collective's input, then from `packed_start` one segment of `packed_numel`, in which the packed ones lie side by

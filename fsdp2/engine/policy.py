@@ -43,8 +43,8 @@ class MixedPrecisionPolicy:
         param_dtype_override_fn: called once with each parameter. If it returns the parameter's own dtype, the
             parameter is gathered and used in that dtype; None or `param_dtype` means: like the others. It must return
             the same on all ranks.
-        compression: how weights and gradients are compressed while they travel. By default they are not, and travel in
-            the dtypes above.
+        compression: how weights and gradients are compressed while they are sent. By default they are not, and are sent
+            in the dtypes above.
         buffer_dtype: dtype to which `fully_shard` casts the floating-point buffers of the modules of this call; and the
             next forward those that were put in their place. None: they keep their own. State dicts have and take
             buffers in their own dtype, with exact values, which stay in memory for that; but what was written to a
@@ -120,7 +120,7 @@ class MixedPrecisionPolicy:
         return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
 
     def gather_codec_for(self, stored: torch.dtype, shape: Sequence[int]) -> Codec | None:
-        """Returns how a parameter of that shape that is stored as `stored` travels in a gather. None: in the dtype in
+        """Returns how a parameter of that shape that is stored as `stored` is sent in a gather. None: in the dtype in
         which it computes.
         """
         codec = self.compression.all_gather
@@ -137,9 +137,9 @@ class MixedPrecisionPolicy:
     def codec_for(
         self, stored: torch.dtype, computed: torch.dtype | None = None, shape: Sequence[int] | None = None
     ) -> Codec:
-        """Returns how that gradient travels.
+        """Returns how that gradient is sent.
 
-        `computed`: the dtype in which autograd computes the gradient, if it may travel in that dtype. `shape`: that of
+        `computed`: the dtype in which autograd computes the gradient, if it may be sent in that dtype. `shape`: that of
         the parameter. None: it is large.
         """
         codec, summed = self.compression.reduce_scatter, self.gradient_dtype(stored)
@@ -149,7 +149,7 @@ class MixedPrecisionPolicy:
 
     def sent_dtype(self, stored: torch.dtype, computed: torch.dtype | None = None) -> torch.dtype:
         """Returns the dtype in which that gradient is packed: narrower than the one it is summed in, or equal to it.
-        It travels in that dtype, unless a codec encodes it.
+        It is sent in that dtype, unless a codec encodes it.
         """
         return self.codec_for(stored, computed).packed_dtype(self.gradient_dtype(stored))
 

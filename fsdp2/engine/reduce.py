@@ -134,7 +134,7 @@ class PendingReduce(Pending):
     """One reduction between ranks in flight. It holds its buffers, and the gradients it reads, until `finish`.
 
     The first step has begun when it is made. A sum between replicas may follow, in one collective or several; where
-    there are streams, it runs on a stream beside the one that computes.
+    there are streams, it runs on a side stream.
 
     Args:
         carried: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
@@ -152,7 +152,7 @@ class PendingReduce(Pending):
         self._output = begun.output
         # The collective in flight.
         self._work = begun.work
-        # Tensors and works that this collective, or a stream beside, may still use. They are dropped when it has been
+        # Tensors and works that this collective, or a side stream, may still use. They are dropped when it has been
         # waited for.
         self._in_use: list[object] = [*begun.inputs]
         self._when_read = begun.when_read
@@ -172,7 +172,7 @@ class PendingReduce(Pending):
 
     @property
     def _runs_beside(self) -> bool:
-        """True if what follows runs on a stream beside the one that computes."""
+        """True if what follows runs on a side stream."""
         needs_time = self._work is not None or self._plan.summing is not None  # else one collective begins at once
         return self.is_summing and needs_time and streams.exist_on(self._output.device)
 
@@ -181,7 +181,7 @@ class PendingReduce(Pending):
             self._advance()
 
     def _advance(self, waits: bool = True) -> None:
-        """Begins the next collective between replicas; on a stream beside, all of them. `waits`: as for
+        """Begins the next collective between replicas; on a side stream, all of them. `waits`: as for
         `streams.side_stream`.
         """
         if not self._runs_beside:
@@ -461,7 +461,7 @@ def _own(gradient: Tensor, i: int, plan: ReducePlan, divisor: float | None) -> t
 
 
 def _rounded(gradient: Tensor, i: int, plan: ReducePlan) -> Tensor:
-    """Returns one rank's gradient in the reduce dtype, encoded and decoded as if it had travelled."""
+    """Returns one rank's gradient in the reduce dtype, encoded and decoded as if it had been sent."""
     layout, codec = plan.layout, plan.encoder.codec
     packed = gradient.to(layout.wire_dtype).contiguous()
     if not packed.numel():
@@ -477,7 +477,7 @@ def _rounded(gradient: Tensor, i: int, plan: ReducePlan) -> Tensor:
 
 
 def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bool) -> Tensor:
-    """Returns one rank's gradients as one flat tensor in the reduce dtype, rounded as if they had travelled.
+    """Returns one rank's gradients as one flat tensor in the reduce dtype, rounded as if they had been sent.
 
     It will be written to: a gradient's own memory is used only if nobody else holds it. Autograd may have given another
     part of the graph, whose backward is still to come, a view of the same memory.
@@ -502,8 +502,8 @@ def _as_one(gradients: Mapping[int, Tensor], plan: ReducePlan, reads_padding: bo
 
 
 def _scatter_pieces(gradient: Tensor, plan: ReducePlan, pieces: Pieces, reduction: Reduction, label: str) -> Begun:
-    """Begins to reduce one gradient piece by piece. All but the last pieces are finished on return; where there are
-    streams, they are on a stream beside the caller's, which goes on.
+    """Begins to reduce one gradient piece by piece. On return all but the last pieces are reduced; where there are
+    streams, a side stream still reduces them.
     """
     layout, device = plan.layout, gradient.device
     numel = layout.shard_numel * reduction.num_blocks
