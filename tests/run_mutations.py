@@ -367,8 +367,8 @@ MUTATIONS = (
         ("tests/unit/test_transfers.py", "tests/fake_gpu/test_ways.py"),
     ),
     Mutation(
-        "home does not wait for the streams in use",
-        r"home\.wait_stream\(stream\)",
+        "the owner stream does not wait for the streams in use",
+        r"owner\.wait_stream\(stream\)",
         "pass",
         (STREAMS,),
     ),

@@ -39,8 +39,8 @@ class GroupStreams:
     def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
         """Notes that a gather is about to begin on the current stream. Returns True if that stream is not the owner.
 
-        `ahead`: before the modules that need it run, perhaps on another stream. The owner stays the same while the group
-        `holds_memory` there, gradients in flight for example.
+        `ahead`: before the modules that need it run, perhaps on another stream. The owner stays the same while the
+        group `holds_memory` there, gradients in flight for example.
         """
         self._readers.clear()
         if self._waiting_streams is not None:
@@ -103,9 +103,9 @@ class GroupStreams:
 
     @contextmanager
     def on_owner_stream(self, joins: bool = True) -> Iterator[None]:
-        """Context: what is issued inside runs on the owner stream, behind all work that the streams in use were given so far.
+        """Context: what is issued inside runs on the owner stream, behind all work that the streams in use were given.
 
-        `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `use`.
+        `joins`: all of them wait for it afterwards. Otherwise, a reader waits by `wait_here`.
         """
         if not self.are_apart():
             yield

@@ -225,10 +225,10 @@ class Compression:
 
     Args:
         all_gather: how weights are sent in all-gathers. Each rank compresses its shard, and restores what it gathers
-            into unsharded parameters in the dtype in which they compute: forward and backward compute with rounded weights.
-            Sharded parameters, optimizer states and checkpoints stay exact. It holds for parameters whose dtype
-            `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `outer_shard`) are
-            restored weights. On one rank nothing is sent, but weights are rounded alike.
+            into unsharded parameters in the dtype in which they compute: forward and backward compute with rounded
+            weights. Sharded parameters, optimizer states and checkpoints stay exact. It holds for parameters whose
+            dtype `param_dtype_override_fn` leaves alone. Secondary shards (`reshard_after_forward=k`, `outer_shard`)
+            are restored weights. On one rank nothing is sent, but weights are rounded alike.
         reduce_scatter: how gradients are sent between the ranks of a shard group. Each rank's gradient is rounded once
             (beyond 65504, float16 is infinite). Ranks exchange the shards by an all-to-all, then sum and divide in the
             reduce dtype. That is for one machine: across machines an all-to-all uses one network card a rank, where the

@@ -597,7 +597,7 @@ def test_models_deleted_in_flight() -> None:
 class Unwaited(GroupStreams):
     """Nobody waits before it reads parameters."""
 
-    def use(self) -> None:
+    def wait_here(self) -> None:
         pass
 
 
@@ -616,7 +616,7 @@ class Forgetful(GroupStreams):
 
 
 class Lonely(GroupStreams):
-    """Work at home begins and ends without the other streams."""
+    """Work on the owner stream begins and ends without the other streams."""
 
     @contextmanager
     def on_owner_stream(self, joins: bool = True) -> Iterator[None]:
@@ -625,14 +625,14 @@ class Lonely(GroupStreams):
 
 
 class Hasty(GroupStreams):
-    """Home moves while memory is in use there."""
+    """The owner stream changes while memory is in use there."""
 
     def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
         return super().choose_owner(ahead, lambda: False)
 
 
 class Stale(GroupStreams):
-    """Who has waited once for home reads all later gathers."""
+    """Who has waited once for the owner stream reads all later gathers."""
 
     def choose_owner(self, ahead: bool, holds_memory: Callable[[], bool]) -> bool:
         readers = [*self._readers]
@@ -719,7 +719,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, Callable[[Simulation], None]]] 
     "a sum is not waited for": (sums_not_waited_for, "race", run_program("hsdp", Program.step)),
     "inputs are dropped": (drops_inputs, "early free", run_program("hsdp", Program.usual)),
     "beside, without its wait": (
-        lambda: mock.patch.object(streams, "beside", unordered),
+        lambda: mock.patch.object(streams, "side_stream", unordered),
         "race",
         run_program("bf16", Program.step),
     ),
