@@ -65,7 +65,7 @@ class Codec(Protocol):
     then of the methods only `packed_dtype` and `sent_nbytes` are called. `feedback`: what encoding has changed is added
     to the next gradient of the same parameter (error feedback). The engine keeps it for each parameter on each rank, as
     large as the unsharded gradient in the packed dtype (between replicas: as the shard), also while that is frozen,
-    until another object takes the parameter's place or a backward pass fails. `fsdp2.compression.state_dict` saves it.
+    until another object takes the parameter's place or a backward pass fails. `fsdp2.checkpoint` saves it.
 
     Of weights, `summed` is the dtype in which the parameter is stored. `sum` is not called, and `seed` is the same each
     time, so that backward has the weights of the forward. There is no feedback: sharded parameters are exact.
