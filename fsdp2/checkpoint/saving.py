@@ -27,7 +27,7 @@ from .folders import JobLock, check_path, remove_folder, replace_folder
 from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, Place, file_of
 from .parts import bytes_in, file_head, lengths_around, write_file, write_parts
 from .pickled import StoredObject, metadata_chunks
-from .ranks import Team, attempt
+from .ranks import NUMBERS, Team, attempt
 from .snapshot import Snapshot
 from .state import MODEL, OPTIMIZER, PER_RANK, Optimizers, State, check_arguments, states_of
 
@@ -80,6 +80,7 @@ class Saving:
         self.path, self.nbytes, self.step_waited_s = path, 0, 0.0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_told = False
         self._is_copied = threading.Event()
         self._hooks: list[Any] = []
 
@@ -97,10 +98,15 @@ class Saving:
         Raises:
             Exception: the save has failed; on all ranks, see `save`.
         """
+        if (error := self._join()) is not None:
+            self._is_told = True
+            raise error
+
+    def _join(self) -> BaseException | None:
+        """Waits for the end, and returns what the save has met."""
         if self._thread is not None:
             self._thread.join()
-        if self._error is not None:
-            raise self._error
+        return self._error
 
     def _run(self, session: _Session, attempt_: _Attempt, snapshot: Snapshot) -> None:
         try:
@@ -144,8 +150,8 @@ def save(
     With `wait=False` it returns when it knows what to write. A thread copies this rank's shards into host memory while
     the next forward and backward run, and writes them from there. An `optimizer.step()` that comes before the copy has
     ended waits for it. The copy is kept for the next save: it takes as much memory as the shards and the states of the
-    optimizer. Another save waits until this one has ended, and raises what it has met. Before the program ends or
-    destroys its process groups, call `wait()` of what is returned.
+    optimizer. Another save waits until this one has ended, and raises what it has met unless `wait()` has done so on
+    all ranks. Before the program ends or destroys its process groups, call `wait()` of what is returned.
 
     Example:
         ```python
@@ -180,9 +186,7 @@ def save(
         All errors are raised on all ranks, and leave earlier checkpoints as they are.
     """
     session = session_of(process_group)
-    previous, session.running = session.running, None
-    if previous is not None:
-        previous.wait()
+    session.end_previous()
     session.count += 1
     made, failed = attempt(
         lambda: _Attempt(folder, model, optimizer, extra, per_rank, keep_last, trainable_only, session)
@@ -196,7 +200,7 @@ def save(
     snapshot, failed = attempt(made.take_snapshot)
     made.failed = made.failed or failed
     if snapshot is None:  # ranks meet in the thread, which raises in `wait`
-        snapshot = Snapshot(State({}), (), (), None)
+        snapshot = Snapshot(State({}), (), {}, None)
     session.running = saving
     saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in made.optimizers]
     saving._thread = threading.Thread(target=saving._run, args=(session, made, snapshot), name="fsdp2.checkpoint")
@@ -310,6 +314,17 @@ class _Session:
         self.buffer: Tensor | None = None
         self.known: dict[Kind, _Agreed] = {}
         self._locks: dict[Path, JobLock] = {}
+
+    def end_previous(self) -> None:
+        """Waits for the save that runs. Raises what it has met, on all ranks, unless each has got that from `wait`."""
+        previous, self.running = self.running, None
+        if previous is None:
+            return
+        error = previous._join()
+        if error is not None:  # on all ranks
+            numbers = [previous._is_told, *[0] * (NUMBERS - 1)]
+            if not self.team.decide(numbers, lambda rows: min(row[0] for row in rows)):
+                raise error
 
     def prepare(self, made: _Attempt) -> None:
         """Checks on the first rank that this job may save there, and removes what killed jobs have left."""

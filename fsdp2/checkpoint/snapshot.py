@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,17 @@ class Snapshot:
     Args:
         state: the tensors.
         names: which of them to copy.
-        later: those of them that `finish` may copy.
+        later: those of them that `finish` may copy, and a function that returns a number which changes when the tensor
+            is written to.
         buffer: memory of an earlier snapshot, which is used again if it is as large.
     """
 
-    def __init__(self, state: State, names: Sequence[str], later: Collection[str], buffer: Tensor | None) -> None:
+    def __init__(
+        self, state: State, names: Sequence[str], later: Mapping[str, Callable[[], int]], buffer: Tensor | None
+    ) -> None:
         self._values: dict[str, Tensor] = {}
-        self._later: list[tuple[str, Tensor, int]] = []
+        self._later: dict[str, Tensor] = {}
+        self._versions = {name: (version, version()) for name, version in later.items() if name in {*names}}
         self._copied: list[Any] = []
         sources = {name: state.local(name) for name in names}
         sizes = {name: -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for name, each in sources.items()}
@@ -42,7 +46,7 @@ class Snapshot:
             self._values[name] = memory
             start += sizes[name]
             if source.is_cpu and name in later:
-                self._later.append((name, source, source._version))
+                self._later[name] = source
             elif source.is_cpu:
                 memory.copy_(source)
         for device in {each.device for each in sources.values() if not each.is_cpu}:
@@ -64,17 +68,19 @@ class Snapshot:
         Raises:
             RuntimeError: a tensor was written to meanwhile by something else than a step that waits.
         """
-        for name, source, version in self._later:
+        for name, source in self._later.items():
             self._values[name].copy_(source)
-            if source._version != version:
-                raise RuntimeError(
-                    f"{name}: expected no write between save(wait=False) and the next optimizer.step(), got one, of "
-                    "which the checkpoint could have a half. Save with wait=True before you write to it."
-                )
         self._later.clear()
         for event in self._copied:
             event.synchronize()
         self._copied.clear()
+        for name, (version, before) in self._versions.items():
+            if version() != before:
+                raise RuntimeError(
+                    f"{name}: expected no write between save(wait=False) and the next optimizer.step(), got one, of "
+                    "which the checkpoint could have a half. Save with wait=True before you write to it."
+                )
+        self._versions.clear()
 
     def value(self, name: str) -> Tensor:
         """Returns the copy of a tensor.

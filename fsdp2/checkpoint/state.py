@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,16 +75,25 @@ class State:
             entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), mesh, cuts))
         return Kind(tuple(meshes), tuple(entries), tuple(self.objects))
 
-    def may_be_copied_later(self, model: nn.Module) -> set[str]:
-        """Returns the names of tensors that no forward or backward changes: sharded parameters, and their states."""
-        if any(param.is_stepped_in_backward for group in shards_of(model).groups for param in group.params):
-            return set()
-        parameters = {f"{MODEL}.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
-        return {
-            name
-            for name, tensor in self.tensors.items()
-            if isinstance(tensor, DTensor) and (name in parameters or self.paths[name][0] == OPTIMIZER)
-        }
+    def may_be_copied_later(self, model: nn.Module) -> dict[str, Callable[[], int]]:
+        """Returns the tensors that no forward or backward changes: sharded parameters, and their states.
+
+        They are names -> functions that return a number which changes when the tensor is written to.
+        """
+        params = {f"{MODEL}.{name}": param for name, param in shards_of(model).names().items()}
+        if any(param.is_stepped_in_backward for param in params.values()):
+            return {}
+        found: dict[str, Callable[[], int]] = {}
+        for name, tensor in self.tensors.items():
+            if name in params:
+                found[name] = partial(attrgetter("version"), params[name])
+            elif isinstance(tensor, DTensor) and self.paths[name][0] == OPTIMIZER:
+                found[name] = partial(_version, tensor, self.local(name))
+        return found
+
+
+def _version(tensor: Tensor, local: Tensor) -> int:
+    return tensor._version + local._version
 
 
 def _leaves(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -192,5 +203,5 @@ def states_of(
             found["state"].update(own["state"])
             found["param_groups"] += own["param_groups"]
         if optimizers:
-            states[OPTIMIZER] = found
+            states[OPTIMIZER] = found if found["state"] else {"param_groups": found["param_groups"]}
     return states
