@@ -19,17 +19,12 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
     communicate. Call it between steps.
 
     Returns:
-        A dict of numbers, texts and tensors, for `torch.save`; an empty one if no codec keeps anything.
+        A dict of numbers, texts and tensors, for `torch.save`.
 
     Raises:
         RuntimeError: during a backward pass.
     """
-    kept = {group.params[0].name: group.gradients.kept_state() for group in _groups_of(model)}
-    return kept if any(each["summing"] or any(map(_keeps, each["encoders"])) for each in kept.values()) else {}
-
-
-def _keeps(encoder: dict[str, Any]) -> bool:
-    return bool(encoder["calls"] or encoder["residuals"])
+    return {group.params[0].name: group.gradients.kept_state() for group in _groups_of(model)}
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:

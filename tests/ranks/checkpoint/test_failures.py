@@ -247,7 +247,23 @@ def keeps_the_last(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
+def ranks_alone(folder: Path) -> None:
+    """Ranks of another group neither wait nor are waited for."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([each]) for each in range(2)]
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(rank)
+    for number in range(1 + rank):
+        checkpoint.save(folder / f"{rank}" / f"{number}", model, process_group=groups[rank])
+    with torch.no_grad():
+        model.weight.fill_(7)
+    checkpoint.load(folder / f"{rank}" / f"{rank}", model, process_group=groups[rank])
+    assert (model.weight == rank).all()
+
+
 CHECKS = {
+    "ranks alone": ranks_alone,
     "one rank fails": functools.partial(one_rank_fails, wait=True),
     "one rank fails, without waiting": functools.partial(one_rank_fails, wait=False),
     "an error is raised by the next save": an_error_is_raised_by_the_next_save,
