@@ -26,7 +26,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp2 import checkpoint, fully_shard
@@ -64,7 +63,7 @@ def make(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def write_like_dd(path: Path, nbytes: int) -> None:
     """Writes and syncs in pieces of 16 MiB, as `dd bs=16M conv=fsync` does."""
-    piece = bytes(16 << 20)
+    piece = os.urandom(16 << 20)
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, len(piece)):
             file.write(piece[: nbytes - start])
@@ -176,8 +175,10 @@ def _plan_by_dcp(layout: Layout, ranks: int) -> str:
                 WriteItem(MetadataIndex(name, torch.Size(start)), WriteItemType.SHARD, tensor_data=data)
             )
     plans = [SavePlan(items[rank]) for rank in range(ranks)]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
     began = time.process_time()
-    create_default_global_save_plan(plans)
+    planner.create_global_plan(plans)
     return f"{time.process_time() - began:.1f}"
 
 
