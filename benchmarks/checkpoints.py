@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp2 import checkpoint, fully_shard
@@ -174,7 +175,7 @@ def _plan_by_dcp(layout: Layout, ranks: int) -> str:
             items[writer].append(
                 WriteItem(MetadataIndex(name, torch.Size(start)), WriteItemType.SHARD, tensor_data=data)
             )
-    plans = [SavePlan(items[rank]) for rank in range(ranks)]
+    plans = [SavePlan(items[rank], planner_data={}) for rank in range(ranks)]
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
     began = time.process_time()
