@@ -262,7 +262,23 @@ def ranks_alone(folder: Path) -> None:
     assert (model.weight == rank).all()
 
 
+def parts_alone(folder: Path) -> None:
+    """The model and the optimizer in folders of their own, as accelerate has torch save them."""
+    model, optimizer = make()
+    train(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model}, checkpoint_id=folder / "model")
+    dcp.save({"optimizer": of_optimizer}, checkpoint_id=folder / "optimizer")
+    other, states = make(1)
+    checkpoint.load(folder / "model", other)
+    checkpoint.load(folder / "optimizer", other, states, weights=False)
+    for made in ((model, optimizer), (other, states)):
+        train(*made)
+    same(weights(other), weights(model))
+
+
 CHECKS = {
+    "parts alone": parts_alone,
     "ranks alone": ranks_alone,
     "one rank fails": functools.partial(one_rank_fails, wait=True),
     "one rank fails, without waiting": functools.partial(one_rank_fails, wait=False),
