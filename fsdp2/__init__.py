@@ -14,6 +14,7 @@ from .install import install as _install
 from .module import FSDPModule, GradientReductionHandle, UnshardHandle, share_comm_ctx
 
 if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
+    from . import checkpoint as checkpoint
     from . import hf as hf
     from .bridge.patch import patch_torch
     from .features.accumulate import accumulate
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
 
 __version__ = "0.1.0"
 
+_FOLDERS = ("checkpoint", "hf")
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
     "AveragedModel": "optim.averages",
@@ -66,8 +68,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Imports a tool when a program first asks for it: `fsdp2.plan`, `from fsdp2 import plan`, `fsdp2.hf`."""
-    if name == "hf":
-        return import_module(".hf", __name__)
+    if name in _FOLDERS:
+        return import_module(f".{name}", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
@@ -76,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns all names, also those that were not asked for yet."""
-    return sorted({*globals(), *__all__, "hf"})
+    return sorted({*globals(), *__all__, *_FOLDERS})
 
 
 __all__ = [

@@ -11,10 +11,5 @@ from .engine.codec import Codec as Codec
 from .engine.codec import Compression as Compression
 from .engine.codec import Rows as Rows
 from .engine.codec import sum_decoded as sum_decoded
-from .features.codec_state import load_state_dict as load_state_dict
-from .features.codec_state import state_dict as state_dict
 
-__all__ = [
-    *("Codec", "Compression", "Float8", "GradBucket", "Int8", "PowerSGD", "Rows"),
-    *("load_state_dict", "state_dict", "sum_decoded"),
-]
+__all__ = ["Codec", "Compression", "Float8", "GradBucket", "Int8", "PowerSGD", "Rows", "sum_decoded"]

@@ -57,6 +57,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "training": ("features", "tools.clip"),
     "optimizers": ("optim",),
     "weights": ("tools.full_params", "tools.stream", "tools.stream_buckets", "tools.sync"),
+    "checkpoint": (),
     "hugging_face": (),
     "compression": (),
     "planning": ("planning",),
@@ -79,6 +80,7 @@ RESULTS = {
     "split_matrices": ("optim.split.MatrixSplit",),
     "stream_full_params": ("tools.stream.ParamStream", "tools.stream.ParamBucket"),
     "wrap_groups": ("planning.policies.WrapGroup",),
+    "checkpoint.save": ("checkpoint.saving.Saving",),
     "hf.cat": ("hf.views.View",),
     "hf.load_model": ("hf.load.LoadReport",),
     "hf.merge_checkpoint": ("hf.merge.MergeReport",),
@@ -145,8 +147,9 @@ def add_to_pages(app: Sphinx, page: str, source: list[str]) -> None:
         for name in names_of(Path(page).name):
             source[0] += directive(name)
             source[0] += "".join(map(directive, RESULTS.get(name, ())))
-        if page.endswith("/hugging_face"):
-            source[0] += "".join(directive(each) for name in fsdp2.hf.__all__ for each in RESULTS.get(f"hf.{name}", ()))
+        for file, module in (("hugging_face", "hf"), ("checkpoint", "checkpoint")):
+            names = getattr(fsdp2, module).__all__ if page.endswith(f"/{file}") else ()
+            source[0] += "".join(directive(each) for name in names for each in RESULTS.get(f"{module}.{name}", ()))
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:

@@ -79,7 +79,7 @@ class Codec(Protocol):
 
         The engine keeps it for each parameter on each rank, as large as the unsharded gradient in the packed dtype
         (between replicas: as the shard), also while the parameter is frozen, until another object takes its place or a
-        backward pass fails. `fsdp2.compression.state_dict` saves it.
+        backward pass fails. `fsdp2.checkpoint` saves it.
         """
 
     def packed_dtype(self, summed: torch.dtype) -> torch.dtype:

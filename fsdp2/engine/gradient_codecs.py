@@ -18,7 +18,7 @@ class GradientCodecs:
     """What encodes the gradients of one group, and what sums them between replicas.
 
     GroupGradients chooses both when settings or parameters change, and plans reductions by them.
-    `fsdp2.compression.state_dict` saves what they keep.
+    `fsdp2.checkpoint` saves what they keep.
     """
 
     def __init__(self) -> None:

@@ -7,29 +7,26 @@ from typing import Any
 from torch import nn
 
 from ..engine.group import FSDPParamGroup
-from ..engine.state import groups_below, require_module
+from ..engine.state import groups_below
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns what the codecs of `model` keep between steps on this rank, as copies on the CPU.
 
     That is what encoding has changed (codecs with feedback, PowerSGD), matrices and counts of PowerSGD, and the number
-    from which rounding at random goes on. It is this rank's own, and not a part of `model.state_dict()`: save it on
-    each rank, to a file of its own, beside a checkpoint. A hook of `register_comm_hook` keeps its state itself: pickle
-    that. It does not communicate. Call it between steps.
+    from which rounding at random goes on. It is this rank's own, and not a part of `model.state_dict()`:
+    `fsdp2.checkpoint.save` saves it for each rank. A hook of `register_comm_hook` keeps its state itself. It does not
+    communicate. Call it between steps.
 
     Returns:
         A dict of numbers, texts and tensors, for `torch.save`.
 
     Raises:
         RuntimeError: during a backward pass.
-
-    Example:
-        `torch.save(fsdp2.compression.state_dict(model), f"codecs-{rank}.pt")`
     """
     return {
         group.params[0].name: {**_description(group), **group.gradients.codecs.kept_state()}
-        for group in _groups_of(model, "fsdp2.compression.state_dict")
+        for group in _groups_of(model)
     }
 
 
@@ -47,13 +44,11 @@ def load_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
         ValueError: it was saved for other groups, parameters, ranks or codecs. Nothing is changed then.
         RuntimeError: during a backward pass.
     """
-    groups = _groups_of(model, "fsdp2.compression.load_state_dict")
-    if not isinstance(state, dict):
-        raise TypeError(f"state: expected what fsdp2.compression.state_dict has returned, got {type(state).__name__}")
+    groups = _groups_of(model)
     names = [group.params[0].name for group in groups]
     if names != [*state]:
         raise ValueError(
-            f"load_state_dict: expected what codecs have kept of groups that begin with {names}, got that of "
+            f"codecs: expected what codecs have kept of groups that begin with {names}, got that of "
             f"{[*state]}. Shard the model as it was when this was saved; or leave it out: codecs then begin anew."
         )
     for group in groups:
@@ -86,12 +81,9 @@ def _check(group: FSDPParamGroup, state: dict[str, Any]) -> None:
             )
 
 
-def _groups_of(model: nn.Module, function: str) -> list[FSDPParamGroup]:
-    require_module("model", model, function)
+def _groups_of(model: nn.Module) -> list[FSDPParamGroup]:
     groups = [group for group in groups_below(model) if group.params]
     for root in {id(group.root): group.root for group in groups}.values():
         if root.is_in_backward():
-            raise RuntimeError(
-                "fsdp2.compression: call state_dict and load_state_dict between steps, not during a backward"
-            )
+            raise RuntimeError("fsdp2.checkpoint: call save and load between steps, not during a backward")
     return groups

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .folders import require_regular
+from ..checkpoint.folders import require_regular
 
 # What safetensors calls the dtypes of torch, in the order in which it lays tensors out, the last ones first: no tensor
 # then needs padding.

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.folders import check_path, path_text
 from ..shards.find import before_write, groups_managing, shards_of
 from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function, require_module
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
-from .folders import check_path, path_text
 from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some

@@ -6,26 +6,20 @@ import argparse
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..shards.runs import in_runs
+from ..checkpoint.folders import NewFolder, check_path, naming
+from ..checkpoint.stored import Checkpoint, StoredTensor
 from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
-from .folders import NewFolder, check_path, naming
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .tensors import some
 from .views import NameTable
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-# Tensors are read together up to so many bytes: each read opens the files of all ranks that hold a part.
-READ_NBYTES = 256 * 1024 * 1024
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What is a file of weights, and not copied beside those that are written.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".distcp", ".gguf")
@@ -55,10 +49,10 @@ def merge_checkpoint(
     config: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> MergeReport:
-    """Writes the model of a folder that `torch.distributed.checkpoint` has saved as safetensors files.
+    """Writes the model of a checkpoint, of fsdp2 or `torch.distributed.checkpoint`, as safetensors files.
 
     It runs in one process, with no process group and no device, and needs no model. Any number of ranks may have saved
-    the checkpoint. Memory holds one tensor, or several of 256 MiB together. The files are those of
+    the checkpoint. Memory holds one tensor. The files are those of
     `save_model`: `model.safetensors`, or several and their index. They take the place of `folder` in one step, when all
     are written.
 
@@ -80,7 +74,7 @@ def merge_checkpoint(
         progress: show a bar (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Raises:
-        FileNotFoundError: `checkpoint` is no folder that torch.distributed.checkpoint has saved.
+        FileNotFoundError: `checkpoint` is no folder of a checkpoint, or lacks a file.
         ValueError: there is no model under `key`, or several may be it; two tensors get one name; a name in `names`
             that no tensor has; a size. `checkpoint` is damaged, or its `.metadata`, which is a pickle, names something
             that could run code: that is not called.
@@ -97,93 +91,49 @@ def merge_checkpoint(
         raise TypeError(f"key: expected a str or None, got {key!r}")
     most = parse_size(max_shard_size)
     table, bar = NameTable(names), Progress("merging", progress, is_first=True)
-    reader = _Reader(Path(checkpoint))
-    chosen, left_out = _model_of(reader.metadata, key)
-    stored = _named(chosen, table, left_out)
-    files = plan_files(
-        [
-            FileTensor(name, _saved_dtype(name, each.properties.dtype, dtype), tuple(each.size), "", 0)
-            for name, (_, each) in stored.items()
-        ],
-        "model",
-        most,
-    )
-    more = _files_beside(config)
-    reader.check(name for name, _ in stored.values())
-    new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
+    reader = Checkpoint(Path(checkpoint))
     try:
-        with naming(Path(folder), nbytes):
-            with torch.no_grad(), bar.begin(nbytes):
-                _write(files, stored, reader, new.path, bar)
-            if files.index_text is not None:
-                (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
-            for path in more:
-                shutil.copy2(path, new.path / path.name)
-            new.publish("model")
-    except BaseException:
-        new.remove()
-        raise
+        chosen, left_out = _model_of(reader, key)
+        stored = _named(chosen, table, left_out)
+        files = plan_files(
+            [
+                FileTensor(name, _saved_dtype(name, each.dtype, dtype), each.shape, "", 0)
+                for name, (_, each) in stored.items()
+            ],
+            "model",
+            most,
+        )
+        more = _files_beside(config)
+        reader.check(name for name, _ in stored.values())
+        new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
+        try:
+            with naming(Path(folder), nbytes):
+                with torch.no_grad(), bar.begin(nbytes):
+                    _write(files, stored, reader, new.path, bar)
+                if files.index_text is not None:
+                    (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
+                for path in more:
+                    shutil.copy2(path, new.path / path.name)
+                new.publish("model")
+        except BaseException:
+            new.remove()
+            raise
+    finally:
+        reader.close()
     return MergeReport((*files.headers,), len(stored), nbytes, tuple(left_out))
 
 
 # ---- the checkpoint
 
 
-class _Reader:
-    """Reads tensors of a distributed checkpoint, of which the metadata is read once."""
-
-    def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint import FileSystemReader
-
-        if not (folder / ".metadata").is_file():
-            found = "a folder without it" if folder.is_dir() else "no such folder"
-            raise FileNotFoundError(
-                f"{folder}: expected a folder that torch.distributed.checkpoint has saved, with a file .metadata; got "
-                f"{found}. It is written last: a save that was interrupted has none."
-            )
-        from .metadata import check_tensors, read_metadata
-
-        self.folder, self.storage = folder, FileSystemReader(folder)
-        self.metadata: Metadata = read_metadata(folder / ".metadata")
-        self.check = partial(check_tensors, folder, self.metadata)
-        self.storage.set_up_storage_reader(self.metadata, is_coordinator=True)
-
-    def read(self, tensors: dict[str, Tensor]) -> None:
-        """Fills tensors, by their names in the checkpoint, with what all ranks have saved of them.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
-        from torch.distributed.checkpoint import DefaultLoadPlanner
-
-        try:
-            planner: Any = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            planner.set_up_planner(tensors, self.metadata, is_coordinator=True)
-            plan = self.storage.prepare_local_plan(planner.create_local_plan())
-            (plan,) = self.storage.prepare_global_plan([plan])
-            self.storage.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:
-            for name in tensors if len(tensors) > 1 else ():
-                self.read({name: tensors[name]})  # finds the one that is damaged
-            files = {info.relative_path for index, info in self.metadata.storage_data.items() if index.fqn in tensors}
-            where = f"{self.folder}: {some(tensors)} in {some(sorted(files))}"
-            what = f"got something else ({type(error).__name__}: {error})"
-            raise ValueError(f"{where}: expected what torch.distributed.checkpoint writes, {what}.") from error
-
-
-def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str, Any]], list[str]]:
+def _model_of(stored: Checkpoint, key: str | None) -> tuple[dict[str, tuple[str, StoredTensor]], list[str]]:
     """Returns the model's names -> names in the checkpoint, and what is stored there; and the names of all else.
 
     Raises:
         ValueError: see `merge_checkpoint`.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    # Name in the checkpoint -> the keys of the dicts on the way to it. Without it, dicts were not flattened.
-    given = getattr(metadata, "planner_data", None)
-    paths = {name: (given or {}).get(name, (name,)) for name in metadata.state_dict_metadata}
-    tensors = {name for name, each in metadata.state_dict_metadata.items() if isinstance(each, TensorStorageMetadata)}
-    parents = dict.fromkeys(".".join(map(str, paths[name][:-1])) for name in paths if name in tensors)
+    paths = stored.paths
+    parents = dict.fromkeys(".".join(map(str, paths[name][:-1])) for name in paths if name in stored.tensors)
     if key is None:
         models = [each for each in parents if each.rpartition(".")[2] == "model"]
         whole = [each for each in parents if not each]
@@ -193,10 +143,10 @@ def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str,
             raise ValueError(f'key: expected one dict that is called "model", {what} {some(parents)}. Pass key=.')
     depth = len(key.split(".")) if key else 0
     found, left_out = {}, []
-    for name, each in metadata.state_dict_metadata.items():
-        parts = [*map(str, paths[name])]
-        if name in tensors and ".".join(parts[:depth]) == key and len(parts) > depth:
-            found[".".join(parts[depth:])] = name, each
+    for name, path in paths.items():
+        parts = [*map(str, path)]
+        if name in stored.tensors and ".".join(parts[:depth]) == key and len(parts) > depth:
+            found[".".join(parts[depth:])] = name, stored.tensors[name]
         else:
             left_out.append(name)
     if not found:
@@ -205,10 +155,10 @@ def _model_of(metadata: Metadata, key: str | None) -> tuple[dict[str, tuple[str,
 
 
 def _named(
-    chosen: Mapping[str, tuple[str, Any]], names: NameTable, left_out: list[str]
-) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    chosen: Mapping[str, tuple[str, StoredTensor]], names: NameTable, left_out: list[str]
+) -> dict[str, tuple[str, StoredTensor]]:
     """Returns the names in the files -> names in the checkpoint, and what is stored there."""
-    found: dict[str, tuple[str, Any]] = {}
+    found: dict[str, tuple[str, StoredTensor]] = {}
     for name, stored in chosen.items():
         new = names.find(name)
         if not new:
@@ -237,8 +187,8 @@ def _saved_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> tor
 
 def _write(
     files: NewFiles,
-    stored: Mapping[str, tuple[str, TensorStorageMetadata]],
-    reader: _Reader,
+    stored: Mapping[str, tuple[str, StoredTensor]],
+    reader: Checkpoint,
     folder: Path,
     bar: Progress,
 ) -> None:
@@ -247,22 +197,13 @@ def _write(
         own = [each for each in files.checkpoint.tensors.values() if each.file == file]
         with (folder / file).open("xb") as opened:
             opened.write(header)
-            for together in in_runs([(each, _read_nbytes(each, stored)) for each in own], READ_NBYTES):
-                values = {
-                    stored[each.name][0]: torch.empty(each.shape, dtype=stored[each.name][1].properties.dtype)
-                    for each in together
-                }
-                reader.read(values)
-                for each in together:
-                    for part in _bytes(values.pop(stored[each.name][0]), each.dtype, memory):
-                        opened.write(part)
-                        bar.add(len(part))
-
-
-def _read_nbytes(tensor: FileTensor, stored: Mapping[str, tuple[str, TensorStorageMetadata]]) -> int:
-    """Returns the bytes of a tensor, as it is read or as it is written: the larger number."""
-    itemsize: int = stored[tensor.name][1].properties.dtype.itemsize
-    return max(tensor.nbytes, tensor.nbytes // tensor.dtype.itemsize * itemsize)
+            for each in own:
+                name, found = stored[each.name]
+                value = torch.empty(found.shape, dtype=found.dtype)
+                reader.read(name, value, [0] * len(found.shape))
+                for part in _bytes(value, each.dtype, memory):
+                    opened.write(part)
+                    bar.add(len(part))
 
 
 def _bytes(tensor: Tensor, dtype: torch.dtype, memory: bytearray) -> Iterator[memoryview]:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..checkpoint.folders import NewFolder, check_path, naming, path_text
 from ..shards.find import groups_managing
 from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function, require_module
 from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
-from .folders import NewFolder, check_path, naming, path_text
 from .load import BUCKET_NBYTES
 from .progress import Progress
 from .ranks import Ranks, Replicas

@@ -10,7 +10,6 @@ __all__ = [
     "IGNORED_MISSING",
     "IGNORED_ON_SAVE",
     "IGNORED_UNEXPECTED",
-    "METADATA_NAMES",
     "TIED",
     "USED_CONVERSIONS",
     "TorchDispatchMode",
@@ -28,17 +27,6 @@ IGNORED_ON_SAVE = "_keys_to_ignore_on_save"
 """The names of tensors that the class does not save."""
 TIED = "_tied_weights_keys"
 """The names of parameters that a class ties to others, under whose names they are saved."""
-METADATA_NAMES = {
-    "collections": "OrderedDict",
-    "torch": "Size",
-    "torch.serialization": "_get_layout",
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorStorageMetadata "
-    "TensorProperties BytesStorageMetadata ChunkStorageMetadata _MEM_FORMAT_ENCODING",
-    "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",  # of older releases
-}
-"""Module -> the classes and functions in it that the pickle `.metadata` of a distributed checkpoint names. Some are
-private to torch."""
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from advised import accumulate_programs as accumulate_programs
 from advised import check_programs as check_programs
+from advised import checkpoint_programs as checkpoint_programs
 from advised import core_programs as core_programs
 from advised import entry_programs as entry_programs
 from advised import file_programs as file_programs

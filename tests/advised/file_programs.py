@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from advised.registry import Net, build, compared, follows, refused, same, same_parameters, shard
 from fsdp2 import full_params, hf, sync_module_states
-from fsdp2.hf.folders import NewFolder
+from fsdp2.checkpoint.folders import NewFolder
 from safetensors_files import file_bytes
 
 

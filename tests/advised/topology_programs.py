@@ -17,7 +17,8 @@ import fsdp2
 from advised.library_programs import WrappedWeight, Wrapper, train_the_rest, with_stem
 from advised.registry import backward, build, follows, refused, shard, train
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from fsdp2.compression import Compression, Int8, PowerSGD, load_state_dict, state_dict
+from fsdp2.compression import Compression, Int8, PowerSGD
+from fsdp2.features.codec_state import load_state_dict, state_dict
 
 
 def axes(*sizes: int) -> Any:
@@ -172,7 +173,7 @@ def hooks_where_replicas_share_what_rests() -> None:
 @follows(
     "Load on each rank what it has saved, with the same policies on as many ranks",
     "Shard the model as it was when this was saved",
-    "call state_dict and load_state_dict between steps, not during a backward",
+    "call save and load between steps, not during a backward",
 )
 def what_codecs_have_kept() -> None:
     """As it was; and left out, with codecs that begin anew."""

@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
-from fsdp2.compression import Compression, Int8, PowerSGD, load_state_dict, state_dict
+from fsdp2.compression import Compression, Int8, PowerSGD
+from fsdp2.features.codec_state import load_state_dict, state_dict
 from helpers import full, run_checks
 
 KEPT = Int8(feedback=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
+from fsdp2.checkpoint import saving
 from helpers import NIGHTLY, alone
 from programs import ROOT, kill_at, run_forked
 
@@ -270,17 +270,17 @@ def test_what_resume_elsewhere_shows(tmp_path: Path, plain_losses: Curve) -> Non
 def dies_writing(rank: int) -> None:
     """Rank 1, of its second checkpoint: after its own files, before the others' are known to be there."""
     if rank == 1:
-        kill_at(2, FileSystemWriter, "write_data", after=True)
+        kill_at(2, saving, "write_parts", after=True)
 
 
 def dies_with_all_data_written(rank: int) -> None:
     if rank == 0:
-        kill_at(2, FileSystemWriter, "finish")
+        kill_at(4, saving, "write_file")  # the second of two indices of each checkpoint
 
 
 def dies_before_the_name(rank: int) -> None:
     if rank == 0:
-        kill_at(4, Path, "rename")  # of two for each checkpoint: DCP renames its metadata
+        kill_at(2, saving, "replace_folder")
 
 
 @pytest.mark.parametrize("dies", [dies_writing, dies_with_all_data_written, dies_before_the_name])
@@ -288,9 +288,11 @@ def test_killed_while_saving(dies: Callable[[int], None], tmp_path: Path, plain_
     """kill -9: the checkpoint before is as it was, and a run goes on from it as if uninterrupted."""
     options = ("--steps", "15", "--folder", str(tmp_path))
     stopped = losses(run_forked("resume_elsewhere.py", 2, *options, before=dies, killed_by=signal.SIGKILL))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["partial", "step-000005"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["step-000005"]
+    assert len([*tmp_path.glob(".step-000010.*")]) == 1
     assert set(stopped) >= set(range(1, 11)) - {10}
     resumed = losses(run_forked("resume_elsewhere.py", 2, *options))
     assert list(resumed) == list(range(6, 16))
     assert_same(stopped | resumed, {step: plain_losses[step] for step in range(1, 16)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000010", "step-000015"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".fsdp2-lock", "step-000005", "step-000010", "step-000015"]

@@ -12,7 +12,7 @@ import pickle
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard, hf
 from fsdp2.__main__ import main
+from fsdp2.checkpoint.stored import Checkpoint
 from fsdp2.hf import merge
 from fsdp2.hf.files import read_checkpoint
 from helpers import full, run_ranks
@@ -108,20 +109,19 @@ def test_replicas_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 def test_several_files_and_another_dtype(tmp_path: Path) -> None:
-    """As save_model writes them; memory holds a few tensors at a time, in pieces."""
+    """As save_model writes them; memory holds one tensor at a time, and pieces of it."""
     expected = saved(tmp_path / "checkpoint", lambda: TinyGPT(depth=2))
     most = max(each.nbytes for each in expected.values())
     read: list[int] = []
-    function = merge._Reader.read
+    function = Checkpoint.read
 
-    def counted(reader: Any, tensors: dict[str, Tensor]) -> None:
-        read.append(sum(each.nbytes for each in tensors.values()))
-        function(reader, tensors)
+    def counted(reader: Checkpoint, name: str, target: Tensor, starts: Sequence[int]) -> None:
+        read.append(target.nbytes)
+        function(reader, name, target, starts)
 
     with (
-        mock.patch.object(merge, "READ_NBYTES", most),
         mock.patch.object(merge, "BUCKET_NBYTES", 256),
-        mock.patch.object(merge._Reader, "read", counted),
+        mock.patch.object(Checkpoint, "read", counted),
     ):
         report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", torch.bfloat16, most)
     assert len(report.files) > 1
@@ -299,7 +299,7 @@ def test_entries_run_nothing(name: str, of_odd_mlp: Any, tmp_path: Path, monkeyp
         hf.merge_checkpoint("checkpoint", "out")
         assert_equal(in_files(Path("out")), expected)
     else:
-        with pytest.raises(ValueError, match=r"checkpoint: model\.wide\.weight in evil\.distcp: expected what torch"):
+        with pytest.raises(ValueError, match=r"evil\.distcp: model\.wide\.weight: expected a tensor of shape"):
             hf.merge_checkpoint("checkpoint", "out")
     assert not Path("ran").exists()
 
@@ -332,7 +332,10 @@ def huge(metadata: Any) -> None:
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncated, r"__1_0\.distcp: model\.\S+: expected it at bytes \d+ to \d+, but the file has 100"),
-    "overwritten": (overwritten, r"checkpoint: model\.\S+ in .*__1_0\.distcp: expected what torch.* got something"),
+    "overwritten": (
+        overwritten,
+        r"__1_0\.distcp: model\.\S+: expected a tensor of shape .* as torch.save writes it, got something",
+    ),
     "fifo": (fifo, r"__1_0\.distcp: expected a regular file, got a FIFO"),
     "empty metadata": (lambda folder: (folder / ".metadata").write_bytes(b""), r"\.metadata: expected .*\(EOFError"),
     "garbage": (lambda folder: (folder / ".metadata").write_bytes(b"h\x65garbage"), r"\.metadata: expected .*damaged"),

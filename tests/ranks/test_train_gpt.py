@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp2.checkpoint import folders
 from helpers import NIGHTLY, world_sizes
 from programs import ROOT, kill_at, run_forked, start_by_torchrun
 
@@ -228,7 +229,7 @@ def test_killed_while_a_checkpoint_replaces_another(tmp_path: Path) -> None:
 
     def before(rank: int) -> None:
         if rank == 0:
-            kill_at(3, Path, "rename")  # after DCP's of its metadata, and that of the old one
+            kill_at(1, folders, "remove_folder")  # of the old one, which has just changed places with the new one
 
     train(
         tmp_path,

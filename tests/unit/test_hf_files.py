@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdp2 import hf
+from fsdp2.checkpoint.folders import HOST, NewFolder
 from fsdp2.hf.files import DTYPES, Box, FileTensor, parse_size, plan_files, read_checkpoint, whole_box
-from fsdp2.hf.folders import _HOST, NewFolder
 from fsdp2.hf.progress import Progress
 from fsdp2.hf.views import Names, NameTable, as_view
 from safetensors_files import file_bytes
@@ -359,7 +359,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest
     """Own files go, others stay; leftovers of a killed save go. Also where folders can't be exchanged in one step."""
     for can_exchange in (True, False):
         if not can_exchange:
-            monkeypatch.setattr("fsdp2.hf.folders._exchange", lambda one, other: False)
+            monkeypatch.setattr("fsdp2.checkpoint.folders.exchange", lambda one, other: False)
         final = tmp_path / f"out [{can_exchange}]"
         (final / "runs").mkdir(parents=True)
         for name in (
@@ -371,7 +371,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest
             (final / name).write_text("old")
         (final / "runs" / "log").write_text("old")
         (final / "latest").symlink_to("runs")
-        left = [f".{final.name}.saving-{_HOST}-1234-{n:08x}" for n in range(2)]
+        left = [f".{final.name}.saving-{HOST}-1234-{n:08x}" for n in range(2)]
         for name in left:
             (tmp_path / name / "below").mkdir(parents=True)
         new = NewFolder(final)
@@ -388,9 +388,9 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest
 def test_what_is_left_of_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine it goes; of another one after a day; what others have made stays, and what lies elsewhere."""
     final = tmp_path / "out"
-    gone = [f".out.saving-{_HOST}-1-0123abcd", ".out.saving-other-1-0123abcd"]
+    gone = [f".out.saving-{HOST}-1-0123abcd", ".out.saving-other-1-0123abcd"]
     others = [
-        *(".out.saving-users-own", f".out.saving-{_HOST}-1-0123abcd.bak", f".out2.saving-{_HOST}-1-0123abcd"),
+        *(".out.saving-users-own", f".out.saving-{HOST}-1-0123abcd.bak", f".out2.saving-{HOST}-1-0123abcd"),
         *(".out.saving-young-host-1-0123abcd", ".out.previous-x-1-0123abcd"),
     ]
     for name in (*gone, *others):
@@ -419,7 +419,7 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
     for end in (NewFolder.remove, lambda new: new.publish("model")):
         new = NewFolder(final)
         for path in (final, tmp_path / "x" / ".." / "out"):
-            with pytest.raises(RuntimeError, match=rf"another save into .* \(host {_HOST}, process {os.getpid()}\)"):
+            with pytest.raises(RuntimeError, match=rf"another save into .* \(host {HOST}, process {os.getpid()}\)"):
                 NewFolder(path)
         NewFolder(tmp_path / "other").remove()
         end(new)

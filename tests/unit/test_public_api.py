@@ -16,7 +16,7 @@ from typing import Any
 
 import fsdp2
 from documents import ROOT, results
-from fsdp2 import compression, hf
+from fsdp2 import checkpoint, compression, hf
 from fsdp2.module import public_methods
 
 LIST = Path(__file__).with_name("public_api.txt")
@@ -49,7 +49,7 @@ def describe(prefix: str, value: Any) -> Iterator[str]:
 
 
 def public_api() -> list[str]:
-    modules = {"fsdp2": fsdp2, "fsdp2.compression": compression, "fsdp2.hf": hf}
+    modules = {"fsdp2": fsdp2, "fsdp2.checkpoint": checkpoint, "fsdp2.compression": compression, "fsdp2.hf": hf}
     paths = [f"{path}.{name}" for path, module in modules.items() for name in sorted(module.__all__)]
     paths += sorted(f"fsdp2.{path}" for path in itertools.chain(*results().values()))
     return [line for path in paths for line in describe(path, pkgutil.resolve_name(path))]
@@ -66,6 +66,7 @@ def returned_classes(function: Any) -> Iterator[str]:
 def test_what_public_functions_return_is_documented() -> None:
     """A class of results that is no public name is in the reference, behind a function that returns it."""
     functions = {name: getattr(fsdp2, name) for name in fsdp2.__all__}
+    functions |= {f"checkpoint.{name}": getattr(checkpoint, name) for name in checkpoint.__all__}
     functions |= {f"hf.{name}": getattr(hf, name) for name in hf.__all__}
     functions |= {f"FSDPModule.{name}": getattr(fsdp2.FSDPModule, name) for name in public_methods()}
     shown, found = {*itertools.chain(*results().values())}, set[str]()

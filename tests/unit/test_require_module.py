@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import compression, hf
+from fsdp2 import checkpoint, hf
 from fsdp2.shards.find import shards_of
 
 CASES: dict[str, Callable[[Any], object]] = {
@@ -22,8 +22,8 @@ CASES: dict[str, Callable[[Any], object]] = {
     "check: model": fsdp2.check,
     "compare: model": lambda model: fsdp2.compare(nn.Linear(1, 1), model, torch.ones(1, 1)),
     "register_fsdp_forward_method: module": lambda module: fsdp2.register_fsdp_forward_method(module, "generate"),
-    "fsdp2.compression.state_dict: model": compression.state_dict,
-    "fsdp2.compression.load_state_dict: model": lambda model: compression.load_state_dict(model, {}),
+    "save: model": lambda model: checkpoint.save("folder", model),
+    "load: model": lambda model: checkpoint.load("folder", model),
 }
 
 

@@ -25,6 +25,7 @@ COMMS = {
     "checks/named_comm.py",
     "features/vocab_parallel.py",
     "optim/exchange.py",
+    "checkpoint/ranks.py",
 }
 CHOOSES = {"torch_private/internals.py"}
 # Where private names of torch stand: in files for that, and in what stands in for torch's FSDP, or refuses it.

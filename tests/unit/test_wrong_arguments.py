@@ -61,7 +61,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         value = getattr(FSDPModule, name)
         if not name.startswith("_") and callable(value) and not hasattr(nn.Module, name):
             yield f"FSDPModule.{name}", value
-    for name in ("Compression", "Float8", "Int8", "PowerSGD", "state_dict", "load_state_dict"):
+    for name in ("Compression", "Float8", "Int8", "PowerSGD"):
         yield f"compression.{name}", getattr(compression, name)
     for name in ("load_model", "save_model", "save_adapter", "merge_checkpoint"):
         yield f"hf.{name}", getattr(hf, name)

@@ -1,7 +1,8 @@
 """Replaces a folder by another one in one step, so that either the old or the new one is there, and whole.
 
-One process at a time replaces a folder. It holds the lock of a file beside the folder, which the system releases when
-the process ends, however it ends.
+One process at a time replaces a folder of safetensors files (`NewFolder`). It holds the lock of a file beside the
+folder, which the system releases when the process ends, however it ends. The folders of checkpoints have one lock for
+all in the folder around them (`JobLock`), which a job holds from its first save to its end.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_HOST = re.sub(r"[^\w.]+", "-", platform.node())[:40] or "unknown"
+HOST = re.sub(r"[^\w.]+", "-", platform.node())[:40] or "unknown"
 # Another machine may write to a folder that is younger, where the filesystem has locks of one machine only.
 _DAY_S = 24 * 60 * 60
 # What a save replaces. All else in the folder stays: tokenizers, other adapters.
 _OWN = r"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors|{stem}\.safetensors\.index\.json"
+# What `hidden` returns.
+_LEFT = re.compile(r"\..+\.fsdp2-([0-9a-f]+)-\w+")
 
 
 def check_path(name: str, value: Any) -> None:
@@ -84,7 +87,7 @@ class NewFolder:
         self._lock = _Lock(self.final.with_name(f".{self.final.name}.fsdp2-lock"), final)
         try:
             _remove_left(self.final, self._lock.is_held)
-            name = f".{self.final.name}.saving-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+            name = f".{self.final.name}.saving-{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
             self.path = self.final.with_name(name)
             self.path.mkdir()
         except BaseException:
@@ -102,7 +105,7 @@ class NewFolder:
         What else was in that is in the new one, too, as links to the same files where links are possible.
         """
         for path in self.path.iterdir():
-            _sync(path)
+            sync(path)
         own = re.compile(_OWN.format(stem=re.escape(stem)))
         if self.final.exists():
             there = {path.name for path in self.path.iterdir()}
@@ -110,17 +113,17 @@ class NewFolder:
                 if path.name not in there and not own.fullmatch(path.name):
                     _carry_over(path, self.path / path.name)
         for folder, _, _ in os.walk(self.path):
-            _sync(Path(folder))
+            sync(Path(folder))
         if not self.final.exists():
             self.path.rename(self.final)
-        elif _exchange(self.path, self.final):
+        elif exchange(self.path, self.final):
             self.remove()
         else:
             previous = self.path.with_name(self.path.name.replace(".saving-", ".previous-"))
             self.final.rename(previous)
             self.path.rename(self.final)
             shutil.rmtree(previous, ignore_errors=True)
-        _sync(self.final.parent)
+        sync(self.final.parent)
         self._lock.release()
 
 
@@ -152,7 +155,7 @@ class _Lock:
                     os.close(self._descriptor)
         if self.is_held:
             os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"host {_HOST}, process {os.getpid()}".encode())
+            os.write(self._descriptor, f"host {HOST}, process {os.getpid()}".encode())
 
     def release(self) -> None:
         """Lets others replace the folder."""
@@ -176,8 +179,71 @@ def _remove_left(final: Path, has_lock: bool) -> None:
     kind = re.compile(rf"\.{re.escape(final.name)}\.saving-(.+)-\d+-[0-9a-f]{{8}}")
     for left in [*final.parent.iterdir()]:
         found = kind.fullmatch(left.name)
-        if found is not None and ((has_lock and found[1] == _HOST) or _age_s(left) > _DAY_S):
+        if found is not None and ((has_lock and found[1] == HOST) or _age_s(left) > _DAY_S):
             shutil.rmtree(left, ignore_errors=True)
+
+
+class JobLock:
+    """The right of one job to save checkpoints into a folder, from its first save to the end of this process.
+
+    Record locks are not inherited by forked processes, such as workers of a data loader, which may outlive the job.
+
+    Raises:
+        RuntimeError: another process has it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / ".fsdp2-lock"
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._descriptor, 200, 0).decode(errors="replace")
+            os.close(self._descriptor)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise RuntimeError(
+                    f"{folder}: expected a folder into which no other job saves, got one that belongs to {owner}. Wait "
+                    "until that process has ended, or pass a folder of this job's own."
+                ) from error
+            self.is_held = False  # a filesystem without locks
+            return
+        self.is_held = True
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"host {HOST}, process {os.getpid()}".encode(), 0)
+
+    def clean(self, folder: Path, run_id: str) -> None:
+        """Removes what other jobs have left in the folder that were killed: no other runs."""
+        for left in [*folder.iterdir()] if self.is_held else ():
+            found = _LEFT.fullmatch(left.name)
+            if found is not None and found[1] != run_id:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def replace_folder(new: Path, final: Path, run_id: str) -> None:
+    """Puts a folder in the place of `final`, in one step where the system can, and has its name reach the disk."""
+    sync(new)
+    if not final.exists():
+        new.rename(final)
+    elif exchange(new, final):
+        remove_folder(new, run_id)
+    else:
+        old = final.with_name(f"{final.name}.previous")  # the last checkpoint, if this process is killed here
+        final.rename(old)
+        new.rename(final)
+        shutil.rmtree(old)
+    sync(final.parent)
+
+
+def remove_folder(folder: Path, run_id: str) -> None:
+    """Removes a folder. If this process is killed meanwhile, no half of it has its name."""
+    old = hidden(folder, run_id)
+    folder.rename(old)
+    shutil.rmtree(old)
+
+
+def hidden(folder: Path, run_id: str) -> Path:
+    """Returns a new path beside a folder, for what is incomplete. The next job removes what has such a name."""
+    return folder.with_name(f".{folder.name.lstrip('.')}.fsdp2-{run_id}-{secrets.token_hex(4)}")
 
 
 def _age_s(folder: Path) -> float:
@@ -202,7 +268,7 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Has a file, or the names in a folder, reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -214,7 +280,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Exchanges two folders in one step. Returns False if the system, or this filesystem, can't do that."""
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..torch_private.files import METADATA_NAMES
+from ..torch_private.checkpoints import METADATA_NAMES
 from .folders import require_regular
 
 _KINDS = (TensorStorageMetadata, BytesStorageMetadata)

@@ -1,0 +1,269 @@
+"""Loads a checkpoint on any number of ranks: each reads the bytes of its own shards, straight into their memory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from ..shards import codec_state
+from ..shards.find import before_write
+from ..shards.tensors import some_of
+from .folders import check_path
+from .layout import box_of
+from .saving import CODECS, session_of, state_of
+from .state import MODEL, OPTIMIZER, PER_RANK, Optimizers, State, check_arguments, cuts_of, nest, states_of
+from .stored import Checkpoint
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    per_rank: Mapping[str, Any] | None = None,
+    weights: bool = True,
+    strict: bool = True,
+    trainable_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Loads what `save` or torch.distributed.checkpoint has saved, on any number of ranks and any mesh.
+
+    Every rank must call it, behind `fully_shard`. Each reads the bytes of its own shards, converts their dtypes where
+    they differ, and runs no code of the files. Ranks compare which checkpoint they load.
+
+    Example:
+        ```python
+        if (last := fsdp2.checkpoint.latest("runs")) is not None:
+            step = fsdp2.checkpoint.load(last, model, optimizer, extra={"schedule": schedule})["step"]
+        ```
+
+    Args:
+        folder: the folder of the checkpoint; see `latest`.
+        model: the model, sharded in any way.
+        optimizer: its optimizers, in any number. None: their states are not loaded.
+        extra: name -> an object with `load_state_dict`, which gets what was saved under this name.
+        per_rank: name -> an object with `load_state_dict`, which gets what this rank has saved. On another number of
+            ranks it is left alone, with a warning; so are the codecs.
+        weights: load the model. False: only the rest; the weights come from elsewhere.
+        strict: the checkpoint must have all tensors of the model and the optimizer, and the ranks together must load
+            all of its tensors of them. False: what one side lacks is left as it is.
+        trainable_only: load only parameters that require a gradient, and buffers.
+        process_group: the ranks that load together. None: all.
+
+    Returns:
+        Name -> value, of all in the checkpoint besides the model, the optimizer and what `extra` got: the step, for
+        example.
+
+    Raises:
+        FileNotFoundError: `folder` has no checkpoint, or lacks a file.
+        ValueError: a file is damaged, truncated, of another save or a newer release, or could run code; ranks load
+            different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
+            was not saved.
+        TypeError: an argument.
+        OSError: a file can't be read.
+        All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
+        was. After one that a read meets, the model has some of the new weights: load another checkpoint.
+    """
+    session = session_of(process_group)
+    team = session.team
+
+    def begin() -> Checkpoint:
+        check_path("folder", folder)
+        for name, values in (("extra", extra), ("per_rank", per_rank)):
+            _require_loadable(name, values)
+        check_arguments("load", model, optimizer)
+        return Checkpoint(Path(folder).absolute())
+
+    stored = team.run(begin)
+    try:
+        found = team.gather((str(stored.folder), stored.save_id))
+        if len({*found}) > 1:
+            raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
+        optimizers = check_arguments("load", model, optimizer)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False)
+        if not weights:
+            del nested[MODEL]
+        nested |= {name: state_of(value) for name, value in (extra or {}).items()}
+        loading = _Loading(stored, State(nested), strict)
+        team.run(loading.plan)
+        left = team.gather(loading.left_over) if strict else [set()]
+        if left_by_all := set.intersection(*left):
+            raise ValueError(
+                f"{stored.folder}: expected a model and an optimizer that take all of their tensors, got none for "
+                f"{some_of(sorted(left_by_all))}. Pass strict=False to leave these out."
+            )
+        loading.before_read()
+        team.run(loading.read)
+        values = team.run(loading.others)
+        options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            if weights:
+                set_model_state_dict(model, loading.nested(MODEL), options=options)
+            for each in optimizers:
+                set_optimizer_state_dict(model, each, loading.nested(OPTIMIZER), options=StateDictOptions(strict=False))
+        own = team.run(lambda: loading.of_rank(team.rank, team.size))
+    finally:
+        stored.close()
+
+    def finish() -> None:
+        for name, target in (extra or {}).items():
+            target.load_state_dict(values.pop(name))
+        if own is None:
+            return
+        for name, target in (per_rank or {}).items():
+            if name not in own:
+                raise ValueError(f"per_rank: expected a name that was saved, got {name!r}; there are {some_of([*own])}")
+            target.load_state_dict(own[name])
+        if CODECS in own:
+            try:
+                codec_state.load_state_dict(model, own[CODECS])
+            except ValueError as error:  # other codecs, or another way to shard: a choice of the user
+                warnings.warn(f"{stored.folder}: codecs begin anew: {error}", stacklevel=5)
+
+    team.run(finish)
+    return values
+
+
+class _Loading:
+    """What one rank reads of a checkpoint.
+
+    Attributes:
+        left_over: keys of the model and the optimizer in the checkpoint that this rank does not read.
+    """
+
+    def __init__(self, stored: Checkpoint, state: State, strict: bool) -> None:
+        self._stored, self._state, self._strict = stored, state, strict
+        self._values: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self.left_over: set[str] = set()
+
+    def plan(self) -> None:
+        """Finds out what to read, and checks that it is there."""
+        stored, state = self._stored, self._state
+        tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
+        has_state = {path[:3] for path in stored.paths.values() if path[0] == OPTIMIZER}
+        missing = []
+        for name in (*state.tensors, *state.objects):
+            path = state.paths[name]
+            if name in stored.tensors or name in stored.objects or path[0] not in (MODEL, OPTIMIZER):
+                continue
+            if path[0] == OPTIMIZER and path[1] == "state" and path[:3] not in has_state:
+                continue  # a parameter on which the saved run had not stepped
+            missing.append(name)
+        if missing and self._strict:
+            raise ValueError(
+                f"{stored.folder}: expected {some_of(missing)}, which the model or the optimizer has, got "
+                f"{some_of([*stored.tensors])}. Pass strict=False to leave these as they are."
+            )
+        for name, tensor in tensors.items():
+            shape = stored.tensors[name].shape
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"{stored.folder}: {name}: expected the shape {[*tensor.shape]} of the model, got {[*shape]}"
+                )
+        self._tensors = tensors
+        roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
+        asked = {*state.tensors, *state.objects}
+        self.left_over = {n for n, path in stored.paths.items() if path[0] in roots and n not in asked}
+        stored.check(tensors)
+
+    def before_read(self) -> None:
+        """Announces that shards are written to."""
+        before_write()
+
+    def read(self) -> None:
+        """Reads this rank's shards into their memory, and the other values of the model and the optimizer."""
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                local = self._state.local(name)
+                starts = [0] * tensor.dim()
+                if isinstance(tensor, DTensor):
+                    at = tensor.device_mesh.get_coordinate()
+                    if at is None:
+                        continue
+                    cuts = cuts_of(name, tensor)
+                    numbers = [(tensor.device_mesh.size(axis), dim) for axis, dim in cuts]
+                    starts = [*box_of(tensor.shape, numbers, [at[axis] for axis, _ in cuts])[0]]
+                self._stored.read(name, local, starts)
+                torch.autograd.graph.increment_version(local)
+        for name in self._state.objects:
+            if name in self._stored.objects:
+                self._values[name] = self._stored.object(name)
+
+    def nested(self, root: str) -> Any:
+        """Returns the state dict of the model or the optimizer."""
+        state, stored = self._state, self._stored
+        found: dict[tuple[Any, ...], Any] = {}
+        for name, path in state.paths.items():
+            if path[0] == root and (name in stored.paths or path[1:2] != ("state",)):
+                value = state.tensors.get(name) if name in state.tensors else state.objects[name]
+                found[path[1:]] = self._values.get(name, value)
+        if root == MODEL:
+            return {".".join(map(str, path)): value for path, value in found.items()}
+        nested = nest(found) if found else {}
+        return {"state": {}, "param_groups": []} | nested
+
+    def others(self) -> dict[str, Any]:
+        """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
+        stored, found = self._stored, dict[str, dict[tuple[Any, ...], Any]]()
+        for name, path in stored.paths.items():
+            if path[0] in (MODEL, OPTIMIZER, PER_RANK) or not (name in stored.tensors or name in stored.objects):
+                continue
+            if name in self._tensors:
+                value: Any = self._state.tensors[name]
+            elif name in stored.tensors:
+                at = stored.tensors[name]
+                value = torch.empty(at.shape, dtype=at.dtype)
+                stored.check([name])
+                stored.read(name, value, [0] * len(at.shape))
+            else:
+                value = self._values[name] if name in self._values else stored.object(name)
+            found.setdefault(str(path[0]), {})[path[1:]] = value
+        for name in (path[0] for path in self._state.paths.values()):
+            if name not in (MODEL, OPTIMIZER) and name not in found:
+                raise ValueError(
+                    f"{stored.folder}: extra: expected a name that was saved, got {name!r}; there are "
+                    f"{some_of([*found])}"
+                )
+        return {name: nest(values) for name, values in found.items()}
+
+    def of_rank(self, rank: int, size: int) -> dict[str, Any] | None:
+        """Returns what this rank has saved for itself; None if nothing, or another number of ranks has saved."""
+        saved = {name for name, path in self._stored.paths.items() if path[0] == PER_RANK}
+        if not saved:
+            return {}
+        if len(saved) != size or f"{PER_RANK}.{rank}" not in saved:
+            warnings.warn(
+                f"{self._stored.folder}: {len(saved)} ranks have saved states of their own, such as random states, and "
+                f"{size} load. These begin anew.",
+                stacklevel=4,
+            )
+            return None
+        found: dict[str, Any] = self._stored.object(f"{PER_RANK}.{rank}")
+        return found
+
+
+def _require_loadable(argument: str, values: Any) -> None:
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(f"{argument}: expected a dict or None, got {type(values).__name__}")
+    for name, value in (values or {}).items():
+        if not callable(getattr(value, "load_state_dict", None)):
+            raise TypeError(
+                f"{argument}: {name}: expected an object with load_state_dict, got {type(value).__name__}. Numbers and "
+                "other values are in what load returns."
+            )

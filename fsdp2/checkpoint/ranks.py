@@ -1,0 +1,125 @@
+"""The ranks that save and load together, and how they agree: over a gloo process group of their own.
+
+The group is theirs alone, so that a thread may use it while training communicates over others. A save needs one round
+of it: each rank sends eight numbers to the first one, which commits and answers with one. Whatever raises on one rank
+is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .parts import bytes_in
+
+T = TypeVar("T")
+NUMBERS = 8
+"""How many numbers a rank sends to the first one at the end of a save."""
+# The classes of errors that are raised on other ranks, too; any other becomes a RuntimeError there.
+_ERRORS = (FileNotFoundError, FileExistsError, OSError, NotImplementedError, ValueError, TypeError, ImportError)
+
+
+class Team:
+    """Ranks that save and load together. Every one of them must make it, and call each of its methods.
+
+    Args:
+        group: their process group. None: all ranks; or this process alone, without torch.distributed.
+
+    Attributes:
+        index: the number of this rank among the `size` ranks.
+        rank: its global rank.
+        run_id: a text that no other team has, equal on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group: Any = None
+        self.rank, self.members = 0, [0]
+        if dist.is_initialized():
+            self.rank, self.members = dist.get_rank(), dist.get_process_group_ranks(group)
+        self.size, self.index = len(self.members), self.members.index(self.rank)
+        if self.size > 1:
+            # Without local synchronization, ranks outside would have to call it, too.
+            self._group = dist.new_group(self.members, backend="gloo", use_local_synchronization=group is not None)
+        self.run_id = self.broadcast(secrets.token_hex(8).encode(), 0).decode()
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that commits."""
+        return self.index == 0
+
+    def decide(self, numbers: Sequence[int], choose: Callable[[list[list[int]]], int]) -> int:
+        """Returns what `choose` returns on the first rank, for the numbers of all ranks in their order.
+
+        Args:
+            numbers: `NUMBERS` integers of 64 bits.
+            choose: is called on the first rank, and must not raise.
+        """
+        own = torch.tensor([*numbers], dtype=torch.int64)
+        if self._group is None:
+            return choose([own.tolist()])
+        rows = [torch.empty_like(own) for _ in self.members] if self.is_first else None
+        dist.gather(own, rows, group=self._group, group_dst=0)
+        answer = torch.tensor([0 if rows is None else choose([row.tolist() for row in rows])])
+        dist.broadcast(answer, group=self._group, group_src=0)
+        return int(answer)
+
+    def broadcast(self, data: bytes, source: int) -> bytes:
+        """Returns `data` of the rank with that index."""
+        if self._group is None:
+            return data
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, group=self._group, group_src=source)
+        sent = _tensor_of(data) if self.index == source else torch.empty(int(length), dtype=torch.uint8)
+        if sent.numel():
+            dist.broadcast(sent, group=self._group, group_src=source)
+        return bytes(bytes_in(sent))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns a small value of each rank, in their order."""
+        if self._group is None:
+            return [value]
+        data = pickle.dumps(value)
+        most = torch.tensor([len(data)])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        own = _tensor_of(data.ljust(int(most), b"\0"))
+        rows = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(rows, own, group=self._group)
+        return [pickle.loads(bytes_in(row)) for row in rows]
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them."""
+        value, failed = attempt(function)
+        if self.decide([failed is not None, *[0] * (NUMBERS - 1)], lambda rows: int(any(row[0] for row in rows))):
+            self.raise_together(failed)
+        return value  # type: ignore[return-value]
+
+    def raise_together(self, error: BaseException | None) -> NoReturn:
+        """Raises `error`, or on ranks that have none the first one of others."""
+        found = self.gather(None if error is None else _portable(error))
+        if error is not None:
+            raise error
+        rank, (kind, text) = next((rank, each) for rank, each in zip(self.members, found, strict=True) if each)
+        raise kind(f"rank {rank}: {text}")
+
+
+def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns what a function returns, and None; or None, and what it raises."""
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: BaseException) -> tuple[type[Exception], str]:
+    """Returns a class and a text for an error, from which it can be made on another rank."""
+    return next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError), str(error)
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,436 @@
+"""Reads checkpoints: of fsdp2, whose layout is computed again, and of torch.distributed.checkpoint, by `.metadata`.
+
+Nothing of a file is run: its pickles are read by an unpickler that finds a few names only.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..torch_private.checkpoints import REBUILD_TENSOR
+from .folders import require_regular
+from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, file_of
+from .metadata import check_tensors, read_metadata
+from .parts import bytes_in, file_head
+
+# Values that can't be read straight to their place are read so many bytes at a time.
+_BUCKET_NBYTES = 32 * 1024 * 1024
+_READ_NBYTES = 1 << 30
+# The names by which torch.save says the dtype of a tensor. It writes others in another way, which torch.load reads.
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Args:
+        dtype: its dtype.
+        shape: its whole shape.
+        starts: the first index of each part, int64 of shape (parts, dims).
+        sizes: the shape of each part, (parts, dims).
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    starts: Tensor
+    sizes: Tensor
+
+
+class _Values(NamedTuple):
+    """Where the values of a part begin in a file, or all of them where they do not lie there as they are."""
+
+    path: Path
+    offset: int
+    values: Tensor | None
+
+
+class Checkpoint:
+    """A checkpoint in a folder, of which only the index was read.
+
+    Attributes:
+        tensors: key -> a tensor.
+        objects: the keys of values that are no tensors.
+        paths: key -> the keys and indices on the way to it in the state dict.
+        save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
+
+    Raises:
+        FileNotFoundError: the folder has no checkpoint.
+        OSError: its index can't be read.
+        ValueError: its index is damaged, is of a newer release, or names what could run code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / METADATA).is_file():
+            found = "a folder without it" if folder.is_dir() else "no such folder"
+            raise FileNotFoundError(
+                f"{folder}: expected the folder of a checkpoint, with a file {METADATA}; got {found}. It is written "
+                "last: a save that was interrupted has none. fsdp2.checkpoint.latest finds the last complete one."
+            )
+        self.folder = folder
+        self._files: dict[Path, int] = {}
+        index: Any = _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
+        self._index = index
+        self.tensors: Mapping[str, StoredTensor] = index.tensors
+        self.objects: Mapping[str, Any] = index.objects
+        self.paths: Mapping[str, tuple[Any, ...]] = index.paths
+        self.save_id: str = index.save_id
+
+    def close(self) -> None:
+        """Closes all files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def check(self, names: Iterable[str]) -> None:
+        """Checks that files have what the index says of these tensors.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is shorter, or of another save.
+        """
+        self._index.check(names)
+
+    def object(self, name: str) -> Any:
+        """Returns a value that is no tensor.
+
+        Raises:
+            OSError: it can't be read.
+            ValueError: it is damaged, or could run code.
+        """
+        path, offset, nbytes = self._index.object_at(name)
+        data = bytearray(nbytes)
+        self._read(path, offset, memoryview(data), name)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(
+                f"{path}: {name}: expected numbers, texts, tensors, lists and dicts, got something else, and nothing "
+                f"was run: {str(error).splitlines()[0]}. If the file is your own, torch.serialization.safe_globals "
+                "allows classes."
+            ) from error
+
+    def read(self, name: str, target: Tensor, starts: Sequence[int]) -> None:
+        """Fills a plain tensor, on any device, with a part of a stored tensor, and converts its dtype.
+
+        Args:
+            name: the key of the stored tensor.
+            target: the tensor.
+            starts: where it begins in the whole tensor.
+
+        Raises:
+            OSError: a file can't be read.
+            ValueError: a file is damaged, or lacks a part.
+        """
+        if not target.numel():
+            return
+        stored, missing = self.tensors[name], target.numel()
+        first = torch.tensor([*starts], dtype=torch.int64)
+        end = first + torch.tensor(target.shape, dtype=torch.int64)
+        low, high = torch.maximum(stored.starts, first), torch.minimum(stored.starts + stored.sizes, end)
+        for index in (low < high).all(1).nonzero()[:, 0].tolist():
+            begin, sizes = stored.starts[index].tolist(), tuple(stored.sizes[index].tolist())
+            box = [*zip(low[index].tolist(), high[index].tolist(), strict=True)]
+            region = target[tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))]
+            inside = tuple(slice(a - start, b - start) for (a, b), start in zip(box, begin, strict=True))
+            self._read_part(name, index, stored.dtype, sizes, inside, region)
+            missing -= region.numel()
+        if missing:
+            raise ValueError(
+                f"{self.folder}: {name}: expected {target.numel()} values from {[*starts]} on, got "
+                f"{target.numel() - missing}. The checkpoint is not whole."
+            )
+
+    def _read_part(
+        self,
+        name: str,
+        index: int,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        inside: tuple[slice, ...],
+        region: Tensor,
+    ) -> None:
+        """Fills `region` with the elements `inside` of the part with that index."""
+        at: _Values = self._index.values_of(self, name, index)
+        if at.values is not None:
+            region.copy_(at.values[inside])
+            return
+        rows = inside[0] if inside else slice(0, 1)
+        row = dtype.itemsize
+        for size in sizes[1:]:
+            row *= size
+        offset = at.offset + rows.start * row
+        is_whole_rows = region.shape[1:] == sizes[1:]
+        if region.is_cpu and region.dtype == dtype and region.is_contiguous() and is_whole_rows:
+            self._read(at.path, offset, bytes_in(region), name)
+            return
+        most = max(1, _BUCKET_NBYTES // max(1, row))
+        for start in range(0, rows.stop - rows.start, most):
+            count = min(most, rows.stop - rows.start - start)
+            bucket = torch.empty(count * row, dtype=torch.uint8)
+            self._read(at.path, offset + start * row, bytes_in(bucket), name)
+            columns = (slice(None), *inside[1:])
+            if inside:
+                values = bucket.view(dtype).view(count, *sizes[1:])[columns]
+                region[start : start + count].copy_(values)
+            else:
+                region.copy_(bucket.view(dtype)[0])
+
+    def _read(self, path: Path, offset: int, memory: memoryview, name: str) -> None:
+        descriptor = self.descriptor(path)
+        done = 0
+        while done < len(memory):
+            got = os.preadv(descriptor, [memory[done : done + _READ_NBYTES]], offset + done)
+            if not got:
+                raise ValueError(
+                    f"{path}: {name}: expected {len(memory):,} bytes from byte {offset:,} on, got {done:,}. It is "
+                    "truncated, or of another save."
+                )
+            done += got
+
+    def descriptor(self, path: Path) -> int:
+        """Returns the open file of a path, which stays open until `close`."""
+        if path not in self._files:
+            require_regular(path)
+            self._files[path] = os.open(path, os.O_RDONLY)
+        return self._files[path]
+
+
+class _Ours:
+    """The index of a checkpoint of fsdp2. The parts follow from the kinds of ranks that saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, path = folder, folder / LAYOUT
+        require_regular(path)
+        try:
+            content = json.loads(path.read_bytes())
+            if content["format"] > FORMAT:
+                raise _NewerError
+            kinds, of_rank = content["kinds"]
+            members: list[int] = content["members"]
+            self.save_id: str = content["save_id"]
+            self._kinds = [
+                (
+                    [rank for rank, kind in zip(members, of_rank, strict=True) if kind == i],
+                    Kind.from_json(json.loads(k)),
+                )
+                for i, k in enumerate(kinds)
+            ]
+            self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
+            self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
+            self._layout = Layout(self._kinds)
+        except _NewerError:
+            raise ValueError(
+                f"{path}: expected format {FORMAT} or older, got {content['format']}: a newer fsdp2 has saved it. "
+                "torch.distributed.checkpoint.load reads it, too."
+            ) from None
+        except OSError:
+            raise
+        except Exception as error:  # whatever a damaged file makes of the lines above
+            raise ValueError(f"{path}: expected what fsdp2 writes, got {type(error).__name__}: {error}") from error
+        self.tensors = {
+            name: StoredTensor(parts.dtype, parts.shape, parts.starts, parts.sizes)
+            for name, parts in self._layout.tensors.items()
+        }
+        self._is_checked: set[int] = set()
+
+    @cached_property
+    def _offsets(self) -> Mapping[str, Tensor]:
+        return self._layout.offsets
+
+    def check(self, names: Iterable[str]) -> None:
+        for name in names:
+            parts, offsets = self._layout.tensors[name], self._offsets[name]
+            for writer in {*parts.writers.tolist()} - self._is_checked:
+                self._check_file(writer, int((offsets + parts.nbytes)[parts.writers == writer].max()))
+
+    def _check_file(self, rank: int, end: int) -> None:
+        path = self._folder / file_of(rank)
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: a part of the checkpoint is in this file, which is not there")
+        require_regular(path)
+        head = file_head(self.save_id, rank)
+        with path.open("rb") as file:
+            found = file.read(len(head))
+        if found != head:
+            raise ValueError(
+                f"{path}: expected the file that rank {rank} has written for save {self.save_id}, got one that begins "
+                f"with {found.rstrip(bytes(1))[:80]!r}. It is of another save or rank, or damaged."
+            )
+        if path.stat().st_size < end:
+            raise ValueError(f"{path}: expected {end:,} bytes at least, got {path.stat().st_size:,}. It is truncated.")
+        self._is_checked.add(rank)
+
+    def object_at(self, name: str) -> tuple[Path, int, int]:
+        rank, offset, nbytes = self.objects[name]
+        if rank not in self._is_checked:
+            self._check_file(rank, offset + nbytes)
+        return self._folder / file_of(rank), offset, nbytes
+
+    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
+        path = self._folder / file_of(int(self._layout.tensors[name].writers[index]))
+        return _Values(path, int(self._offsets[name][index]), None)
+
+
+class _NewerError(Exception):
+    """A newer release has saved the checkpoint."""
+
+
+class _Torchs:
+    """The index of a checkpoint of torch.distributed.checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.save_id = folder, ""
+        self._metadata = read_metadata(folder / METADATA)
+        stored = self._metadata.state_dict_metadata
+        self.paths = {name: tuple((self._metadata.planner_data or {}).get(name, (name,))) for name in stored}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, None] = {}
+        self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
+        for index, info in self._metadata.storage_data.items():
+            self._at[index.fqn][tuple(index.offset or ())] = info
+        for name, each in stored.items():
+            if isinstance(each, TensorStorageMetadata):
+                rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
+                boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
+                self.tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
+            else:
+                self.objects[name] = None
+
+    def check(self, names: Iterable[str]) -> None:
+        check_tensors(self._folder, self._metadata, names)
+
+    def _place(self, name: str, starts: tuple[int, ...]) -> tuple[Path, int, int]:
+        info = self._at[name][starts]
+        if getattr(info, "transform_descriptors", None):
+            raise NotImplementedError(
+                f"{self._folder}: {name}: expected values as they are, got {info.transform_descriptors}, which only "
+                "torch.distributed.checkpoint reads"
+            )
+        path = self._folder / info.relative_path
+        if ".." in PurePath(info.relative_path).parts or self._folder not in path.parents:
+            raise ValueError(f"{self._folder / METADATA}: expected files in this folder, got {path} for {name}")
+        return path, info.offset, info.length
+
+    def object_at(self, name: str) -> tuple[Path, int, int]:
+        return self._place(name, ())
+
+    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
+        stored = self.tensors[name]
+        path, offset, nbytes = self._place(name, tuple(stored.starts[index].tolist()))
+        sizes = tuple(stored.sizes[index].tolist())
+        try:
+            view = _View(reader.descriptor(path), offset, nbytes)
+            found = _find_values(view, stored.dtype, sizes)
+            if found is not None:
+                return _Values(path, offset + found, None)
+            view.seek(0)
+            values = torch.load(io.BytesIO(view.read()), map_location="cpu", weights_only=True)
+            if not isinstance(values, Tensor) or values.shape != sizes:
+                raise ValueError(f"{type(values).__name__} of shape {[*getattr(values, 'shape', ())]}")
+        except Exception as error:
+            raise ValueError(
+                f"{path}: {name}: expected a tensor of shape {[*sizes]} as torch.save writes it, got something else "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        return _Values(path, 0, values)
+
+
+class _View(io.RawIOBase):
+    """Some bytes of an open file, as a file."""
+
+    def __init__(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self._descriptor, self._offset, self._nbytes, self._at = descriptor, offset, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self._nbytes)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._nbytes - self._at)
+        count = left if size is None or size < 0 else min(size, left)
+        data = os.pread(self._descriptor, count, self._offset + self._at)
+        self._at += len(data)
+        return data
+
+
+def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
+    """Returns where the values of a contiguous tensor begin in what torch.save has written; None if not as they are."""
+    with zipfile.ZipFile(view) as archive:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        data, order = records["data/0"], records.get("byteorder")
+        if order is not None and archive.read(order) != b"little":
+            return None
+        try:
+            described = _Described(io.BytesIO(archive.read(records["data.pkl"]))).load()
+        except _OtherTensorError:
+            return None
+        if described != (dtype, sizes) or data.compress_type or data.file_size != _nbytes(dtype, sizes):
+            return None
+        view.seek(data.header_offset + 26)
+        name, extra = struct.unpack("<HH", view.read(4))
+        return data.header_offset + 30 + int(name) + int(extra)
+
+
+def _nbytes(dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel() * dtype.itemsize
+
+
+class _OtherTensorError(Exception):
+    """A tensor is written in another way, which torch.load reads, or refuses."""
+
+
+class _Described(pickle.Unpickler):
+    """Reads what torch.save says of one tensor: its dtype and shape, if it is contiguous; anything else if not."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == REBUILD_TENSOR:
+            return _describe
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name.endswith("Storage"):
+            return name
+        raise _OtherTensorError
+
+    def persistent_load(self, found: Any) -> Any:
+        return found
+
+
+def _describe(storage: Any, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
+    is_plain = offset == 0 and strides == torch.empty(sizes, device="meta").stride()
+    return (_DTYPES.get(storage[1]), tuple(sizes)) if is_plain else None

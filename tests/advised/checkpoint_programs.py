@@ -1,0 +1,182 @@
+"""Follows the advice of errors of fsdp2.checkpoint."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+from advised.file_programs import new_folder
+from advised.registry import build, follows, refused, same, same_parameters, shard
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import folders, saving
+from fsdp2.checkpoint.layout import Entry, Kind, Layout
+
+
+@follows("Wait until that process has ended, or pass a folder of this job's own")
+def two_jobs() -> None:
+    model, folder = shard(build()), new_folder()
+    taken = OSError(11, "taken")
+    with mock.patch.object(folders.fcntl, "lockf", side_effect=taken):
+        refused(lambda: checkpoint.save(folder / "runs" / "a", model))
+    for each in ("own", "runs"):  # the other one has ended
+        checkpoint.save(folder / each / "a", model)
+        again = shard(build(seed=2))
+        checkpoint.load(folder / each / "a", again)
+        same_parameters(again, build())
+
+
+@follows("Give what differs between ranks another name")
+def kinds_that_differ() -> None:
+    one, other = (Kind((), (Entry("x", "float32", (n,), -1, ()),), ()) for n in (3, 4))
+    refused(lambda: Layout([([0], one), ([1], other)]), ValueError)
+    model, folder, rank = shard(build()), new_folder(), dist.get_rank()
+    extra: Any = {"x": torch.ones(3 + rank)}
+    refused(lambda: checkpoint.save(folder / "a", model, extra=extra), ValueError)
+    checkpoint.save(folder / "a", model, extra={f"x{rank}": torch.ones(3 + rank)})
+    again = shard(build(seed=2))
+    found = checkpoint.load(folder / "a", again)
+    same(found["x1"], torch.ones(4))
+    same_parameters(again, build())
+
+
+@follows("Pass strict=False to leave these out", "Pass strict=False to leave these as they are")
+def other_models() -> None:
+    folder, small = new_folder(), nn.Sequential(nn.Linear(3, 3))
+    large = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for name, saved, loaded in (("small", small, large), ("large", large, small)):
+        checkpoint.save(folder / name, saved)
+        refused(lambda: checkpoint.load(folder / name, loaded), ValueError)  # noqa: B023
+        with torch.no_grad():
+            loaded[0].weight.zero_()
+        checkpoint.load(folder / name, loaded, strict=False)
+        same(loaded[0].weight, saved[0].weight)
+
+
+@follows("Pass optimizers as optimizer=, and tensors under keys that are texts")
+def shards_inside_objects() -> None:
+    model, folder = shard(build()), new_folder()
+    parameter = next(model.parameters())
+    refused(lambda: checkpoint.save(folder / "a", model, extra={"mine": {3: parameter}}), NotImplementedError)
+    checkpoint.save(folder / "a", model, extra={"mine": {"3": parameter}})
+    found = checkpoint.load(folder / "a", model)["mine"]["3"]
+    same(found, next(build().parameters()).detach())
+
+
+class OfLocalRows(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["rank"] = torch.tensor([float(dist.get_rank())])
+
+
+@follows(
+    "An optimizer that computes on local rows must make its states DTensors; or save its state_dict() in per_rank="
+)
+def states_of_local_rows() -> None:
+    model, folder, rank = shard(build()), new_folder(), dist.get_rank()
+    optimizer = OfLocalRows(model.parameters())
+    optimizer.step()
+    refused(lambda: checkpoint.save(folder / "a", model, optimizer), ValueError)
+    kept = {"states": [state["rank"] for state in optimizer.state.values()]}
+    holder = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=lambda: kept)
+    checkpoint.save(folder / "a", model, per_rank={"optimizer of rows": holder})
+    checkpoint.load(folder / "a", model, per_rank={"optimizer of rows": holder})
+    (found,) = holder.load_state_dict.call_args.args
+    same(found["states"][0], torch.tensor([float(rank)]))
+    for p in optimizer.state:
+        mesh = p.device_mesh
+        optimizer.state[p]["rank"] = DTensor.from_local(torch.ones(1), mesh, p.placements, run_check=False)
+    checkpoint.save(folder / "b", model, optimizer)
+
+
+@follows("Save into a folder that all ranks share")
+def disks_that_ranks_do_not_share() -> None:
+    model, folder = shard(build()), new_folder()
+    own = folder / f"rank-{dist.get_rank()}"
+    function = saving._Attempt.write
+
+    def on_own_disk(made: Any, agreed: Any) -> Any:
+        made.new, shared = own / "x", made.new
+        made.new.parent.mkdir(exist_ok=True)
+        if dist.get_rank() == 0:
+            made.new = shared
+        return function(made, agreed)
+
+    with mock.patch.object(saving._Attempt, "write", on_own_disk):
+        refused(lambda: checkpoint.save(folder / "a", model), OSError)
+    checkpoint.save(folder / "a", model)
+    again = shard(build(seed=2))
+    checkpoint.load(folder / "a", again)
+    same_parameters(again, build())
+
+
+@follows("Save with wait=True before you write to it")
+def a_write_between() -> None:
+    model, folder = shard(build()), new_folder()
+    finish = saving.Snapshot.finish
+
+    def write_first(snapshot: Any) -> None:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+        finish(snapshot)
+
+    with mock.patch.object(saving.Snapshot, "finish", write_first):
+        running = checkpoint.save(folder / "a", model, wait=False)
+        refused(running.wait)
+    expected = shard(build())
+    checkpoint.save(folder / "b", expected)
+    with torch.no_grad():
+        next(expected.parameters()).add_(1)
+    checkpoint.load(folder / "b", model)
+    same_parameters(model, build())
+
+
+@follows("Nothing was saved; save again, with wait=True")
+def a_layout_that_others_change() -> None:
+    model, folder = shard(build()), new_folder()
+    snapshot = saving.Snapshot(saving.State({}), (), {}, None)
+    refused(lambda: snapshot.value("x"))
+    checkpoint.save(folder / "a", model)
+    again = shard(build(seed=2))
+    checkpoint.load(folder / "a", again)
+    same_parameters(again, build())
+
+
+@follows("Take it out of the state dict, or save its full_tensor() in extra=")
+def partial_tensors() -> None:
+    model, folder = shard(build()), new_folder()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    refused(lambda: checkpoint.save(folder / "a", model, extra={"x": tensor}), NotImplementedError)
+    checkpoint.save(folder / "a", model, extra={"x": tensor.full_tensor()})
+    same(checkpoint.load(folder / "a", model)["x"], torch.ones(2) * dist.get_world_size())
+
+
+@follows("Save it with torch.distributed.checkpoint, or take it out of the state dict")
+def sparse_tensors() -> None:
+    model, folder = shard(build()), new_folder()
+    sparse = torch.eye(3).to_sparse()
+    refused(lambda: checkpoint.save(folder / "a", model, extra={"x": sparse}), NotImplementedError)
+    checkpoint.save(folder / "a", model, extra={"x": sparse.to_dense()})
+    same(checkpoint.load(folder / "a", model)["x"], torch.eye(3))
+
+
+@follows("Load or initialise the weights first")
+def tensors_on_meta() -> None:
+    folder = new_folder()
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    refused(lambda: checkpoint.save(folder / "a", model))
+    model.to_empty(device="cpu")
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    checkpoint.save(folder / "a", model)
+    again = nn.Linear(3, 3)
+    checkpoint.load(folder / "a", again)
+    same(again.weight, torch.ones(3, 3))
