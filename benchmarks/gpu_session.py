@@ -30,7 +30,7 @@ to then.
 
 `--dry` tries all of this with tiny models and on CPU if there is no GPU: gloo ranks train, and a part that hangs on
 purpose is killed. Its numbers mean nothing. `--unchecked` compares shapes and dtypes only, for a simulated GPU whose
-kernels compute nothing (`tests/phantom`).
+kernels compute nothing (`benchmarks/phantom`).
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Facts:
     @property
     def checker(self) -> tuple[str, ...]:
         """Arguments of Python before those that name a program which reads values."""
-        return ("-m", "phantom.unchecked") if self.is_unchecked else ()
+        return ("-m", "benchmarks.phantom.unchecked") if self.is_unchecked else ()
 
 
 @dataclass(frozen=True)

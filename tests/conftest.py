@@ -107,7 +107,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _forks(item: pytest.Item) -> bool:
-    return bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts))
+    return (
+        bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts)) or item.path.name == "test_benchmark_libraries.py"
+    )
 
 
 class _Progress:

@@ -33,7 +33,7 @@ from fsdp2 import fully_shard
 FULL = StateDictOptions(full_state_dict=True)
 
 # What can be part of a CUDA graph shows where there is one: without these settings all ways to train are captured.
-_CAPTURED = "tests/phantom/test_phantom.py::test_whole_steps_are_captured_or_refused_with_a_reason"
+_CAPTURED = "benchmarks/phantom/test_phantom.py::test_whole_steps_are_captured_or_refused_with_a_reason"
 ELSEWHERE.update(
     {
         "Leave offload_policy out": _CAPTURED,

@@ -2,7 +2,7 @@
 
 GPU: an H200 (1B: also an H100, equal to the byte) on 26 November 2026, torch 2.11.0, one of 64 simulated ranks, in
 benchmarks/results/2026-11-26-gpu.md: peak allocated by torch's allocator in a step of `run_lm_step`. Operations: what
-torch's CUDA build keeps, by the same allocator on the phantom (tests/phantom), without cuDNN and workspaces.
+torch's CUDA build keeps, by the same allocator on the phantom (benchmarks/phantom), without cuDNN and workspaces.
 """
 
 from collections.abc import Callable

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.phantom import measured
+from benchmarks.phantom.prices import Machine
 from benchmarks.report import Row
-from phantom import measured
-from phantom.prices import Machine
 
 CAST = "void at::native::multi_tensor_apply_kernel<at::native::CopyFunctor<c10::BFloat16, float, 2, 1, 1> >(int)"
 MANGLED = "_ZN2at6native25multi_tensor_apply_kernelINS1_11CopyFunctorIN3c108BFloat16EfLi2E"

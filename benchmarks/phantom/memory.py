@@ -1,6 +1,6 @@
 """Counts what CUDA's caching allocator holds in whole steps of one library, on the phantom:
 
-    python -m phantom.run -m phantom.memory LIBRARY --model 1B --ranks 64 --wrapping protocol
+    python -m benchmarks.phantom.run -m benchmarks.phantom.memory LIBRARY --model 1B --ranks 64 --wrapping protocol
 
 It prints GiB as JSON, by case: 512 tokens, 4,096, and 4,096 with blocks that are computed again in backward. A step is
 forward, backward, clipping and fused AdamW. `benchmarks/allocator.py` runs it for each library.

@@ -1,11 +1,12 @@
 """Compares what a session on a GPU has measured with the phantom and with the prices of the timeline:
 
-    python -m phantom.measured FOLDER [--phantom FOLDER]      (with any Python that has torch)
+    python -m benchmarks.phantom.measured FOLDER [--phantom FOLDER]      (with any Python that has torch)
 
 FOLDER is that of `benchmarks.gpu_session`. The same steps are counted on the phantom, unless the other folder has them
-already (`python -m phantom.run -m phantom.calls --memory --out FOLDER`). It prints sections of a report: memory,
-launches, times of kernels by kind, gaps between kernels and times of the host's calls, and the time of a step beside
-the one that the timeline predicts. Kernels are compared one by one, in the order in which the host has launched them.
+already (`python -m benchmarks.phantom.run -m benchmarks.phantom.calls --memory --out FOLDER`). It prints sections of a
+report: memory, launches, times of kernels by kind, gaps between kernels and times of the host's calls, and the time of
+a step beside the one that the timeline predicts. Kernels are compared one by one, in the order in which the host has
+launched them.
 """
 
 import argparse
@@ -381,7 +382,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         phantom = (args.phantom or Path(temporary)).resolve()
         if not (phantom / "rows.jsonl").exists():
-            run(["-W", "ignore", "-m", "phantom.calls", "--memory", "--out", str(phantom)], SECONDS)
+            run(["-W", "ignore", "-m", "benchmarks.phantom.calls", "--memory", "--out", str(phantom)], SECONDS)
         print(report(args.folder, phantom, timeline.machine_of(args)))
 
 

@@ -1,6 +1,6 @@
 """Counts the device's memory in steps whose optimizer states are on the device, or rest on the CPU.
 
-    python -m phantom.run -m phantom.states_at_rest --model 1B --ranks 8
+    python -m benchmarks.phantom.run -m benchmarks.phantom.states_at_rest --model 1B --ranks 8
 
 It prints GiB on the device between steps, at the peak of a step, and at the peak of `optimizer.step()`.
 """

@@ -1,6 +1,6 @@
 """Shows whether a deleted model leaves the device:
 
-    python -m phantom.run -m phantom.leak fsdp2
+    python -m benchmarks.phantom.run -m benchmarks.phantom.leak fsdp2
 
 Builds, trains and deletes three small Llamas, and prints the bytes that stay after each: workspaces of cuBLAS, which
 are freed, and whatever the library keeps.

@@ -2,8 +2,8 @@
 for each way: how many gathers, reduce-scatters and all-reduces a step has, how many of each touch registered memory
 only, and how many segments were registered in all steps:
 
-    python -m phantom.run -m phantom.registered
-    python -m phantom.run -m phantom.registered --end ORDER    how a program may end: see `end`
+    python -m benchmarks.phantom.run -m benchmarks.phantom.registered
+    python -m benchmarks.phantom.run -m benchmarks.phantom.registered --end ORDER    how a program may end: see `end`
 
 The phantom's NCCL keeps the registered ranges of each communicator. Symmetric memory needs other ranks, which would
 answer; a stand-in for torch's module notes which storages ranks would meet for.

@@ -1,7 +1,7 @@
 """Trains in many ways as rank 0 of eight over torch's ProcessGroupNCCL, whose checks of dtypes, of contiguity, of
 grouped calls and of communicators are real:
 
-    python -m phantom.run -m phantom.over_nccl [--json FILE] [WAY ...]
+    python -m benchmarks.phantom.run -m benchmarks.phantom.over_nccl [--json FILE] [WAY ...]
 
 FILE gets the counts of the last step of each way, and the bytes that its deleted model leaves.
 """

@@ -1,7 +1,7 @@
 """Runs a program whose comparisons look at shapes and dtypes only, because kernels of the phantom compute nothing (see
 also without_numbers.py):
 
-PYTHONPATH=tests:. python -m phantom.run -m phantom.unchecked tests/one_of_many.py cuda
+PYTHONPATH=tests:. python -m benchmarks.phantom.run -m benchmarks.phantom.unchecked tests/one_of_many.py cuda
 """
 
 import runpy

@@ -1,6 +1,7 @@
 """Runs a few steps of a model on the phantom, and keeps the calls of one of them with the host's times:
 
-    python -m phantom.run -m phantom.record --out FOLDER [--model 1B] [--ranks 8] [--tokens 4096] ... [LIBRARY ...]
+    python -m benchmarks.phantom.run -m benchmarks.phantom.record \\
+        --out FOLDER [--model 1B] [--ranks 8] [--tokens 4096] ... [LIBRARY ...]
 
 Each library has a process of its own, and they take turns at the steps that are logged. The time between two calls of a
 thread is the CPU time that the thread took, and the least of all steps that made the same calls: what else the machine

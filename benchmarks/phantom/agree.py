@@ -1,6 +1,6 @@
 """Compares `fsdp2.plan` with the timeline: which setting each takes for the fastest, in eighteen cases.
 
-    python -m phantom.agree --out FOLDER      (with any Python; it records what FOLDER lacks, and prints a table)
+    python -m benchmarks.phantom.agree --out FOLDER   (any Python; it records what FOLDER lacks, and prints a table)
 
 Both are models with the same prices, and no collective was measured on a GPU. A plan counts what the engine computes
 and sends, and puts that into a formula; the timeline replays, one by one, the calls of CUDA and NCCL that a step on the
@@ -115,7 +115,16 @@ def record(out: Path, cases: Iterable[Case]) -> None:
 
     def start(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        options = ["-W", "ignore", "-m", "phantom.record", "--out", str(path.parent), *wanted[path], path.stem]
+        options = [
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.phantom.record",
+            "--out",
+            str(path.parent),
+            *wanted[path],
+            path.stem,
+        ]
         run([*options, "--turns"], SECONDS, stdin="\n")  # one turn, for one step
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

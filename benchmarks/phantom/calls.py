@@ -1,6 +1,6 @@
 """Does on the phantom what the parts `calls` and `protocol` of a session on a GPU do, to compare calls and memory:
 
-    python -m phantom.run -m phantom.calls [--dry] [--memory] [--out FOLDER]
+    python -m benchmarks.phantom.run -m benchmarks.phantom.calls [--dry] [--memory] [--out FOLDER]
 
 It prints the kernels by name and the rows that these parts print. `--memory`: peaks, too. `--out`: FOLDER gets
 `rows.jsonl`, as that of a session, and `LABEL.json` for each step, a record for `phantom.timeline` and

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from phantom.instructions import DUMP_STATS, OWNERS, START, STOP, Callgrind, by_owner
+from benchmarks.phantom.instructions import DUMP_STATS, OWNERS, START, STOP, Callgrind, by_owner
 
 PROGRAM = f"""
 import os
-from phantom.instructions import Callgrind
+from benchmarks.phantom.instructions import Callgrind
 callgrind = Callgrind()
 sum(range(300_000))
 callgrind.ask({START})
@@ -34,8 +34,8 @@ def test_a_program_goes_on_without_valgrind() -> None:
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="needs valgrind")
 def test_what_runs_between_requests_is_counted(tmp_path: Path) -> None:
     tool = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={tmp_path}/counts"]
-    tests = str(Path(__file__).resolve().parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, str(Path(tests).parent)])}
+    root = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([f"{root}/tests", root])}
     done = subprocess.run([*tool, sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (total,) = re.findall(r"^totals: (\d+)", (tmp_path / "counts.1").read_text(), re.M)

@@ -1,7 +1,10 @@
 """Counts what each library makes CUDA and NCCL do in a step, and what its caching allocator holds:
 
-    python -m phantom.run -m phantom.compare [--model 1B] [--layers 0] [--ranks 8] [--tokens 4096] [LIBRARY ...]
-    python -m phantom.run -m phantom.compare --all     1B, 8B, a model of experts and GPT-2, over 8, 64, 512 ranks
+    python -m benchmarks.phantom.run -m benchmarks.phantom.compare \\
+        [--model 1B] [--layers 0] [--ranks 8] [--tokens 4096] [LIBRARY ...]
+    python -m benchmarks.phantom.run -m benchmarks.phantom.compare --all
+
+`--all`: 1B, 8B, a model of experts and GPT-2, over 8, 64, 512 ranks.
 
 Each library is counted in a process of its own. All options: --help. What a step would take: `phantom.timeline`.
 """
@@ -95,7 +98,16 @@ def main() -> None:
         rest = [argument for argument in sys.argv[1:] if argument != "--all"]
         for model in models.SHAPES:
             for ranks in ("8", "64", "512"):
-                command = [sys.executable, "-m", "phantom.compare", *rest, "--model", model, "--ranks", ranks]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.phantom.compare",
+                    *rest,
+                    "--model",
+                    model,
+                    "--ranks",
+                    ranks,
+                ]
                 subprocess.run(command, check=False)
         return
     args.steps = min(args.steps, 2)

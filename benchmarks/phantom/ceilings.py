@@ -1,8 +1,8 @@
 """Holds what a step takes at most on the phantom, in one table, `ceilings.txt`, and counts it again:
 
-    PYTHONPATH=tests:. python -m phantom.ceilings              lowers what has become less, and says what is more
-    PYTHONPATH=tests:. python -m phantom.ceilings --all        writes what is counted, more or less
-    PYTHONPATH=tests:. python -m phantom.ceilings "8B, N=64"   some cases only
+    PYTHONPATH=tests:. python -m benchmarks.phantom.ceilings           lowers what has become less, says what is more
+    PYTHONPATH=tests:. python -m benchmarks.phantom.ceilings --all     writes what is counted, more or less
+    PYTHONPATH=tests:. python -m benchmarks.phantom.ceilings "8B, N=64"   some cases only
 
 A line is a case: models of real sizes with fsdp2 and with torch's FSDP2 (`compare`), and a small model trained in each
 of the ways of `one_of_many` (`over_nccl`). torch's are no ceilings: they must be as they are, or the phantom counts
@@ -98,7 +98,10 @@ def count_step(name: str) -> dict[Case, Numbers]:
     """Counts a step of fsdp2 and of torch's FSDP2, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts.json"
-        run(["-W", "ignore", "-m", "phantom.compare", *STEPS[name].split(), "--json", str(path), *LIBRARIES], 900)
+        run(
+            ["-W", "ignore", "-m", "benchmarks.phantom.compare", *STEPS[name].split(), "--json", str(path), *LIBRARIES],
+            900,
+        )
         counts = json.loads(path.read_text())
     return {Case(name, library): numbers_of(counts[library]) for library in LIBRARIES}
 
@@ -113,7 +116,7 @@ def count_ways(names: Sequence[str] = ()) -> dict[Case, Numbers]:
         path = Path(folder) / "counts.json"
         # These would be nearly all of the memory of a small model.
         no_workspaces = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
-        run(["-W", "ignore", "-m", "phantom.over_nccl", "--json", str(path), *names], 900, **no_workspaces)
+        run(["-W", "ignore", "-m", "benchmarks.phantom.over_nccl", "--json", str(path), *names], 900, **no_workspaces)
         return {Case(name): numbers_of(count) for name, count in json.loads(path.read_text()).items()}
 
 

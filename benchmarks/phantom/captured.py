@@ -1,7 +1,7 @@
 """Captures whole steps (forward, backward, clipping, AdamW) into CUDA graphs as rank 0 of eight over ProcessGroupNCCL,
 in many ways, and prints a line for each: "captured", with the kernels and collectives in the graph, or the error:
 
-    python -m phantom.run -m phantom.captured [WAY ...]
+    python -m benchmarks.phantom.run -m benchmarks.phantom.captured [WAY ...]
 
 The phantom refuses what CUDA refuses while it captures: waits of the host, queries of events, allocations by the driver
 in a thread that captures, dependencies on work outside the graph, and streams that do not join again. Each way runs in

@@ -1,6 +1,6 @@
 """Makes the phantom GPU from nothing: an environment with torch's CUDA build, and the stub libraries under it.
 
-    PYTHONPATH=tests:. python -m phantom.install
+    PYTHONPATH=tests:. python -m benchmarks.phantom.install
 
 It is made in $PHANTOM_HOME, by default ~/.cache/fsdp2-phantom, of the Python that runs this. What is there already is
 kept, and the stubs are built again when their sources have changed. It takes 0.5 GB of download and 1.4 GB of disk.

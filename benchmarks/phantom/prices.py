@@ -1,7 +1,7 @@
 """Says how long a kernel, a copy and a collective take in a model of a machine.
 
-Times of kernels are those of an H100 (80 GB HBM3, 700 W, torch 2.11, 26 November 2026): `python -m phantom.measured`
-compares them with a step there. Not measured are all about links and NCCL.
+Times of kernels are those of an H100 (80 GB HBM3, 700 W, torch 2.11, 26 November 2026): `python -m
+benchmarks.phantom.measured` compares them with a step there. Not measured are all about links and NCCL.
 README.md explains the prices.
 """
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import one_of_many
-from phantom import ceilings
-from phantom.ceilings import Case, Numbers
+from benchmarks.phantom import ceilings
+from benchmarks.phantom.ceilings import Case, Numbers
 
 OURS, THEIRS = Case("1B, HSDP 2 x 4"), Case("1B, HSDP 2 x 4", "torch")
 

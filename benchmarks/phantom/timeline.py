@@ -1,7 +1,7 @@
 """Replays recorded calls on a model of a GPU: what a step would take, and what the compute stream would wait for.
 
-    python -m phantom.run -m phantom.record --out FOLDER ...      (writes FOLDER/LIBRARY.json)
-    python -m phantom.timeline FOLDER [options]                   (any Python with torch)
+    python -m benchmarks.phantom.run -m benchmarks.phantom.record --out FOLDER ...      (writes FOLDER/LIBRARY.json)
+    python -m benchmarks.phantom.timeline FOLDER [options]                   (any Python with torch)
 
 The host issues the calls at its measured times, plus a cost of the driver. A stream runs its work in order; events and
 waits order streams; a group of NCCL calls on one communicator is one kernel of its stream. Steps follow each other

@@ -1,6 +1,6 @@
 """Counts the machine instructions that the host takes for a step on the phantom:
 
-    python -m phantom.instructions --out FOLDER [--model 1B] [--ranks 8] ... [LIBRARY ...]
+    python -m benchmarks.phantom.instructions --out FOLDER [--model 1B] [--ranks 8] ... [LIBRARY ...]
 
 It needs valgrind. Each library has a process of its own. Callgrind instruments the steps that are counted only, all
 threads together: the one of the program, autograd's of the device, and NCCL's watchdog, which takes little. Counts

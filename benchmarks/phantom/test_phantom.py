@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_session import DRY_ORDER
+from benchmarks.phantom import ceilings, install, timeline
+from benchmarks.phantom.run import environment, run
 from benchmarks.timeline import timeline_rows
 from helpers import NIGHTLY
-from phantom import ceilings, install, timeline
-from phantom.run import environment, run
 
 pytestmark = [
     pytest.mark.skipif(not NIGHTLY, reason="it fetches torch's CUDA build: run with FSDP2_NIGHTLY=1"),
@@ -71,7 +71,7 @@ def test_whole_steps_are_captured_or_refused_with_a_reason() -> None:
 
     Where the host has to do something in each step, fsdp2 says what, before CUDA says something else.
     """
-    lines = run(["-m", "phantom.captured"], 900).splitlines()
+    lines = run(["-m", "benchmarks.phantom.captured"], 900).splitlines()
     found = dict(line.split(": ", 1) for line in lines if ": " in line)
     assert len(found) >= 30
     for way, outcome in found.items():
@@ -89,7 +89,7 @@ def test_collectives_touch_memory_that_their_communicators_have_registered_and_n
     """In memory of the process group, all of them. In symmetric memory all gathers; reductions where they only sum, but
     for fp16, and ranks meet for each storage before.
     """
-    lines = [line for line in run(["-m", "phantom.registered"], 300).splitlines() if "ncclAllGather" in line]
+    lines = [line for line in run(["-m", "benchmarks.phantom.registered"], 300).splitlines() if "ncclAllGather" in line]
     assert len(lines) == 6
     for line in lines:
         name, counts = line.split(": ", 1)
@@ -108,7 +108,7 @@ def test_collectives_touch_memory_that_their_communicators_have_registered_and_n
 @pytest.mark.parametrize("order", ["deleted", "late", "kept"])
 def test_a_program_with_registered_memory_ends_in_any_order(order: str) -> None:
     """Whether the model or the communicator goes first. Only the deleted model's memory is given back then."""
-    lines = run(["-m", "phantom.registered", "--end", order], 120).splitlines()
+    lines = run(["-m", "benchmarks.phantom.registered", "--end", order], 120).splitlines()
     assert lines[-1] == "ended"
     if order == "deleted":
         allocated, reserved = map(int, re.findall(r"(\d+) (?:bytes|reserved)", lines[-2]))
@@ -130,7 +130,7 @@ def test_what_cuda_refuses_in_a_capture_the_phantom_refuses(program: str, refuse
 def test_every_way_over_nccl_takes_no_more_than_it_did() -> None:
     """As one rank of eight of torch's ProcessGroupNCCL, which refuses what it can't send; deleted models leave nothing.
 
-    Less is written into the table by `python -m phantom.ceilings`.
+    Less is written into the table by `python -m benchmarks.phantom.ceilings`.
     """
     found = ceilings.count_ways()
     assert len(found) >= 30
@@ -139,7 +139,7 @@ def test_every_way_over_nccl_takes_no_more_than_it_did() -> None:
 
 def test_numbers_over_nccl_are_those_of_a_plain_model() -> None:
     """Every way on linear layers, whose kernels the stub libraries compute."""
-    told = run(["-W", "ignore", "-m", "phantom.numbers"], 600, PHANTOM_COMPUTE="1")
+    told = run(["-W", "ignore", "-m", "benchmarks.phantom.numbers"], 600, PHANTOM_COMPUTE="1")
     assert told.count(": as the plain model") >= 34
     assert "0 failed" in told
 
@@ -154,7 +154,7 @@ def test_a_step_takes_no_more_than_it_did(name: str) -> None:
 
 def test_calls_are_counted_as_on_a_gpu(tmp_path: Path) -> None:
     """By the program that counts them there, so that both tables can be laid side by side."""
-    told = run(["-W", "ignore", "-m", "phantom.calls", "--dry", "--out", str(tmp_path)], 300)
+    told = run(["-W", "ignore", "-m", "benchmarks.phantom.calls", "--dry", "--out", str(tmp_path)], 300)
     rows = [line.split("|")[1:] for line in told.splitlines() if line.startswith("|")]
     found = {row[0].strip(): (float(row[2]), float(row[3])) for row in rows[2:]}
     ours, theirs = found["kernel launches of a step"]
@@ -168,14 +168,14 @@ def test_calls_are_counted_as_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [(), ("offload",)], ids=["on the device", "offloaded"])
 def test_a_deleted_model_leaves_nothing_on_the_device(options: tuple[str, ...]) -> None:
     """Three models built on meta, trained and deleted in one process."""
-    told = run(["-W", "ignore", "-m", "phantom.leak", "fsdp2", *options], 600)
+    told = run(["-W", "ignore", "-m", "benchmarks.phantom.leak", "fsdp2", *options], 600)
     assert told.count(": 0 bytes stay, the model is gone") == 3, told
 
 
 def test_the_timeline_replays_what_was_recorded(tmp_path: Path) -> None:
     """Cases whose answer is known, of a step of each library."""
     options = ["--model", "1B", "--layers", "2", "--steps", "3", "--out", str(tmp_path)]
-    run(["-W", "ignore", "-m", "phantom.record", *options], 600)
+    run(["-W", "ignore", "-m", "benchmarks.phantom.record", *options], 600)
     records: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(records) == {"plain", "fsdp2", "torch"}
     for name, record in records.items():

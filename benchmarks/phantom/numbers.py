@@ -1,6 +1,6 @@
 """Compares numbers: trains linear layers over torch's ProcessGroupNCCL beside a plain model on the CPU.
 
-    PHANTOM_COMPUTE=1 python -m phantom.run -m phantom.numbers [WAY ...]
+    PHANTOM_COMPUTE=1 python -m benchmarks.phantom.run -m benchmarks.phantom.numbers [WAY ...]
 
 The stub libraries compute what such a model takes: matrix products, copies, casts, sums, what packs gradients and what
 unpacks gathers. All ranks hold the values of this one, as in `one_of_many`, whose ways these are. A kernel that is not

@@ -1,7 +1,7 @@
 """Runs Python on the phantom GPU:
 
-    PYTHONPATH=tests:. python -m phantom.run SCRIPT ARGUMENTS
-    PYTHONPATH=tests:. python -m phantom.run -m MODULE ARGUMENTS
+    PYTHONPATH=tests:. python -m benchmarks.phantom.run SCRIPT ARGUMENTS
+    PYTHONPATH=tests:. python -m benchmarks.phantom.run -m MODULE ARGUMENTS
 
 $FSDP2_ROOT: the folder of the fsdp2 to run with, by default this repository. With Python 3.10 it must also be the
 current one.

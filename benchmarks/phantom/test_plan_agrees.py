@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.phantom import agree, install
 from helpers import NIGHTLY
-from phantom import agree, install
 
 pytestmark = [
     pytest.mark.skipif(not NIGHTLY, reason="it fetches torch's CUDA build: run with FSDP2_NIGHTLY=1"),

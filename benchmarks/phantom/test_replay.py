@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from phantom import agree, timeline, unchecked
-from phantom.prices import Machine, Prices, Ring, kind_of
+from benchmarks.phantom import agree, timeline, unchecked
+from benchmarks.phantom.prices import Machine, Prices, Ring, kind_of
 
 ABOUT = {"model": "1B", "layers": 1, "tokens": 1, "rows": 1, "fp32": False, "ranks": 8, "replicas": 1}
 FREE_HOST = {"host_scale": 0.0, "launch_us": 0.0, "event_us": 0.0, "nccl_us": 0.0, "nccl_op_us": 0.0}
