@@ -3,7 +3,8 @@
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Generator, Iterator
 from unittest import mock
 
 import pytest
@@ -110,6 +111,27 @@ def _forks(item: pytest.Item) -> bool:
     return (
         bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts)) or item.path.name == "test_benchmark_libraries.py"
     )
+
+
+_KINDS = {
+    "test_situations.py": "a situation of tests/situations.py",
+    "test_every_advice.py": "a program of tests/advised/",
+    "test_training.py": "a draw of tests/training.py",
+    "test_random_models.py": "a random model of tests/random_models.py",
+    "test_random_calls.py": "a random program of tests/random_calls.py",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Says behind a failure where its program is written, and by which command it runs alone."""
+    report = yield
+    if report.failed:
+        kind = _KINDS.get(item.path.name, f"a test of {item.nodeid.partition('::')[0]}")
+        report.sections.append(
+            ("to run it alone", f"{kind}:\n    OMP_NUM_THREADS=1 python -m pytest -n0 {shlex.quote(item.nodeid)}")
+        )
+    return report
 
 
 class _Progress:
