@@ -114,8 +114,7 @@ def _forks(item: pytest.Item) -> bool:
 
 
 _KINDS = {
-    "test_situations.py": "a situation of tests/situations.py",
-    "test_every_advice.py": "a program of tests/advised/",
+    "test_situations.py": "a program of tests/situations/ or tests/advised/",
     "test_training.py": "a draw of tests/training.py",
     "test_random_models.py": "a random model of tests/random_models.py",
     "test_random_calls.py": "a random program of tests/random_calls.py",
