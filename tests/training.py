@@ -54,6 +54,8 @@ from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
 from fsdp2.engine.comm import CoalescedComm, Comm, Purpose, SoloComm
 from fsdp2.engine.state import groups_below
+from fsdp2.optim import steps as flat_steps
+from fsdp2.optim.probe import probe, signature
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
 from matrix import NAMES, Topology
@@ -205,8 +207,14 @@ PLACES: dict[str, Place | None] = {
     "second": lambda p: Shard(1) if p.dim() > 1 else None,
     # The parameters of one group along different dims.
     "various": lambda p: Shard(sum(p.shape) % p.dim()) if p.dim() else None,
-    "cheapest": lambda p: cheapest_placement()(p),
+    "cheapest": lambda p: cheapest()(p),
 }
+
+
+@functools.cache
+def cheapest() -> Callable[[nn.Parameter], Shard]:
+    """Asked for once on each rank: it makes a mesh."""
+    return cheapest_placement()
 
 
 OFFLOADS: dict[str, Callable[[], Any]] = {
@@ -223,8 +231,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=2.0**-2, foreach=True),
     # With a large `eps`: where the true gradient is 0 (a key bias), g / (|g| + 1e-8) would blow rounding up.
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
-    "flat adamw": lambda params: flatten_optimizer(torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True)),
+    "flat adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
 }
+"""Of a plain model. On ranks those whose name begins with "flat" are flattened."""
+
+
+verdicts: dict[Any, Any] = {}
+
+
+def probe_once(optimizer: Any, cls: type, options: dict[str, Any], like: Tensor) -> Any:
+    """Asks the probe of flat optimizers once about steps of one kind: it takes 30 ms, and unit/test_flat_probe.py tests
+    it. What a state has belongs to the kind.
+    """
+    has_state = any(optimizer.state.get(param) for param in options["params"])
+    key = cls, like.dtype, signature(options), has_state
+    if key not in verdicts:
+        verdicts[key] = probe(optimizer, cls, options, like)
+    return verdicts[key]
 
 
 def own_collectives(gathers: bool, is_async: bool) -> Callable[[nn.Module], None]:
@@ -394,6 +417,7 @@ class Draw:
         """Context: gradients travel that way, to and from memory that is there."""
         stack = ExitStack()
         stack.enter_context(mock.patch.object(codec, "SMALL_NUMEL", 1))  # these models have no larger ones
+        stack.enter_context(mock.patch.object(flat_steps, "probe", probe_once))
         if self.travel == "hostile":
             stack.enter_context(hostile(dist.get_rank()))
         if self.travel == "late":
@@ -458,7 +482,9 @@ class Side:
 
     def start(self, model: TinyModel) -> None:
         self.model, self.lost = model, dict[tuple[int, str], Tensor]()
-        self.optimizer = OPTIMIZERS[self.draw.optimizer](model.parameters())
+        optimizer = OPTIMIZERS[self.draw.optimizer](model.parameters())
+        is_flat = self.draw.optimizer.startswith("flat") and self.sharded
+        self.optimizer = flatten_optimizer(optimizer) if is_flat else optimizer
 
     @property
     def sharded(self) -> Any:
@@ -610,6 +636,7 @@ class Sharded(Side):
     def __init__(self, draw: Draw, mesh: DeviceMesh, expected: Sequence[tuple[str, str, Any]]) -> None:
         super().__init__(draw)
         self.users_mesh, self.expected, self.different = mesh, expected, list[str]()
+        self.placed: dict[torch.Size, tuple[Placement, ...]] = {}
         self.start(draw.shard(draw.plain(), mesh))
         # Parameters rest on it. It is the same object as long as the model lives.
         dims = TOPOLOGIES[draw.topology].dims
@@ -635,6 +662,11 @@ class Sharded(Side):
             assert value == whole, f"{name}: expected {whole!r}, got {value!r}"
 
     def placements(self, whole: Tensor) -> tuple[Placement, ...]:
+        if whole.shape not in self.placed:
+            self.placed[whole.shape] = self.placements_of(whole)
+        return self.placed[whole.shape]
+
+    def placements_of(self, whole: Tensor) -> tuple[Placement, ...]:
         if TOPOLOGIES[self.draw.topology].function is replicate or not whole.dim():
             return (Replicate(),) * self.mesh.ndim
         place = PLACES[self.draw.place]
