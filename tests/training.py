@@ -683,8 +683,9 @@ class Sharded(Side):
         assert actual.device_mesh == self.mesh, f"{name}: {actual.device_mesh}"
         assert actual.shape == whole.shape, f"{name}: expected {whole.shape}, got {actual.shape}"
         assert actual.stride() == whole.stride() or not whole.is_contiguous(), f"{name}: {actual.stride()}"
-        assert actual.to_local().is_contiguous(), name
-        return assert_same(actual.to_local(), own_part(whole, actual), **self.draw.tolerance(), name=name)
+        local = actual.to_local()
+        assert local.is_contiguous(), name
+        return assert_same(local, own_part(whole, actual), **self.draw.tolerance(), name=name)
 
     def own(self, seed: int) -> Tensor:
         return shard_batch(self.draw.batch(self.model, seed), dist.get_rank(), self.draw.ranks)
