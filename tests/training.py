@@ -1004,6 +1004,32 @@ def sampled(seed: int = 0, candidates: int = 3000) -> list[Draw]:
     return chosen
 
 
+def with_defaults(topology: str, model: str, wrap: str, program: str, **chosen: str) -> Draw:
+    usual = {"precision": "fp64", "place": "rows", "reshard": "by default", "rests": "on the device"}
+    usual |= {"travel": "packed", "optimizer": "adamw", "setting": "nothing"}
+    return Draw(**{**usual, **chosen}, topology=topology, model=model, wrap=wrap, program=program)
+
+
+CHOSEN = (
+    # Four ranks cost most, and are drawn least: what replicas that share what rests do otherwise than HSDP.
+    with_defaults("2x2 at rest", "OddMLP", "children", "clip"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "replicas last"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "accumulation", setting="no reshard_after_backward"),
+    with_defaults("2x2 at rest", "TiedGPT", "children", "optimizer in backward"),
+    with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="bf16 wire", setting="hook"),
+    with_defaults("2x2 at rest", "OddMLP", "whole", "by hand", precision="only a bf16 wire", travel="in pieces"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "evaluation", precision="bf16", setting="divide factor"),
+    # Checkpointing keeps weights that backward reads from our notice.
+    with_defaults("2", "OddMLP", "children", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
+    with_defaults("2", "SharedModule", "whole", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
+    # Some ranks, and some micro-batches, use other parameters and modules.
+    with_defaults("2", "SkippedModule", "children", "accumulation"),
+    with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
+    with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
+)
+"""Draws that always run, for pairs of choices that by day no other has."""
+
+
 CHECKED = "2x1"
 """The topology on which checks run: in the first steps all are due, and take a third of a rank's time. They have tests
 of their own; here they may change nothing, and find nothing in right programs."""
