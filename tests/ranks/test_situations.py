@@ -5,6 +5,7 @@ Programs of tests/advised follow the advice that no situation gets.
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import StateDictType
 import fsdp2
 from advised import ENTRIES
 from advised.registry import batch, build, heard, refused, shard
-from documents import error_messages
+from documents import ROOT, error_messages
 from helpers import NIGHTLY, run_checks
 from outcomes import CRYPTIC, EXACT, HANG, LOUD, SILENT, Options, Program, Side, Situation, merged, outcome_of, run_each
 from situations import SITUATIONS
@@ -56,6 +57,16 @@ if NIGHTLY:  # it differs from the default in what the root and the last two gro
     WAYS["resharded"] = lambda: {"reshard_after_forward": True}
 
 
+ONLY = os.environ.get("FSDP2_ONLY", "")
+"""The name of the one program to run, in seconds."""
+assert ONLY in {"", *(each.name for each in (*SITUATIONS, *ENTRIES))}, f"no program is called {ONLY}"
+
+
+def alone_by(name: str) -> str:
+    """Returns the command that runs one program alone."""
+    return f"OMP_NUM_THREADS=1 FSDP2_ONLY={name.split(',')[0]} python -m pytest -n0 {Path(__file__).relative_to(ROOT)}"
+
+
 class Told:
     """Runs what is to run on each number of ranks when it is first asked for.
 
@@ -72,7 +83,7 @@ class Told:
         at night each one in each way. In one launch: what plain training shows is computed once.
         """
         usual, *others = WAYS
-        chosen = [situation for situation in SITUATIONS if situation.ranks == ranks]
+        chosen = [each for each in SITUATIONS if each.ranks == ranks and ONLY in ("", each.name)]
         runs = [(situation, usual) for each in chosen for situation in (each, *each.followed())]
         for i, situation in enumerate(chosen if ranks == 2 else []):
             runs += [(situation, way) for j, way in enumerate(others) if NIGHTLY or i % (2 * len(others)) == 2 * j]
@@ -86,7 +97,8 @@ class Told:
                 is_said = says in outcome.text
             if outcome.kind != kind or not is_said:
                 expected = " ".join([kind, *filter(None, (situation.says, *situation.advises))])
-                wrong.append(f"{situation.name}, {way}: expected {expected}, got {outcome.kind}: {outcome.text}")
+                got = f"expected {expected}, got {outcome.kind}: {outcome.text}"
+                wrong.append(f"{situation.name}, {way}: {got}\n    {alone_by(situation.name)}")
             texts.append(outcome.text)
         return wrong, texts
 
@@ -99,13 +111,14 @@ class Told:
 
             return call
 
-        runs: list[tuple[str, Callable[[], list[str]]]] = [(e.name, e.run) for e in ENTRIES if e.ranks == ranks]
-        runs += [("others", others)] if ranks == 2 else []
+        runs: list[tuple[str, Callable[[], list[str]]]] = []
+        runs += [(each.name, each.run) for each in ENTRIES if each.ranks == ranks and ONLY in ("", each.name)]
+        runs += [("others", others)] if ranks == 2 and not ONLY else []
         wrong = []
         try:
             run_checks(ranks, [(name, check(i, run)) for i, (name, run) in enumerate(runs)], timeout=170)
         except pytest.fail.Exception as error:
-            wrong = [str(error)]
+            wrong = [str(error), f"one of them alone:\n    {alone_by('NAME')}"]
         return wrong, [text for file in self.folder.glob(f"{ranks} *") for text in json.loads(file.read_text())]
 
 
@@ -165,6 +178,8 @@ def others() -> list[str]:
 
 def test_errors_in_the_guide_are_those_of_programs(told: Told) -> None:
     """The headings of examples/guides/errors.md are texts that a reader searches for."""
+    if ONLY:
+        pytest.skip("it needs all programs")
     messages = error_messages()
     assert len(messages) > 40
     texts = [*told.of_situations(2)[1], *told.of_programs(2)[1]]
