@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, set_checks
 
 # Before anything runs: once OpenMP has started its threads in the parent, a forked rank hangs in its first kernel.
 torch.set_num_threads(1)
@@ -69,6 +69,22 @@ def _no_backward_before_forks(request: pytest.FixtureRequest) -> Iterator[None]:
             "this test ran a backward in the process that forks the ranks of later tests, in which autograd then"
             " refuses to run on a device: run it by run_ranks, by alone, or under @in_a_fork (helpers.py)"
         )
+
+
+_NUMERIC = ("hsdp", "shards_at_rest", "offload", "replicate", "compressed", "gather_codec", "clip")
+_WITHOUT_CHECKS = frozenset(f"test_{each}.py" for each in _NUMERIC)
+"""Files whose models train a step or two, in which all checks are due, and are not what is tested. Each takes more."""
+
+
+@pytest.fixture(autouse=True)
+def _checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that such a file forks run no checks; elsewhere they do, and tests/training.py draws them."""
+    if request.path.name not in _WITHOUT_CHECKS:
+        yield
+        return
+    set_checks("off")
+    yield
+    set_checks("default")
 
 
 @pytest.fixture(autouse=True, scope="session")
