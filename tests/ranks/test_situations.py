@@ -235,3 +235,16 @@ def hangs(side: Side) -> None:
 )
 def test_judgement(program: Program, kind: str) -> None:
     assert outcome_of(Situation(program, EXACT), fsdp2, patience_s=2).kind == kind
+
+
+def test_a_way_that_changes_nothing_fails() -> None:
+    def fails(side: Side, way: str = "") -> None:
+        """An argument, and what to do, which nobody does"""
+        fails_with_advice(side)
+
+    situation = Situation(fails, LOUD, advises=("expected {} one. Pass that",), ways=("that",))
+    text = outcome_of(situation, fsdp2).text
+    assert situation.is_said(text)
+    assert not situation.is_said(text.replace("Pass", "Take"))
+    (followed,) = situation.followed()
+    assert (followed.ends, outcome_of(followed, fsdp2).kind) == (EXACT, LOUD)
