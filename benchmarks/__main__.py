@@ -8,8 +8,8 @@
 
 Every job runs in fresh processes; inside each, the libraries take turns. Change no code while it runs. Pictures of a
 step (suites overlap and memory) are drawn where matplotlib is installed: the extra `viz`. The suite gloo-1gbit needs
-root, `ip` and `tc`; the suites timeline and allocator need a phantom GPU (tests/phantom), which is made where it can be
-had. They are left out elsewhere.
+root, `ip` and `tc`; the suites timeline and allocator need a phantom GPU (benchmarks/phantom), which is made where it
+can be had. They are left out elsewhere.
 """
 
 import argparse

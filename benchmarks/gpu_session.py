@@ -29,8 +29,8 @@ two are written again after each part. If a part fails or is killed, the results
 to then.
 
 `--dry` tries all of this with tiny models and on CPU if there is no GPU: gloo ranks train, and a part that hangs on
-comm_label is killed. Its numbers mean nothing. `--unchecked` compares shapes and dtypes only, for a simulated GPU whose
-kernels compute nothing (`tests/phantom`).
+purpose is killed. Its numbers mean nothing. `--unchecked` compares shapes and dtypes only, for a simulated GPU whose
+kernels compute nothing (`benchmarks/phantom`).
 """
 
 import argparse
@@ -85,7 +85,7 @@ class Facts:
     @property
     def checker(self) -> tuple[str, ...]:
         """Arguments of Python before those that name a program which reads values."""
-        return ("-m", "phantom.unchecked") if self.is_unchecked else ()
+        return ("-m", "benchmarks.phantom.unchecked") if self.is_unchecked else ()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Records steps on the phantom GPU of tests/phantom: torch's CUDA build over libraries that compute nothing."""
+"""Records steps on the phantom GPU of benchmarks/phantom: torch's CUDA build over libraries that compute nothing."""
 
 import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ Record = dict[str, Any]
 
 
 def load() -> Any:
-    """Imports the package `phantom`, which lies beside the tests."""
+    """Imports the package `benchmarks.phantom`, which uses modules of tests/, and returns it."""
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
-    import phantom.install
-    import phantom.run
-    import phantom.timeline
+    from . import phantom
 
+    for name in ("install", "run", "timeline"):
+        import_module(f"{phantom.__name__}.{name}")
     return phantom
 
 
@@ -51,7 +52,7 @@ def record(libraries: Sequence[str], **options: Any) -> Mapping[str, Record]:
     """
     names = [PLAIN, *(name for name in libraries if name in MODULES)]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["-m", "phantom.record", *_written(options), "--out", folder, *names]
+        arguments = ["-m", "benchmarks.phantom.record", *_written(options), "--out", folder, *names]
         load().run.run(["-W", "ignore", *arguments], SECONDS)
         return {name: json.loads((Path(folder) / f"{name}.json").read_text()) for name in names}
 
@@ -64,7 +65,9 @@ def count_memory(name: str, is_expandable: bool, **options: Any) -> dict[str, li
         options: those of `phantom.memory`.
     """
     segments = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{is_expandable}"}
-    printed = load().run.run(["-W", "ignore", "-m", "phantom.memory", *_written(options), name], SECONDS, **segments)
+    printed = load().run.run(
+        ["-W", "ignore", "-m", "benchmarks.phantom.memory", *_written(options), name], SECONDS, **segments
+    )
     found: dict[str, list[float]] = json.loads(printed.splitlines()[-1])
     return found
 

@@ -39,7 +39,7 @@ class Suite:
         megabits: the bandwidth of the link between ranks, in megabits a second. 0: as fast as this machine.
         turns: how often each library is measured, in turns, in processes of its own. 0: the suite sees to that itself.
         peers: further libraries that it can measure, and does by default.
-        needs_phantom: True if it runs on the phantom GPU of tests/phantom.
+        needs_phantom: True if it runs on the phantom GPU of benchmarks/phantom.
     """
 
     measure: Callable[[Job, Sequence[Library]], list[Row]]
@@ -186,8 +186,8 @@ SUITES = {
         measure_timeline,
         "No GPU: the calls of CUDA and NCCL in a step of real sizes, recorded on the phantom GPU (torch's CUDA build, "
         "whose kernels do nothing), are replayed in a model of machines of 8 H100, each with a card of 50 GB/s. "
-        "tests/phantom/README.md has its prices and limits: compare libraries, and trust no absolute time. bf16/fp32, "
-        "one sequence; a step is forward, backward and fused AdamW, without clipping. Where there are more "
+        "benchmarks/phantom/README.md has its prices and limits: compare libraries, and trust no absolute time. "
+        "bf16/fp32, one sequence; a step is forward, backward and fused AdamW, without clipping. Where there are more "
         "ranks than experts, both libraries shard these by their second dimension. Bare: the plain model with the same "
         "optimizer, and nothing sent. Exposed: how long the compute stream waits for it. CPU time of the host: of a "
         "process on the phantom, without a driver, in turns.",

@@ -1,6 +1,6 @@
 """Replays recorded CUDA calls of real sizes on a model of a cluster: the time of a step, and what it waits for.
 
-Calls are recorded on the phantom GPU, and the prices are those of tests/phantom/prices.py: times of kernels are an
+Calls are recorded on the phantom GPU, and the prices are those of benchmarks/phantom/prices.py: times of kernels are an
 H100's, and no collective was measured. The host's own time is that of the machine that records.
 """
 

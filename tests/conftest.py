@@ -3,7 +3,8 @@
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Generator, Iterator
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, set_checks
 
 # Before anything runs: once OpenMP has started its threads in the parent, a forked rank hangs in its first kernel.
 torch.set_num_threads(1)
@@ -70,6 +71,22 @@ def _no_backward_before_forks(request: pytest.FixtureRequest) -> Iterator[None]:
         )
 
 
+_NUMERIC = ("hsdp", "shards_at_rest", "offload", "replicate", "compressed", "gather_codec", "clip")
+_WITHOUT_CHECKS = frozenset(f"test_{each}.py" for each in _NUMERIC)
+"""Files whose models train a step or two, in which all checks are due, and are not what is tested. Each takes more."""
+
+
+@pytest.fixture(autouse=True)
+def _checks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that such a file forks run no checks; elsewhere they do, and tests/training.py draws them."""
+    if request.path.name not in _WITHOUT_CHECKS:
+        yield
+        return
+    set_checks("off")
+    yield
+    set_checks("default")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _warm() -> None:
     """Imports 300 modules by the first DeviceMesh, and as many by the first optimizer: once here, not in every forked
@@ -107,7 +124,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _forks(item: pytest.Item) -> bool:
-    return bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts))
+    return (
+        bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts)) or item.path.name == "test_benchmark_libraries.py"
+    )
+
+
+_KINDS = {
+    "test_situations.py": "a program of tests/situations/ or tests/advised/",
+    "test_training.py": "a draw of tests/training.py",
+    "test_random_models.py": "a random model of tests/random_models.py",
+    "test_random_calls.py": "a random program of tests/random_calls.py",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Says behind a failure where its program is written, and by which command it runs alone."""
+    report = yield
+    if report.failed:
+        kind = _KINDS.get(item.path.name, f"a test of {item.nodeid.partition('::')[0]}")
+        report.sections.append(
+            ("to run it alone", f"{kind}:\n    OMP_NUM_THREADS=1 python -m pytest -n0 {shlex.quote(item.nodeid)}")
+        )
+    return report
 
 
 class _Progress:

@@ -33,8 +33,8 @@ PATIENCE_S = 10.0
 
 ADVICE = re.compile(
     r"\b(?:must|requires?|need to)\b|(?:^|[.:;,]\s+|\b(?:please|or|and|then|instead) )"
-    r"(?:add|apply|build|broadcast|call|change|checkpoint|choose|clear|convert|copy|freeze|give|group|have|initialise|initialize"
-    r"|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|run|set|start|step|store|take|tie|use"
+    r"(?:add|apply|assign|build|broadcast|call|change|checkpoint|choose|clear|convert|copy|finish|freeze|give|group|have|initialise"
+    r"|initialize|keep|leave|load|make|materialise|materialize|move|pass|put|register|replace|run|set|start|step|store|take|tie|use"
     r"|wrap|write)\b",
     re.IGNORECASE,
 )
@@ -122,13 +122,16 @@ class Side:
             self.value(f"{name}: {fqn}.grad", param.grad)
 
 
-Program = Callable[[Side], None]
+Program = Callable[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Is a program that a user may write, and how it must end with fsdp2: EXACT, or LOUD with a message that has
-    `says`.
+    """A program that a user may write, and how it must end with fsdp2.
+
+    EXACT, or LOUD with a message that has `says` and each of `advises`. Those are parts of sentences of advice in the
+    package, in which `{}` stands for anything (`advised/texts.py` finds the sentences). Called with one of `ways`, the
+    program does what the message advises, to the letter, and must be EXACT.
     """
 
     program: Program
@@ -137,14 +140,40 @@ class Situation:
     ranks: int = 2
     only_ours: bool = False
     tolerance: float = 1e-9
+    advises: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ()
+    follows: str = ""
+    """The situation whose advice this one, a program of its own, does: the name of its function."""
+    way: str = ""
 
     @property
     def name(self) -> str:
-        return self.program.__name__
+        return f"{self.program.__name__}, {self.way}" if self.way else self.program.__name__
 
     @property
     def title(self) -> str:
         return (inspect.getdoc(self.program) or self.name).splitlines()[0].rstrip(".")
+
+    def run(self, side: Side) -> None:
+        self.program(side, self.way) if self.way else self.program(side)
+
+    def followed(self) -> "list[Situation]":
+        """Returns one situation for each way to do what the message advises."""
+        return [
+            dataclasses.replace(self, ends=EXACT, says="", advises=(), ways=(), way=way, only_ours=True)
+            for way in self.ways
+        ]
+
+    def is_said(self, text: str) -> bool:
+        return self.says in text and all(is_part(claim, text) for claim in self.advises)
+
+
+def is_part(claim: str, text: str) -> bool:
+    """Returns True if `claim`, in which `{}` stands for anything, is a part of `text`."""
+    parts = claim.split("{}")
+    if not all(part in text for part in parts):
+        return False
+    return len(parts) == 1 or re.search(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None
 
 
 def run_each(
@@ -157,7 +186,7 @@ def run_each(
         RankError: a rank didn't return, or died.
     """
 
-    programs = {situation.name: situation.program for situation, _ in runs}
+    programs = {situation.name: situation.run for situation, _ in runs}
     shown = alone(lambda: {name: _shown_plainly(program) for name, program in programs.items()})
 
     def body(rank: int, _: int) -> list[Outcome]:
@@ -193,7 +222,7 @@ def merged(of_ranks: list[Outcome]) -> Outcome:
 def _end_of(situation: Situation, side: Side, expected: dict[str, Any]) -> Outcome:
     with _listening() as heard:
         try:
-            _run(situation.program, side)
+            _run(situation.run, side)
         except (Exception, CheckpointException) as error:
             return _judge(error, side)
     text = _difference(side.shown, expected, situation.tolerance)

@@ -291,6 +291,18 @@ MUTATIONS = (
         "unused = []",
         (TRAINING,),
     ),
+    Mutation(
+        "ranks that use different parameters reduce buckets as they are complete",
+        r"if self\.group\.settings\.reduce_unused:\n +return\n",
+        "if self.group is None:\n            return\n",
+        (TRAINING,),
+    ),
+    Mutation(
+        "replicas that share what rests sum all of it, as HSDP does",
+        r"\*how, self\.mesh\.has_outer_shard, now\.divide_late",
+        "*how, False, now.divide_late",
+        (TRAINING,),
+    ),
     # ---- what is in training's choices alone, or in one list of ways
     Mutation(
         "a user's own reduce-scatter is told to sum what it shall average",

@@ -1,4 +1,4 @@
-"""Runs the table of situations (situations.py) on fsdp2 and on torch's FSDP2, prints it, and writes a dated report.
+"""Runs the table of situations (tests/situations) on fsdp2 and on torch's FSDP2, prints it, and writes a dated report.
 
     python tests/run_situations.py
     python tests/run_situations.py --only teacher_that_follows batch_norm --report ""
@@ -39,7 +39,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the table of situations on fsdp2 and on torch's FSDP2.")
     today = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-situations.md"
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="functions in situations.py")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="functions in tests/situations")
     parser.add_argument(
         "--report",
         type=lambda text: Path(text) if text else None,
@@ -78,7 +78,7 @@ def report(rows: dict[Situation, Row]) -> str:
 
 HEAD = """# Situations, {date}
 
-How the programs of our list of known traps (`tests/situations.py`) end, with fsdp2 and with torch {torch}'s FSDP2, on
+How the programs of our list of known traps (`tests/situations/`) end, with fsdp2 and with torch {torch}'s FSDP2, on
 gloo and CPU, 2 ranks, 4 for HSDP. EXACT: every value that the program shows equals that of plain training on the whole
 batch. LOUD: an error on every rank that names a parameter, a module or a setting, and says what to do. CRYPTIC: an
 error that does not. SILENT: no error, and other values. HANG: no end. A blank: the program uses what torch does not

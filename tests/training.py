@@ -42,6 +42,7 @@ from fsdp2 import (
     clip_grad_norm_,
     flatten_optimizer,
     replicate,
+    set_checks,
 )
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.collectives.coalesced import CoalescedComm
@@ -54,6 +55,8 @@ from fsdp2.engine import group as groups
 from fsdp2.engine.codec import Cast
 from fsdp2.engine.comm import Comm, CommLabel, SoloComm
 from fsdp2.engine.state import groups_below
+from fsdp2.optim import steps as flat_steps
+from fsdp2.optim.probe import probe, signature
 from helpers import NIGHTLY, RankError, alone, assert_same, end_of_part, full, own_part, run_ranks, shard_batch
 from hostile import hostile
 from matrix import NAMES, Topology
@@ -205,8 +208,14 @@ PLACES: dict[str, Place | None] = {
     "second": lambda p: Shard(1) if p.dim() > 1 else None,
     # The parameters of one group along different dims.
     "various": lambda p: Shard(sum(p.shape) % p.dim()) if p.dim() else None,
-    "cheapest": lambda p: cheapest_placement()(p),
+    "cheapest": lambda p: cheapest()(p),
 }
+
+
+@functools.cache
+def cheapest() -> Callable[[nn.Parameter], Shard]:
+    """Asked for once on each rank: it makes a mesh."""
+    return cheapest_placement()
 
 
 OFFLOADS: dict[str, Callable[[], Any]] = {
@@ -223,8 +232,23 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=2.0**-2, foreach=True),
     # With a large `eps`: where the true gradient is 0 (a key bias), g / (|g| + 1e-8) would blow rounding up.
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
-    "flat adamw": lambda params: flatten_optimizer(torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True)),
+    "flat adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, foreach=True),
 }
+"""Of a plain model. On ranks those whose name begins with "flat" are flattened."""
+
+
+verdicts: dict[Any, Any] = {}
+
+
+def probe_once(optimizer: Any, cls: type, options: dict[str, Any], like: Tensor) -> Any:
+    """Asks the probe of flat optimizers once about steps of one kind: it takes 30 ms, and unit/test_flat_probe.py tests
+    it. What a state has belongs to the kind.
+    """
+    has_state = any(optimizer.state.get(param) for param in options["params"])
+    key = cls, like.dtype, signature(options), has_state
+    if key not in verdicts:
+        verdicts[key] = probe(optimizer, cls, options, like)
+    return verdicts[key]
 
 
 def own_collectives(gathers: bool, is_async: bool) -> Callable[[nn.Module], None]:
@@ -394,6 +418,7 @@ class Draw:
         """Context: gradients travel that way, to and from memory that is there."""
         stack = ExitStack()
         stack.enter_context(mock.patch.object(codec, "SMALL_NUMEL", 1))  # these models have no larger ones
+        stack.enter_context(mock.patch.object(flat_steps, "probe", probe_once))
         if self.travel == "hostile":
             stack.enter_context(hostile(dist.get_rank()))
         if self.travel == "late":
@@ -458,7 +483,9 @@ class Side:
 
     def start(self, model: TinyModel) -> None:
         self.model, self.lost = model, dict[tuple[int, str], Tensor]()
-        self.optimizer = OPTIMIZERS[self.draw.optimizer](model.parameters())
+        optimizer = OPTIMIZERS[self.draw.optimizer](model.parameters())
+        is_flat = self.draw.optimizer.startswith("flat") and self.sharded
+        self.optimizer = flatten_optimizer(optimizer) if is_flat else optimizer
 
     @property
     def sharded(self) -> Any:
@@ -610,6 +637,7 @@ class Sharded(Side):
     def __init__(self, draw: Draw, mesh: DeviceMesh, expected: Sequence[tuple[str, str, Any]]) -> None:
         super().__init__(draw)
         self.users_mesh, self.expected, self.different = mesh, expected, list[str]()
+        self.placed: dict[torch.Size, tuple[Placement, ...]] = {}
         self.start(draw.shard(draw.plain(), mesh))
         # Parameters rest on it. It is the same object as long as the model lives.
         dims = TOPOLOGIES[draw.topology].dims
@@ -635,6 +663,11 @@ class Sharded(Side):
             assert value == whole, f"{name}: expected {whole!r}, got {value!r}"
 
     def placements(self, whole: Tensor) -> tuple[Placement, ...]:
+        if whole.shape not in self.placed:
+            self.placed[whole.shape] = self.placements_of(whole)
+        return self.placed[whole.shape]
+
+    def placements_of(self, whole: Tensor) -> tuple[Placement, ...]:
         if TOPOLOGIES[self.draw.topology].function is replicate or not whole.dim():
             return (Replicate(),) * self.mesh.ndim
         place = PLACES[self.draw.place]
@@ -651,8 +684,9 @@ class Sharded(Side):
         assert actual.device_mesh == self.mesh, f"{name}: {actual.device_mesh}"
         assert actual.shape == whole.shape, f"{name}: expected {whole.shape}, got {actual.shape}"
         assert actual.stride() == whole.stride() or not whole.is_contiguous(), f"{name}: {actual.stride()}"
-        assert actual.to_local().is_contiguous(), name
-        return assert_same(actual.to_local(), own_part(whole, actual), **self.draw.tolerance(), name=name)
+        local = actual.to_local()
+        assert local.is_contiguous(), name
+        return assert_same(local, own_part(whole, actual), **self.draw.tolerance(), name=name)
 
     def own(self, seed: int) -> Tensor:
         return shard_batch(self.draw.batch(self.model, seed), dist.get_rank(), self.draw.ranks)
@@ -971,6 +1005,37 @@ def sampled(seed: int = 0, candidates: int = 3000) -> list[Draw]:
     return chosen
 
 
+def with_defaults(topology: str, model: str, wrap: str, program: str, **chosen: str) -> Draw:
+    usual = {"precision": "fp64", "place": "rows", "reshard": "by default", "rests": "on the device"}
+    usual |= {"travel": "packed", "optimizer": "adamw", "setting": "nothing"}
+    return Draw(**{**usual, **chosen}, topology=topology, model=model, wrap=wrap, program=program)
+
+
+CHOSEN = (
+    # Four ranks cost most, and are drawn least: what replicas that share what rests do otherwise than HSDP.
+    with_defaults("2x2 at rest", "OddMLP", "children", "clip"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "replicas last"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "accumulation", setting="no reshard_after_backward"),
+    with_defaults("2x2 at rest", "TiedGPT", "children", "optimizer in backward"),
+    with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="bf16 wire", setting="hook"),
+    with_defaults("2x2 at rest", "OddMLP", "whole", "by hand", precision="only a bf16 wire", travel="in pieces"),
+    with_defaults("2x2 at rest", "TinyGPT", "blocks", "evaluation", precision="bf16", setting="divide factor"),
+    # Checkpointing keeps weights that backward reads from our notice.
+    with_defaults("2", "OddMLP", "children", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
+    with_defaults("2", "SharedModule", "whole", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
+    # Some ranks, and some micro-batches, use other parameters and modules.
+    with_defaults("2", "SkippedModule", "children", "accumulation"),
+    with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
+    with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
+)
+"""Draws that always run, for pairs of choices that by day no other has."""
+
+
+CHECKED = "2x1"
+"""The topology on which checks run: in the first steps all are due, and take a third of a rank's time. They have tests
+of their own; here they may change nothing, and find nothing in right programs."""
+
+
 def differing(draws: Iterable[Draw]) -> dict[Draw, list[str]]:
     """Trains each draw plainly, and in one launch on its ranks. All have as many. Returns what differs on any rank."""
     draws = list(draws)
@@ -986,6 +1051,7 @@ def differing(draws: Iterable[Draw]) -> dict[Draw, list[str]]:
     def body(rank: int, _: int) -> list[list[str]]:
         meshes, different = {name: TOPOLOGIES[name].make() for name in dict.fromkeys(d.topology for d in draws)}, []
         for draw, shown in zip(draws, expected, strict=True):
+            set_checks("default" if draw.topology == CHECKED else "off")
             print(f"rank {rank}: {draw}", file=sys.stderr, flush=True)  # for the report of a hang
             with draw.environment():
                 different.append(train(draw, meshes[draw.topology], shown))

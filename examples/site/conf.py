@@ -93,7 +93,7 @@ AFTER_GUIDES = {
     "Numbers": ["benchmarks/README", "benchmarks/PROTOCOL"],
     "Project": [
         *("CHANGELOG", "STABILITY", "SECURITY", "tests/README", "tests/BEHAVIOURS", "tests/clients/README"),
-        *("tests/phantom/README", "tests/fake_gpu/README"),
+        *("benchmarks/phantom/README", "tests/fake_gpu/README"),
     ],
 }
 REPORTS = sorted(

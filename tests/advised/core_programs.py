@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -92,15 +92,6 @@ def mesh_of_other_ranks() -> None:
     same_gradients(model, plain)
 
 
-@follows("Leave it out of one")
-def axis_named_twice() -> None:
-    dims = {"shard": "dp", "replicate": "dp"}
-    refused(lambda: fully_shard(build(), mesh=mesh(2), dp_mesh_dims=DataParallelMeshDims(**dims)))
-    for name in dims:
-        model = fully_shard(build(), mesh=mesh(2), dp_mesh_dims=DataParallelMeshDims(**{name: "dp"}))
-        train(model, build())
-
-
 @follows("Pass the data-parallel axes only", "or name them by dp_mesh_dims")
 def mesh_of_three_axes() -> None:
     all_axes = mesh(2, 1, 1)
@@ -115,44 +106,6 @@ def mesh_of_three_axes() -> None:
     refused(lambda: fully_shard(model, mesh=all_axes))
     fully_shard(model, mesh=all_axes, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     same(model.stem.weight.full_tensor(), build().stem.weight, "named axes")
-
-
-@follows("or pass them as a list to share one group", "Apply fully_shard to {}")
-def containers() -> None:
-    def layers() -> Any:
-        return nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[0](x))
-
-    plain = build(Around)
-    for way in ("each", "list"):
-        model = copy.deepcopy(plain)
-        refused(lambda model=model: fully_shard(model.layers))
-        for module in [*model.layers] if way == "each" else [[*model.layers]]:
-            fully_shard(module)
-        fully_shard(model)
-        train(model, copy.deepcopy(plain))
-
-
-@follows("the module that holds it, whose forward reads them")
-def lists_of_parameters() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = nn.ParameterList([nn.Parameter(torch.randn(5)) for _ in range(2)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.scales[0]).tanh() * self.scales[1]
-
-    model = build(Scaled)
-    refused(lambda: fully_shard(model.scales))
-    train(fully_shard(model), build(Scaled))
 
 
 @follows("Run the lazy module once before fully_shard", "Run the lazy module once before sync_module_states")
@@ -269,42 +222,6 @@ def tied_without_a_module_around() -> None:
     train(fully_shard(model), build(Tied))
 
 
-@follows("Call step() or zero_grad() before fully_shard")
-def gradients_from_before() -> None:
-    for way in ("step", "zero_grad"):
-        model, plain = build(), build()
-        for each in (model, plain):
-            backward(each, x=batch())
-        refused(lambda model=model: fully_shard(model))
-        for each in (model, plain):
-            if way == "step":
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
-            each.zero_grad()
-        train(shard(model), plain)
-
-
-class Words(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(6, 5, **options), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embed((x[:, 0].abs() * 7).long() % 6))
-
-
-@follows(": sparse gradients are not supported. Use sparse=False", "max_norm writes to the weight{}Leave it out")
-def options_of_embeddings() -> None:
-    for options in ({"sparse": True}, {"max_norm": 1.0}):
-        refused(lambda options=options: fully_shard(build(lambda: Words(**options))))
-    train(fully_shard(build(Words)), build(Words))
-
-
-@follows("scale_grad_by_freq would count{}Leave it out")
-def frequencies() -> None:
-    refused(lambda: fully_shard(build(lambda: Words(scale_grad_by_freq=True))))
-    train(fully_shard(build(Words)), build(Words))
-
-
 @follows("which are methods of FSDPModule. Rename them")
 def methods_of_these_names() -> None:
     class Named(Net):
@@ -331,176 +248,13 @@ def conditional_with_a_number() -> None:
         train(sharded(choice), build())
 
 
-@follows("Tie them as one nn.Parameter, in one group, or copy one of them")
-def parameters_that_share_memory() -> None:
-    class Shares(nn.Module):
-        def __init__(self, way: str = "") -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
-            if way == "tied":
-                self.b.weight = self.a.weight
-            else:
-                self.b.weight.data = self.a.weight.data.clone() if way == "copied" else self.a.weight.data
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x).tanh())
-
-    refused(lambda: fully_shard(build(Shares)))
-    for way in ("tied", "copied"):
-        train(fully_shard(build(lambda way=way: Shares(way))), build(lambda way=way: Shares(way)))
-
-
-@follows("Make one nn.Parameter of all of it, and slice that in forward; or copy one of them")
-def parameters_that_share_a_part_of_their_memory() -> None:
-    class Shares(nn.Module):
-        def __init__(self, way: str = "") -> None:
-            super().__init__()
-            self.rows, self.way = nn.Parameter(torch.randn(5, 5)), way
-            if way != "sliced":
-                later = self.rows.data[2:]
-                self.later = nn.Parameter(later.clone() if way == "copied" else later)
-
-        def forward(self, x: Tensor) -> Tensor:
-            later = self.rows[2:] if self.way == "sliced" else self.later
-            return (x @ self.rows).tanh() @ later.t()
-
-    refused(lambda: fully_shard(build(Shares)))
-    for way in ("sliced", "copied"):
-        train(fully_shard(build(lambda way=way: Shares(way))), build(lambda way=way: Shares(way)))
-
-
-@follows("Copy it, or compute it in forward")
-def buffers_over_parameters() -> None:
-    class Keeps(nn.Module):
-        def __init__(self, way: str = "") -> None:
-            super().__init__()
-            self.a, self.way = nn.Linear(5, 5), way
-            if way != "computed":
-                seen = self.a.weight.detach()
-                self.register_buffer("seen", seen.clone() if way == "copied" else seen)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) @ (self.a.weight.detach() if self.way == "computed" else self.seen)
-
-    refused(lambda: fully_shard(build(Keeps)))
-    for way in ("copied", "computed"):
-        train(fully_shard(build(lambda way=way: Keeps(way))), build(lambda way=way: Keeps(way)))
-
-
 # ---- memory that nobody has filled
-
-
-@follows("Materialise the model before its first forward: model.to_empty(device={}), then initialise or load.")
-def parameters_on_meta() -> None:
-    for way in ("initialise", "load"):
-        with torch.device("meta"):
-            model = shard(Net())
-        refused(lambda model=model: backward(model))
-        model.to_empty(device="cpu")
-        plain = build()
-        if way == "load":
-            set_model_state_dict(model, plain.state_dict(), options=FULL)
-        else:
-            for each in (model, plain):
-                for param in each.parameters():
-                    nn.init.constant_(param, 0.1)
-        train(model, plain)
-
-
-@follows(
-    "then initialise or load; or assign what the state dict that was loaded lacks", "Initialise or load it before the"
-)
-def buffers_on_meta() -> None:
-    class Rotated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(5, 5)
-            self.register_buffer("angles", torch.full((5,), 0.3), persistent=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) * self.angles
-
-    plain = build(Rotated)
-    whole = {name: value.clone() for name, value in plain.state_dict().items()}
-    with torch.device("meta"):
-        model = fully_shard(Rotated())
-    model.load_state_dict(whole, assign=True)
-    refused(lambda: backward(model))
-    model.angles = torch.full((5,), 0.3)
-    train(model, copy.deepcopy(plain))
-    with torch.device("meta"):
-        model = fully_shard(Rotated())
-    model.to_empty(device="cpu")
-    set_model_state_dict(model, whole, options=FULL)
-    refused(lambda: backward(model))
-    model.angles.fill_(0.3)
-    train(model, plain)
 
 
 # ---- what ranks begin with
 
 
-@follows("Call fsdp2.sync_module_states(model) before fully_shard{}or set the same seed{}or load the weights after")
-def different_weights() -> None:
-    rank = dist.get_rank()
-    refused(lambda: backward(shard(build(seed=rank))))
-    plain = build()
-    for way in ("sync", "seed", "load"):
-        model = build(seed=0 if way == "seed" else rank)
-        if way == "sync":
-            sync_module_states(model)
-        shard(model)
-        if way == "load":
-            set_model_state_dict(model, plain.state_dict(), options=FULL)
-        train(model, copy.deepcopy(plain))
-
-
-@follows("Load the same on all ranks, or set_model_state_dict(..., broadcast_from_rank0=True)")
-def different_state_dicts() -> None:
-    rank, plain = dist.get_rank(), build()
-    model = shard(build())
-    model.load_state_dict(build(seed=rank).state_dict(), assign=True)
-    refused(lambda: backward(model))
-    for way in ("same", "first"):
-        model = shard(build(seed=3))
-        if way == "same":
-            model.load_state_dict(build().state_dict(), assign=True)
-        else:
-            state = build().state_dict() if rank == 0 else {}
-            set_model_state_dict(
-                model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            )
-        train(model, copy.deepcopy(plain))
-
-
 # ---- ranks that do different things
-
-
-class Choice(nn.Module):
-    """One of two layers, by rank, in one group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, 5)
-        self.choices = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
-
-    def forward(self, x: Tensor, i: int | None = None) -> Tensor:
-        x = self.stem(x)
-        i = dist.get_rank() if i is None else i
-        return self.choices[i](x)
-
-
-@follows("If ranks use different parameters of one group, call set_reduce_scatter_unused_params(True)")
-def different_parameters_of_a_group() -> None:
-    model, plain = build(Choice), build(Choice)
-    fully_shard(model)
-    refused(lambda: backward(model))
-    model.zero_grad()
-    model.set_reduce_scatter_unused_params(True)
-    backward(model)
-    rows = batch().chunk(2)
-    (sum(loss_of(plain(rows[i], i)) for i in range(2)) / 2).backward()
-    same_gradients(model, plain)
 
 
 @follows("Call set_gradient_divide_factor on all of them, with the same factor")
@@ -543,39 +297,6 @@ def conditional_modules() -> None:
     same_gradients(model, plain)
 
 
-@follows(
-    "pass conditional=True to its fully_shard call, or call its set_conditional() before the first forward",
-    "Call it before the first forward, on all ranks",
-    "and can't be conditional: ranks that leave it out have no part to keep. Pass a bool, or None",
-    ranks=4,
-)
-def conditional_after_wrapping() -> None:
-    class Tower(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower, self.block, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor, rank: int | None = None) -> Tensor:
-            x = x + self.tower(x) if (dist.get_rank() if rank is None else rank) else x
-            return self.head(self.block(x))
-
-    def sharded(**options: Any) -> Any:
-        model = build(Tower)
-        fully_shard(model.tower, **options)
-        fully_shard(model.block)
-        return fully_shard(model)
-
-    model = sharded()
-    refused(lambda: backward(model))
-    refused(model.tower.set_conditional)
-    refused(sharded(reshard_after_forward=2).tower.set_conditional)
-    model, plain = sharded(reshard_after_forward=True), build(Tower)
-    model.tower.set_conditional()
-    backward(model)
-    (sum(loss_of(plain(row, i)) for i, row in enumerate(batch().chunk(4))) / 4).backward()
-    same_gradients(model, plain)
-
-
 @follows("conditional=True needs a module around it that all ranks run, at which they agree. Apply fully_shard to that")
 def conditional_root() -> None:
     model = build()
@@ -587,31 +308,6 @@ def conditional_root() -> None:
 
 
 # ---- writes
-
-
-@follows("Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded parameter; change a shape")
-def written_between_unshard_and_reshard() -> None:
-    def write(model: Any) -> None:
-        with torch.no_grad():
-            model.head.weight.mul_(2)
-
-    model, plain = pair()
-    write(plain)
-    model.unshard()
-    write(model)
-    refused(model.reshard)
-    for way in ("block", "shard"):
-        model, _ = pair()
-        if way == "block":
-            with full_params(model, writeback=True):
-                write(model)
-        else:
-            write(model)
-        same_parameters(model, plain)
-    plain = build()
-    plain.head = nn.Linear(5, 4)
-    model = copy.deepcopy(plain)
-    train(shard(model), plain)
 
 
 @follows("Write inside `with fsdp2.full_params(module, writeback=True):`; change a shape (resize an embedding) before")
@@ -629,39 +325,6 @@ def data_assigned_while_unsharded() -> None:
     plain = build()
     plain.head = nn.Linear(5, 4)
     train(shard(copy.deepcopy(plain)), plain)
-
-
-@follows(
-    "between steps, modify the sharded parameter or write inside `with fsdp2.full_params(module, writeback=True):`; or"
-)
-def written_in_forward() -> None:
-    class Decays(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale
-
-    def decay(module: Any, args: Any) -> None:
-        with torch.no_grad():
-            module.weight.mul_(0.9)
-
-    model, plain = pair(Decays)
-    model.stem.register_forward_pre_hook(decay)
-    refused(lambda: backward(model))
-    for way in ("between", "block", "buffer"):
-        model, plain = pair(Decays)
-        for each in (model, plain):
-            if way == "buffer":
-                each.register_forward_pre_hook(lambda module, args: module.scale.mul_(0.9) and None)
-            elif way == "between" or each is plain:
-                with torch.no_grad():
-                    each.stem.weight.mul_(0.9)
-            else:
-                with full_params(each.stem, writeback=True):
-                    each.stem.weight.data.mul_(0.9)
-        train(model, plain)
 
 
 @follows("Change parameters before forward or after backward")
@@ -683,57 +346,7 @@ def changed_before_backward() -> None:
     same_parameters(model, plain)
 
 
-@follows("Use what modules have now")
-def computed_with_what_was() -> None:
-    model, plain = build(), build()
-    kept = [*model.parameters()]
-    shard(model)
-    penalty = sum(param.square().sum() for param in kept)
-    refused(lambda: penalty.backward())  # type: ignore[union-attr]
-    with full_params(model):
-        sum(param.square().sum() for param in model.parameters()).backward()  # type: ignore[union-attr]
-    sum(param.square().sum() for param in plain.parameters()).backward()  # type: ignore[union-attr]
-    same_gradients(model, plain)
-
-
-@follows("Write to the sharded parameter, or to what its to_local() returns, under torch.no_grad()")
-def data_of_kept_weights() -> None:
-    for way in ("shard", "local"):
-        model, plain = pair(reshard_after_forward=False)
-        fsdp2.set_checks("debug")
-        try:
-            model.set_reshard_after_backward(False)
-            backward(model)
-            model.stem.weight.to_local().data.mul_(2)
-            refused(lambda model=model: backward(model))
-        finally:
-            fsdp2.set_checks("default")
-        model, plain = pair(reshard_after_forward=False)
-        model.set_reshard_after_backward(False)
-        backward(model)
-        with torch.no_grad():
-            (model.stem.weight if way == "shard" else model.stem.weight.to_local()).mul_(2)
-            plain.stem.weight.mul_(2)
-        model.zero_grad()
-        train(model, plain)
-
-
 # ---- gradients and their accumulation
-
-
-@follows("Call set_requires_gradient_sync(True) before the last backward of an accumulation, and use .grad")
-def unsynchronized() -> None:
-    model, plain = pair()
-    model.set_requires_gradient_sync(False)
-    backward(model)
-    refused(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    model.set_requires_gradient_sync(True)
-    backward(model, 1)
-    for step in range(2):
-        backward(plain, x=batch(step))
-    for each in (model, plain):
-        nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-    same_gradients(model, plain)
 
 
 @follows("Call zero_grad, and repeat the accumulation")
@@ -783,38 +396,6 @@ def divided_in_part() -> None:
         same_parameters(model, plain)
 
 
-@follows(
-    "Call the model and torch.autograd.grad(loss, list(full.values()), create_graph=True) inside `with "
-    "fsdp2.full_params(model) as full:` instead, with the same batch on every rank"
-)
-def graph_of_gradients() -> None:
-    model, plain = pair()
-    loss_of(model(own(batch()))).backward(create_graph=True)
-    refused(lambda: model.stem.weight.grad.full_tensor().square().sum().backward())
-    model, _ = pair()
-    with full_params(model) as full:
-        loss = loss_of(model(batch()))
-        gradients = torch.autograd.grad(loss, list(full.values()), create_graph=True)
-        sum(each.square().sum() for each in gradients).backward()  # type: ignore[union-attr]
-    gradients = torch.autograd.grad(loss_of(plain(batch())), [*plain.parameters()], create_graph=True)
-    sum(each.square().sum() for each in gradients).backward()  # type: ignore[union-attr]
-    same_gradients(model, plain)
-
-
-@follows("Use distribute_tensor(gradient, p.device_mesh, p.placements)")
-def plain_gradients() -> None:
-    model, plain = pair()
-    gradient = torch.ones(3, 5)
-    refused(lambda: [setattr(model.head.weight, "grad", gradient), backward(model)])
-    model, plain = pair()
-    p = model.head.weight
-    p.grad = distribute_tensor(gradient, p.device_mesh, p.placements)
-    plain.head.weight.grad = gradient.clone()
-    for each, x in ((model, own(batch())), (plain, batch())):
-        backward(each, x=x)
-    same_gradients(model, plain)
-
-
 @follows("Write inside `with fsdp2.full_params(module, writeback=True):`; change a shape before fully_shard")
 def data_assigned_in_forward() -> None:
     fsdp2.set_checks("off")
@@ -855,281 +436,6 @@ def exported() -> None:
 
 
 # ---- checks at due steps
-
-
-@follows(
-    "Have it there before fully_shard, and out of ignored_params; or freeze it, or average its gradient before each"
-)
-def parameters_that_nobody_manages() -> None:
-    class Adapted(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.adapter: Any = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            return x if self.adapter is None else self.adapter(x)
-
-    def add(model: Any) -> Any:
-        torch.manual_seed(1)
-        model.adapter = nn.Linear(3, 3)
-        return model
-
-    def training(model: Any, plain: Any, way: str) -> None:
-        optimizers = [sgd(each) for each in (model, plain)]
-        for step in range(4):
-            for each, optimizer, x in zip((model, plain), optimizers, (own(batch(step)), batch(step)), strict=True):
-                loss_of(each(x)).backward()
-                if way == "average" and each is model:
-                    for param in each.adapter.parameters():
-                        dist.all_reduce(param.grad)
-                        param.grad.div_(2)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    refused(lambda: training(add(shard(build(Adapted))), add(build(Adapted)), ""))
-    for way in ("before", "freeze", "average"):
-        plain = add(build(Adapted))
-        model = shard(copy.deepcopy(plain)) if way == "before" else add(shard(build(Adapted)))
-        for each in (model, plain):
-            each.adapter.requires_grad_(way != "freeze")
-        training(model, plain, way)
-        same_parameters(model, plain)
-
-
-@follows(
-    "Replace or resize modules before fully_shard; or build the model anew with the new one, apply fully_shard, and"
-)
-def modules_replaced_afterwards() -> None:
-    def replace(model: Any) -> Any:
-        torch.manual_seed(1)
-        model.head = nn.Linear(5, 3)
-        return model
-
-    model = replace(shard(build()))
-    refused(lambda: backward(model))
-    plain = replace(build())
-    train(shard(copy.deepcopy(plain)), copy.deepcopy(plain))
-    old, model = shard(build()), shard(replace(build(seed=2)))
-    state = get_model_state_dict(old, options=FULL)
-    state = {name: value for name, value in state.items() if not name.startswith("head")}
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
-    train(model, plain)
-
-
-@follows("Apply fully_shard to the module around it; or freeze it, or average its gradient before each step")
-def blocks_sharded_alone() -> None:
-    def training(model: Any, plain: Any, way: str = "") -> None:
-        optimizers = [sgd(each) for each in (model, plain)]
-        for step in range(5):
-            for each, optimizer, x in zip((model, plain), optimizers, (own(batch(step)), batch(step)), strict=True):
-                loss_of(each(x)).backward()
-                if way == "average" and each is model:
-                    for param in (*each.stem.parameters(), *each.head.parameters()):
-                        dist.all_reduce(param.grad)
-                        param.grad.div_(2)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    def block_only() -> Any:
-        model = build()
-        fully_shard(model.block)
-        return model
-
-    refused(lambda: training(block_only(), build()))
-    for way in ("around", "freeze", "average"):
-        model, plain = block_only(), build()
-        if way == "around":
-            fully_shard(model)
-        for each in (model, plain):
-            if way == "freeze":
-                each.stem.requires_grad_(False)
-                each.head.requires_grad_(False)
-        training(model, plain, way)
-        same_parameters(model, plain)
-
-
-@follows(
-    "decide alike whether to step (all-reduce what that depends on), and load a checkpoint of before",
-    "so each rank's part is of another model now. Have all ranks",
-)
-def steps_left_out() -> None:
-    model, plain = pair()
-    before = {name: value.clone() for name, value in get_model_state_dict(model, options=FULL).items()}
-
-    def training(model: Any, alike: bool) -> None:
-        optimizer = sgd(model)
-        for step in range(4):
-            loss = loss_of(model(own(batch(step)) if model is not plain else batch(step)))
-            loss.backward()
-            limit = torch.tensor(float(step != 1 or dist.get_rank() == 0))
-            if alike:
-                dist.all_reduce(limit, op=dist.ReduceOp.MIN)
-            if limit:
-                optimizer.step()
-            optimizer.zero_grad()
-
-    refused(lambda: training(model, alike=False))
-    model.zero_grad()
-    set_model_state_dict(model, before, options=FULL)
-    training(model, alike=True)
-    training(plain, alike=True)
-    same_parameters(model, plain)
-
-
-class FailingSGD(torch.optim.SGD):
-    """Raises in its second step, on the second rank."""
-
-    numbers: Any = ()
-
-    def step(self, closure: Any = None) -> None:
-        if next(self.numbers, 0) == 1 and dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("in the step")
-        super().step(closure)
-
-
-@follows("Have all ranks", "stop when one of them raises there, and load a checkpoint of before")
-def steps_that_raise() -> None:
-    """Ranks load a checkpoint when one of them has raised: when the step is compared, nothing is wrong any more."""
-    model, plain = pair()
-
-    def training(model: Any, optimizer: Any, first: int, alike: bool = False) -> bool:
-        for step in range(first, 5):
-            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
-            raised = torch.zeros(1)
-            try:
-                optimizer.step()
-            except torch.OutOfMemoryError:
-                raised.fill_(1)
-            optimizer.zero_grad()
-            if alike:
-                dist.all_reduce(raised)
-                if raised:
-                    return False
-        return True
-
-    optimizer = FailingSGD(model.parameters(), 0.1, momentum=0.5)
-    training(plain, sgd(plain), 0)
-    for alike in (False, True):
-        before = copy.deepcopy((get_model_state_dict(model, options=FULL), optimizer.state_dict()))
-        optimizer.numbers = iter(range(5))
-        if alike:
-            assert not training(model, optimizer, 0, alike)
-        else:
-            refused(lambda: training(model, optimizer, 0))
-        model.zero_grad()
-        set_model_state_dict(model, before[0], options=FULL)
-        optimizer.load_state_dict(before[1])
-    assert training(model, optimizer, 0, alike=True)
-    same_parameters(model, plain)
-
-
-@follows("Call zero_grad() on all ranks, at the same place of each step, and load a checkpoint of before")
-def gradients_not_cleared_on_a_rank() -> None:
-    model, plain = pair()
-    before = {name: value.clone() for name, value in get_model_state_dict(model, options=FULL).items()}
-
-    def training(model: Any, alike: bool) -> None:
-        optimizer = sgd(model)
-        for step in range(10):
-            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
-            optimizer.step()
-            if alike or step != 2 or dist.get_rank() == 0:
-                optimizer.zero_grad()
-
-    refused(lambda: training(model, alike=False))
-    model.zero_grad()
-    set_model_state_dict(model, before, options=FULL)
-    training(model, alike=True)
-    training(plain, alike=True)
-    same_parameters(model, plain)
-
-
-@follows("choose alike (all-reduce what that depends on), and load a checkpoint of before")
-def rates_of_own_losses() -> None:
-    model, plain = pair()
-    before = {name: value.clone() for name, value in get_model_state_dict(model, options=FULL).items()}
-
-    def training(model: Any, alike: bool) -> None:
-        optimizer = sgd(model)
-        for step in range(4):
-            loss = loss_of(model(batch(step) if model is plain else own(batch(step))))
-            loss.backward()
-            mean = loss.detach().clone()
-            if alike and model is not plain:
-                dist.all_reduce(mean)
-                mean /= 2
-            optimizer.param_groups[0]["lr"] = 0.1 * mean.item()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    refused(lambda: training(model, alike=False))
-    model.zero_grad()
-    set_model_state_dict(model, before, options=FULL)
-    training(model, alike=True)
-    training(plain, alike=True)
-    same_parameters(model, plain)
-
-
-@follows("Pass cast_forward_inputs=False there, and cast in the module what may be rounded; or pass integers; or, if")
-def positions_that_are_rounded() -> None:
-    class Positions(nn.Module):
-        def __init__(self, casts: bool = False) -> None:
-            super().__init__()
-            self.a, self.casts = nn.Linear(5, 5), casts
-
-        def forward(self, x: Tensor, at: Tensor) -> Tensor:
-            x = x.to(self.a.weight.dtype) if self.casts else x
-            return self.a(x).float() * (at % 7)[:, None]
-
-    x, at = batch(rows=24), torch.arange(1001.0, 1049.0, 2.0)
-
-    def sharded(casts: bool = False, **options: Any) -> Any:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
-        return fully_shard(build(lambda: Positions(casts)), mp_policy=policy)
-
-    def provoke() -> None:
-        model = sharded()
-        for _ in range(2):
-            model(own(x), own(at)).sum().backward()
-
-    refused(provoke)
-    # The same model, all of whose parameters and inputs, but for positions, are bf16.
-    expected = build(Positions).bfloat16()(x.bfloat16(), at)
-    same(sharded(True, cast_forward_inputs=False)(own(x), own(at)).detach(), own(expected.detach()), "cast inside")
-    same(sharded()(own(x), own(at.long())).detach(), own(expected.detach()), "integers")
-    meant = build(Positions).bfloat16()(x.bfloat16(), at.bfloat16())
-    same(sharded()(own(x), own(at).bfloat16()).detach(), own(meant.detach()), "meant")
-
-
-@follows("Call model.set_optimizer_in_backward(optimizer), or step in register_post_accumulate_grad_hook of each")
-def optimizers_on_accumulation() -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    model, plain = pair()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    refused(lambda: backward(model))
-    for way in ("method", "hooks"):
-        model, plain = pair()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if way == "method":
-            model.set_optimizer_in_backward(optimizer)
-        else:
-            steppers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-
-            def step(param: Any, steppers: Any = steppers) -> None:
-                steppers[param].step()
-                param.grad = None
-
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(step)
-        stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for number in range(2):
-            backward(model, number)
-            backward(plain, x=batch(number))
-            stepper.step()
-            stepper.zero_grad()
-        same_parameters(model, plain)
 
 
 @follows("Checkpoint with use_reentrant=False, or step after backward")

@@ -1,30 +1,19 @@
 """Follows the advice of errors of ways into a model other than its forward."""
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import fsdp2
 from advised.registry import (
     ELSEWHERE,
     Net,
-    backward,
     batch,
     build,
     follows,
-    loss_of,
     own,
-    pair,
-    quoted,
     refused,
     same,
-    same_gradients,
-    same_parameters,
-    sgd,
     shard,
     train,
 )
@@ -33,7 +22,7 @@ from fsdp2 import fully_shard
 FULL = StateDictOptions(full_state_dict=True)
 
 # What can be part of a CUDA graph shows where there is one: without these settings all ways to train are captured.
-_CAPTURED = "tests/phantom/test_phantom.py::test_whole_steps_are_captured_or_refused_with_a_reason"
+_CAPTURED = "benchmarks/phantom/test_phantom.py::test_whole_steps_are_captured_or_refused_with_a_reason"
 ELSEWHERE.update(
     {
         "Leave offload_policy out": _CAPTURED,
@@ -83,46 +72,6 @@ ELSEWHERE.update(
 )
 
 
-class Model(Net):
-    def score(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-
-def follow(model: Any, text: str) -> Any:
-    """Returns the context that the backquoted code of an error says, or runs that code."""
-    (code,) = quoted(text)
-    names = {"fsdp2": fsdp2, "model": model}
-    if code.startswith("fsdp2.full_params"):
-        return eval(code, names)
-    exec(code, names)
-    return nullcontext()
-
-
-@follows("On every rank, call it inside `with fsdp2.full_params({}):`; or register the method of {} that calls it, by")
-def inner_modules() -> None:
-    model, plain = pair(Model)
-    refused(lambda: model.score(own(batch())))
-    fsdp2.register_fsdp_forward_method(model, "score")
-    loss_of(model.score(own(batch()))).backward()
-    loss_of(plain.score(batch())).backward()
-    same_gradients(model, plain)
-    for name in ("block.up", "head"):
-        model, plain = pair()
-        text = refused(lambda model=model, name=name: model.get_submodule(name)(own(batch())))
-        loss_of(plain.get_submodule(name)(batch())).backward()
-        with follow(model, text):
-            loss_of(model.get_submodule(name)(own(batch()))).backward()
-        same_gradients(model, plain) if name == "head" else same(
-            model.block.up.weight.grad, plain.block.up.weight.grad, "up"
-        )
-        model = build()
-        fully_shard(model.get_submodule(name))
-        fully_shard(model.block)
-        fully_shard(model)
-        loss_of(model.get_submodule(name)(own(batch()))).backward()
-        same(model.get_submodule(name).weight.grad, plain.get_submodule(name).weight.grad, name)
-
-
 @follows("Set __class__ before fully_shard")
 def classes_replaced() -> None:
     class Doubled(Net):
@@ -150,52 +99,3 @@ def parametrized_weights() -> None:
         with fsdp2.full_params(model):
             norm = model.weight.norm()
         same(norm, plain.weight.norm(), "norm")
-
-
-@follows(
-    "Replace modules before fully_shard; or build the model anew with the new one, apply fully_shard, and load the"
-)
-def layers_swapped() -> None:
-    """More kinds of them are in tests/ranks/test_advice.py."""
-
-    class Faster(nn.Module):
-        def __init__(self, old: Any) -> None:
-            super().__init__()
-            self.weight, self.bias = old.weight, old.bias
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.weight, self.bias)
-
-    def swap(model: Any) -> Any:
-        model.stem = Faster(model.stem)
-        return model
-
-    old = shard(build())
-    state = get_model_state_dict(old, options=FULL)
-    refused(lambda: backward(swap(old)))
-    train(shard(swap(build())), swap(build()))
-    model = shard(swap(build(seed=5)))
-    set_model_state_dict(model, state, options=FULL)
-    train(model, swap(build()))
-
-
-@follows("Call set_gradient_divide_factor on all ranks, with the same factor")
-def divisors_of_a_rank() -> None:
-    def training(model: Any, ranks: tuple[int, ...], steps: int = 4) -> None:
-        optimizer = sgd(model)
-        for step in range(steps):
-            if step == 1 and dist.get_rank() in ranks:
-                model.set_gradient_divide_factor(4.0, recurse=True)
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    refused(lambda: training(pair()[0], (0,)))
-    model, plain = pair()
-    training(model, (0, 1))
-    optimizer = sgd(plain)
-    for step in range(4):
-        (loss_of(plain(batch(step))) / (2 if step else 1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    same_parameters(model, plain)

@@ -1,14 +1,10 @@
 """Follows the advice of errors of tensor subclasses, of parts of weights, and of wrappers around a sharded model."""
 
-import contextlib
 import copy
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -22,16 +18,14 @@ from advised.registry import (
     follows,
     loss_of,
     own,
-    pair,
     refused,
     same,
     same_gradients,
     same_parameters,
     sgd,
-    shard,
     train,
 )
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from fsdp2 import DataParallelMeshDims, fully_shard
 from models import Wrapper
 
 _DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_names.py"
@@ -93,103 +87,6 @@ def train_the_rest(model: Any, plain: Any) -> None:
             stepper.step()
 
 
-@follows("Give the class {}, before the first forward at the latest{}.", ", or put the parameter into ignored_params")
-def wrappers_without_methods() -> None:
-    class Late(Wrapper):
-        pass
-
-    class Halved(Wrapper):
-        """Lacks one of both methods."""
-
-        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-            rows = self.inner.new_zeros(-(-5 // mesh.size()), 5)
-            rows[: len(self.inner)] = self.inner
-            return (rows,), None
-
-    def post(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        return None if out is not None else (type(self)(outputs[0][:5]), outputs)
-
-    for cls in (Late, Halved):
-        stem = type("Stem", (WrappedWeight,), {"cls": cls})
-        make = with_stem(stem)
-        plain = build(make)
-        text = refused(lambda make=make: backward(shard(build(make))), NotImplementedError)
-        model = build(make)
-        train_the_rest(shard(model, ignored_params={model.stem.weight}), copy.deepcopy(plain))
-        model = build(make)
-        if cls is Late:
-            refused(partial(backward, shard(model)))
-        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-            assert (name in text.split("Give the class ")[1]) == (not hasattr(cls, name))
-        cls.fsdp_pre_all_gather = Halved.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        cls.fsdp_post_all_gather = post  # type: ignore[attr-defined]
-        train_the_rest(model if cls is Late else shard(model), plain)
-
-
-class Packed(nn.Parameter):
-    """Holds int8 values in the bytes of fp32 numbers, which mean nothing as such."""
-
-    @classmethod
-    def of(cls, values: Tensor) -> Any:
-        packed: Any = cls((values * 100).round().to(torch.int8).contiguous().view(torch.float32), requires_grad=False)
-        packed.scale = 0.01
-        return packed
-
-
-class PackedWeight(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(8, 5)
-        self.weight = Packed.of(self.weight.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        return x.repeat(1, 2)[:, :8] @ (weight.data.view(torch.int8) * weight.scale).T.to(x) + self.bias
-
-
-class Multiples(nn.Parameter):
-    """Holds multiples of a scale, which a cast leaves what they are."""
-
-    @classmethod
-    def of(cls, values: Tensor) -> Any:
-        made: Any = cls((values * 64).round(), requires_grad=False)
-        made.scale = 1 / 64
-        return made
-
-
-class ScaledWeight(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(5, 5)
-        self.weight = Multiples.of(self.weight.data)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        return x @ (weight * weight.scale).T.to(x) + self.bias
-
-
-@follows(
-    "Pass to MixedPrecisionPolicy param_dtype_override_fn=lambda p: p.dtype if isinstance(p, {}) else None, which "
-    "leaves them as they are; with {} in place of p.dtype it casts them."
-)
-def casts_of_packed_values() -> None:
-    """Both choices: packed values are left as they are, multiples are cast."""
-    bf16 = torch.bfloat16
-    for stem, cls, place in ((PackedWeight, Packed, "p.dtype"), (ScaledWeight, Multiples, "torch.bfloat16")):
-        make = with_stem(stem)
-        text = refused(lambda make=make: shard(build(make), mp_policy=MixedPrecisionPolicy(bf16)), ValueError)
-        code = text.split("param_dtype_override_fn=")[1].split(", which leaves")[0]
-        assert f"with {place} in place" in text or place == "p.dtype"
-        code = code.replace("p.dtype", place)
-        override = eval(code, {cls.__name__: cls, "torch": torch})
-        policy = MixedPrecisionPolicy(bf16, torch.float32, param_dtype_override_fn=override)
-        model, plain = shard(build(make), mp_policy=policy), build(make)
-        for each, x in ((model, own(batch())), (plain, batch())):
-            backward(each, x=x)
-        same_gradients(model, plain, tolerance=0.03)
-        model.unshard()
-        seen = {name: param.dtype for name, param in model.named_parameters() if "stem" in name}
-        assert seen == {"stem.weight": torch.float32 if place == "p.dtype" else bf16, "stem.bias": bf16}
-
-
 # ---- plain tensors made of sharded parameters
 
 
@@ -226,52 +123,6 @@ def parameters_that_different_ranks_share() -> None:
     refused(lambda: penalty(model, lambda each: each.full_tensor()).backward(), NotImplementedError)
     (model.dense.weight.full_tensor() * model.expert.weight.full_tensor()).square().mean().backward()
     penalty(plain, lambda each: each).backward()
-    same_gradients(model, plain)
-
-
-def copied_without_gradient(tensor: Tensor) -> Tensor:
-    """Stands for collectives of torch.distributed: gloo's own fail at random if their output requires a gradient."""
-    with contextlib.suppress(RuntimeError):  # it has been defined before
-        torch.library.define("fsdp2_advised::summed", "(Tensor tensor) -> Tensor")
-
-        def summed(tensor: Tensor) -> Tensor:
-            total = tensor.detach().clone()
-            dist.all_reduce(total)
-            return total
-
-        torch.library.impl("fsdp2_advised::summed", "CPU", summed)
-    total: Tensor = torch.ops.fsdp2_advised.summed(tensor)
-    return total
-
-
-@follows(
-    "Call full_tensor() on the parameter, or on what is computed from it, in place of to_local() and the collective, "
-    "on every rank; or call the collective in torch.no_grad()"
-)
-def collectives_of_parts() -> None:
-    def squares(weight: Tensor) -> Tensor:
-        return copied_without_gradient(weight.square().sum())
-
-    def loss(model: Any, scale: Tensor, x: Tensor) -> Tensor:
-        return loss_of(model(x)) + 0.1 * scale.sqrt() * model.head.bias.square().sum()
-
-    model, plain = pair()
-    refused(lambda: squares(model.head.weight.to_local()).backward())
-    model, plain = pair()
-    part = model.head.weight.to_local().square().sum()
-    refused(lambda: functional.all_reduce(part, "sum", dist.group.WORLD).sqrt().backward())
-    loss_of(plain(batch())).backward()
-    model, _ = pair()
-    (loss_of(model(own(batch()))) + 0.1 * model.head.weight.full_tensor().square().sum().sqrt()).backward()
-    (0.1 * plain.head.weight.square().sum().sqrt()).backward()
-    same_gradients(model, plain)
-    model, plain = pair()
-    with torch.no_grad():
-        scale = squares(model.head.weight.to_local())
-    same(scale, plain.head.weight.detach().square().sum(), "sum of squares")
-    (loss_of(model(own(batch()))) + scale * model.stem.bias.full_tensor().square().sum()).backward()
-    whole = plain.head.weight.detach().square().sum()
-    (loss_of(plain(batch())) + whole * plain.stem.bias.square().sum()).backward()
     same_gradients(model, plain)
 
 

@@ -2,16 +2,13 @@
 
 import copy
 import dataclasses
-import tempfile
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
@@ -22,10 +19,8 @@ from advised.registry import (
     build,
     compared,
     follows,
-    found,
     heard,
     loss_of,
-    none_found,
     own,
     pair,
     refused,
@@ -45,105 +40,6 @@ def stack() -> Any:
 
 
 # ---- states
-
-
-class RowMomentum(torch.optim.Optimizer):
-    """Keeps momenta of this rank's rows: in plain tensors, or in DTensors."""
-
-    def __init__(self, params: Any, distributed: bool = True) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.distributed = distributed
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            rows, gradient = (each.to_local() if isinstance(each, DTensor) else each for each in (p, p.grad))
-            if "momentum" not in self.state[p]:
-                local = torch.zeros_like(rows)
-                if self.distributed and isinstance(p, DTensor):
-                    local = DTensor.from_local(local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
-                self.state[p]["momentum"] = local
-            momentum = self.state[p]["momentum"]
-            momentum = momentum.to_local() if isinstance(momentum, DTensor) else momentum
-            rows.sub_(momentum.mul_(0.5).add_(gradient), alpha=0.1)
-        torch.autograd.graph.increment_version(self.param_groups[0]["params"])
-
-
-@follows(
-    "Have the optimizer make each one a DTensor, DTensor.from_local(local, p.device_mesh, p.placements",
-    "or save optimizer.state_dict() in a file of each rank",
-    "Have the optimizer make each one a DTensor: DTensor.from_local(local, p.device_mesh, p.placements",
-)
-def states_of_own_rows() -> None:
-    def training(model: Any, optimizer: Any) -> None:
-        for step in range(2):
-            backward(model, x=batch(step) if model is plain else own(batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    plain = build()
-    optimizer = RowMomentum(plain.parameters())
-    training(plain, optimizer)
-    training(plain, optimizer)
-    for way in ("refused", "from_local", "files"):
-        model = pair()[0]
-        optimizer = RowMomentum(model.parameters(), distributed=way == "from_local")
-        training(model, optimizer)
-        if way == "refused":
-            refused(lambda: get_optimizer_state_dict(model, optimizer))  # noqa: B023
-            found(fsdp2.check(model, optimizer))
-            continue
-        folder: list[Any] = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        file = f"{folder[0]}/{dist.get_rank()}.pt"
-        states: Any = {}
-        if way == "files":
-            warned(lambda: torch.save(optimizer.state_dict(), file))  # noqa: B023
-        else:
-            none_found(model, optimizer)
-            states = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-            dcp.save(states, checkpoint_id=folder[0])
-        for state in optimizer.state.values():
-            (state["momentum"].to_local() if way == "from_local" else state["momentum"]).zero_()
-        if way == "files":
-            optimizer.load_state_dict(torch.load(file))
-        else:
-            dcp.load(states, checkpoint_id=folder[0])
-            set_optimizer_state_dict(model, optimizer, states["optimizer"])
-        training(model, optimizer)
-        same_parameters(model, plain)
-
-
-@follows(
-    "optimizer.load_state_dict(states) when the groups have the sharded parameters; or call optimizer.state.clear()",
-    "optimizer.load_state_dict(states) when the groups have the sharded parameters.",
-)
-def optimizers_that_have_stepped_before() -> None:
-    """Of another copy of the model: those of the original parameters are found."""
-    plain = build()
-    before = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.5)
-    backward(plain, x=batch())
-    before.step()
-    before.zero_grad()
-    for way in ("refused", "loaded", "cleared"):
-        copied, optimizer = copy.deepcopy((plain, before))
-        states, model = optimizer.state_dict(), shard(copy.deepcopy(copied))
-        optimizer.param_groups[0]["params"] = [*model.parameters()]
-        backward(model)
-        if way == "refused":
-            found(fsdp2.check(model, optimizer))
-            refused(optimizer.step)
-            continue
-        if way == "loaded":
-            optimizer.load_state_dict(states)
-        else:
-            optimizer.state.clear()
-        optimizer.step()
-        expected, theirs = copy.deepcopy((plain, before))
-        theirs = theirs if way == "loaded" else torch.optim.SGD(expected.parameters(), 0.1, momentum=0.5)
-        backward(expected, x=batch())
-        theirs.step()
-        same_parameters(model, expected)
 
 
 # ---- flat optimizers

@@ -1,6 +1,5 @@
 """Follows the advice of refusals of `fully_shard`: TorchScript, FSDP1, FakeTensorMode, attributes over parameters."""
 
-import copy
 import sys
 from typing import Any
 from unittest import mock
@@ -8,7 +7,6 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 
 import fsdp2
 from advised.registry import (
@@ -18,50 +16,13 @@ from advised.registry import (
     build,
     follows,
     heard,
-    none_found,
-    own,
     pair,
     refused,
-    same,
     shard,
     train,
 )
 from fsdp2 import fully_shard
 from fsdp2.engine.group_parameters import GroupParameters
-from helpers import full
-
-
-def compiled(model: Any) -> Any:
-    """Returns it as torch.compile makes it, without a compiler of C++."""
-    return torch.compile(model, backend="aot_eager")
-
-
-@follows(
-    "Shard the Python module that it was made of, and use torch.compile to make it fast",
-    "Use the Python module in its place, and torch.compile to make it fast; or leave a frozen one out: ignored_params="
-    "set(scripted.parameters())",
-)
-def torchscript() -> None:
-    original = build()
-    refused(lambda: fully_shard(torch.jit.script(original)))
-    train(compiled(shard(original)), build())
-    for script in (torch.jit.script, lambda module: torch.jit.trace(module, batch())):
-        model = build()
-        layer = model.stem
-        model.stem = script(layer)
-        refused(lambda model=model: fully_shard(model))
-        model.stem = layer
-        train(compiled(shard(model)), build())
-        model, plain = build(), build()
-        for each in (model, plain):
-            each.stem.requires_grad_(False)
-        model.stem = scripted = script(model.stem)
-        fully_shard(model, ignored_params=set(scripted.parameters()))
-        train(model, plain)
-    # A part of the model may be compiled, too.
-    model = shard(build())
-    model.block = compiled(model.block)
-    train(model, build())
 
 
 @follows(
@@ -98,40 +59,6 @@ def run_with_fake_tensors() -> None:
     prediction = fsdp2.plan(build(), ranks=2, batch=lambda: batch(), machine=fsdp2.Machine(device="cpu")).best
     assert prediction.step_peak > 0
     train(model, plain)
-
-
-@follows(
-    "Leave FullyShardedDataParallel out, and call fully_shard on the module instead; or, if it is to stay, put its "
-    "parameters into ignored_params"
-)
-def fsdp1_inside() -> None:
-    model = build()
-    model.block = FSDP1(model.block, device_id=torch.device("cpu"))
-    refused(lambda: fully_shard(model))
-    model = build()
-    fully_shard(model.block)
-    train(fully_shard(model), build())
-    for original in (False, True):
-        plain = build()
-        for param in plain.block.parameters():  # parts of all ranks are the same before they are trained
-            nn.init.constant_(param, 0.1)
-        model = copy.deepcopy(plain)
-        model.block = FSDP1(model.block, device_id=torch.device("cpu"), use_orig_params=original)
-        fully_shard(model, ignored_params={*model.block.parameters()})
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-        none_found(model, optimizers[0])
-        for step in range(9):
-            for each, optimizer, x in zip((model, plain), optimizers, (own(batch(step)), batch(step)), strict=True):
-                backward(each, x=x)
-                optimizer.step()
-                optimizer.zero_grad()
-        with FSDP1.summon_full_params(model.block):
-            for (name, param), expected in zip(
-                model.block.module.named_parameters(), plain.block.parameters(), strict=True
-            ):
-                same(param.detach().clone(), expected.detach(), name)
-        for name in ("stem", "head"):
-            same(full(getattr(model, name).weight.detach()), getattr(plain, name).weight.detach(), name)
 
 
 class Marked(nn.Parameter):

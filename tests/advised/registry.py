@@ -1,4 +1,4 @@
-"""Holds one program for each sentence of advice in the package, and what those programs are written with.
+"""Holds the programs for sentences of advice that no situation meets, and what those programs are written with.
 
 A program provokes the error, warning or finding (`refused`, `warned`, `found`), does to the letter what it says, and
 then compares numbers with a plain model or with what was expected (`train`, `same`). It claims sentences by a part of
@@ -24,6 +24,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from helpers import assert_same, full, shard_batch
 from models import TanhBlock
+from outcomes import is_part
 
 Program = Callable[[], None]
 # Programs that follow a sentence, and stand elsewhere, because they need other libraries or another device, or because
@@ -75,14 +76,6 @@ def follows(*claims: str, ranks: int = 2) -> Callable[[Program], Program]:
         return program
 
     return add
-
-
-def is_part(claim: str, text: str) -> bool:
-    """Returns True if `claim`, in which `{}` stands for anything, is a part of `text`."""
-    parts = claim.split("{}")
-    if not all(part in text for part in parts):
-        return False
-    return len(parts) == 1 or re.search(".*?".join(map(re.escape, parts)), text, re.DOTALL) is not None
 
 
 # ---- what programs provoke with

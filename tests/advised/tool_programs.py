@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
@@ -21,7 +21,6 @@ from advised.registry import (
     follows,
     found,
     heard,
-    loss_of,
     none_found,
     own,
     pair,
@@ -34,33 +33,9 @@ from advised.registry import (
     train,
 )
 from fsdp2 import MixedPrecisionPolicy, full_params, fully_shard, stream_full_params, sync_module_states
+from situations.steps import PlainStates
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-@follows(
-    "Pass the same parameters, max_norm and norm_type on all ranks; parameters without gradients may be among them",
-    "Load a checkpoint of before",
-)
-def clipped_apart() -> None:
-    model, plain = pair()
-    before = copy.deepcopy(plain.state_dict())
-
-    def training(model: Any, clip: Any, number: int) -> None:
-        optimizer = sgd(model)
-        for step in range(3):
-            loss_of(model(own(batch(step)) if model is not plain else batch(step))).backward()
-            model.head.bias.grad = None
-            clip([*model.parameters()][:number], 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    refused(lambda: training(model, fsdp2.clip_grad_norm_, 8 - dist.get_rank()))
-    model.zero_grad()
-    set_model_state_dict(model, before, options=FULL)
-    training(model, fsdp2.clip_grad_norm_, 8)
-    training(plain, nn.utils.clip_grad_norm_, 8)
-    same_parameters(model, plain)
 
 
 # ---- full_params
@@ -86,20 +61,6 @@ def written_on_the_first_rank() -> None:
         dist.broadcast(value, 0)
         model.head.weight.data.copy_(value)
     plain.head.weight.data = value
-    train(model, plain)
-
-
-@follows("Write `with fsdp2.full_params(module, writeback=True):` to change the sharded parameters, too")
-def written_without_writeback() -> None:
-    def write(model: Any, **options: Any) -> None:
-        with full_params(model, **options):
-            model.head.weight.data.mul_(2)
-
-    model, plain = pair()
-    refused(lambda: write(model))
-    model, _ = pair()
-    write(model, writeback=True)
-    plain.head.weight.data.mul_(2)
     train(model, plain)
 
 
@@ -166,29 +127,6 @@ def streams_that_differ() -> None:
     }
     for name, value in plain.named_parameters():
         same(streamed[name], value.detach(), name)
-
-
-@follows("Finish the stream before optimizer.step()", "Use each bucket inside the loop, and copy what you keep")
-def streams_and_steps() -> None:
-    model, plain = pair()
-    optimizer = sgd(model)
-    backward(model)
-
-    def stepping() -> None:
-        for _ in stream_full_params(model, bucket_bytes=50):
-            optimizer.step()
-
-    refused(stepping)
-    model, _ = pair()
-    refused(lambda: [bucket.tensors for bucket in [*stream_full_params(model, bucket_bytes=50)]])
-    kept = {
-        name: value.clone()
-        for bucket in stream_full_params(model, bucket_bytes=50)
-        for name, value in bucket.tensors.items()
-    }
-    train(model, copy.deepcopy(plain))
-    for name, value in plain.named_parameters():
-        same(kept[name], value.detach(), name)
 
 
 @follows("Call stream_full_params between passes", "Call model.to_empty(device=...), and initialise")
@@ -528,3 +466,54 @@ def found_in_replicas() -> None:
     finally:
         fsdp2.set_checks("default")
     compared.append("check")
+
+
+@follows(
+    "Have the optimizer make each one a DTensor: DTensor.from_local(local, p.device_mesh, p.placements",
+    "optimizer.load_state_dict(states) when the groups have the sharded parameters.",
+)
+def found_in_states() -> None:
+    """States of each rank's rows in plain tensors, and states of parameters from before fully_shard."""
+    for distributes in (False, True):
+        model, _ = pair()
+        backward(model)
+        optimizer: Any = PlainStates(model.parameters(), of_rows=True, distributes=distributes)
+        optimizer.step()
+        none_found(model, optimizer) if distributes else found(fsdp2.check(model, optimizer))
+    plain = build()
+    optimizer = sgd(plain)
+    backward(plain, x=batch())
+    optimizer.step()
+    states, model = optimizer.state_dict(), shard(copy.deepcopy(plain))
+    optimizer.param_groups[0]["params"] = [*model.parameters()]
+    found(fsdp2.check(model, optimizer))
+    optimizer.load_state_dict(states)
+    none_found(model, optimizer)
+
+
+@follows("Assign distribute_tensor(gradient, p.device_mesh, p.placements) to its .grad")
+def plain_gradients_clipped() -> None:
+    model, plain = pair()
+    backward(model)
+    backward(plain, x=batch())
+    p = model.head.weight
+    gradient = p.grad.full_tensor()
+    p.grad = gradient
+    refused(lambda: fsdp2.clip_grad_norm_(model.parameters(), 0.1))
+    p.grad = distribute_tensor(gradient, p.device_mesh, p.placements)
+    fsdp2.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    same_gradients(model, plain)
+
+
+@follows("Call full_tensor() on the DTensor, on every rank. To load the state dict of a sharded model into a plain one")
+def copied_into_plain_tensors() -> None:
+    model, plain = pair()
+    fresh = build(seed=3)
+    refused(lambda: fresh.load_state_dict(model.state_dict()))
+    fresh.load_state_dict(get_model_state_dict(model, options=FULL))
+    same_parameters(fresh, plain)
+    target = torch.zeros(3, 5)
+    refused(lambda: target.copy_(model.head.weight.detach()))
+    target.copy_(model.head.weight.detach().full_tensor())
+    same(target, plain.head.weight.detach(), "copied")

@@ -157,15 +157,6 @@ def divide_factor_in_an_accumulation(mesh: DeviceMesh) -> None:
         assert_gradients(mesh, model, expected)
 
 
-def forced_sums_are_means_all_the_same(mesh: DeviceMesh) -> None:
-    expected = {name: grad / dist.get_world_size() for name, grad in summed(new_net()).items()}
-    for enable in (True, False):
-        model = sharded_net(mesh)
-        model.set_force_sum_reduction_for_comms(enable, recurse=True)
-        own_backward(model)
-        assert_gradients(mesh, model, expected)
-
-
 class Operations:
     """A process group that writes down by which operation it is asked to reduce."""
 
@@ -409,7 +400,6 @@ REDUCTIONS: list[Check] = [
     divide_factor_replaces_the_number_of_ranks,
     divide_factor_of_one_group,
     divide_factor_in_an_accumulation,
-    forced_sums_are_means_all_the_same,
     hook_sees_the_gradients_behind_the_all_reduce,
     hook_is_called_once_per_bucket,
     hook_sees_no_padding,

@@ -323,7 +323,7 @@ def set_by_a_vector() -> None:
     twins.train()
 
 
-# ---- refused, by name, on every rank; advised/tensor_programs.py has other shapes, placements and ties
+# ---- refused, by name, on every rank; situations/parameters.py has other shapes and ties, advised/ placements
 
 
 def refused(twins: Twins, match: str, change: Callable[[], object], undo: Callable[[], object]) -> None:

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.engine import reduce
 from helpers import run_checks
-from own_collectives import Gather, Scatter
 from scenarios import (
     ROWS,
     WIDTH,
@@ -75,23 +73,6 @@ def test_a_setting_is_taken_back() -> None:
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_backward_needs_are_gathered_in_spite_of_the_setting() -> None:
-    """Only what nothing reads stays away: an embedding's weight, not a linear layer's, also under checkpointing."""
-
-    def scenario(run: Run, recompute: str) -> None:
-        model = run.build(Uneven)
-        blocks(run, model, reshard_after_forward=True)
-        apply(run, model, "no unshard_in_backward")
-        optimizer = sgd(model)
-        for step in range(2):
-            x = run.batch(seed=step).requires_grad_()
-            output = model(x) if recompute == "none" else checkpoint(model, x, use_reentrant=recompute == "reentrant")
-            run.step(f"step {step}", model, optimizer, loss_of(output))
-            run.rows("input", x.grad * x.shape[0])
-
-    check(scenario, recompute=("none", "reentrant", "non-reentrant"))
-
-
 class Shift(nn.Module):
     """Its backward reads no parameter, so plain training, too, lets these change between forward and backward."""
 
@@ -133,129 +114,6 @@ def test_unsharded_parameters_changed_between_forward_and_backward_are_stale() -
 
 
 # ---- reductions: see also test_hsdp.py -------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """Two branches, of which a rank may use either, both or none, between layers that all use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.expert = Expert()
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, use: str, times: int = 1) -> Tensor:
-        x = self.stem(x)
-        for _ in range(times):
-            x = self.expert(x, use)
-        return self.head(x)
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.a, self.b = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(3, WIDTH)
-
-    def forward(self, x: Tensor, use: str) -> Tensor:
-        x = torch.tanh(self.trunk(x))
-        if "a" in use:
-            x = x + self.up(torch.tanh(self.a(x)))
-        if "b" in use:
-            x = x + self.b(x)
-        return x
-
-
-def branches_backward(run: Run, model: nn.Module, uses: tuple[str, ...], seed: int, times: int = 1) -> None:
-    """Rank r uses `uses[r]`; a plain model goes through all ranks' rows, one rank after the other."""
-    if run.sharded:
-        loss_of(model(run.batch(seed=seed), uses[run.rank], times)).backward()
-    else:
-        for rows, use in zip(run.batch(seed=seed).chunk(len(uses)), uses, strict=True):
-            (loss_of(model(rows, use, times)) / len(uses)).backward()
-
-
-def show_with_zeros(run: Run, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step, in which a plain model has zeros where the sharded one reduces zeros for what nobody used."""
-    for param in () if run.sharded else model.parameters():
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    run.step(name, model, optimizer)
-
-
-USES = (("a", "b"), ("ab", ""), ("a", "a"), ("", ""))
-
-
-def test_parameters_that_only_some_ranks_use() -> None:
-    """set_reduce_scatter_unused_params: all ranks reduce the same, though each has other gradients.
-
-    Where a gradient waits, the module runs twice in a forward, and what a rank lacks, it lacks both times.
-    """
-
-    def scenario(run: Run, uses: tuple[str, ...], wrap: Wrap, waits: bool) -> None:
-        times = 2 if waits else 1
-        model = run.build(Branches)
-        wrap(run, model)
-        if isinstance(model, FSDPModule):
-            model.set_reduce_scatter_unused_params(True)
-        optimizer = sgd(model)
-        for step in range(2):
-            if waits:
-                run.set_sync(model, False)
-                branches_backward(run, model, uses[::-1], seed=10 + step, times=times)
-                run.set_sync(model, True)
-            branches_backward(run, model, uses, seed=step, times=times)
-            show_with_zeros(run, f"step {step}", model, optimizer)
-
-    check(scenario, uses=USES, wrap=(whole, blocks, blocks), waits=(False, True))
-
-
-def test_unused_parameters_of_one_module_only() -> None:
-    """`recurse=False`: the others keep None where nobody has a gradient; taken back, this one does so too."""
-
-    def scenario(run: Run) -> None:
-        model = run.build(Branches)
-        blocks(run, model)
-        optimizer = sgd(model)
-        if run.sharded:
-            model.expert.set_reduce_scatter_unused_params(True)
-        branches_backward(run, model, ("a", "b"), seed=1)
-        run.step("both", model, optimizer)
-        if run.sharded:
-            model.set_reduce_scatter_unused_params(False)
-        branches_backward(run, model, ("a", "a"), seed=2)
-        run.step("taken back", model, optimizer)
-
-    check(scenario)
-
-
-def test_custom_collectives_get_tensors_of_their_own() -> None:
-    """Each call's tensors come from `allocate`; a gather's are bytes, its input this rank's part of its output."""
-
-    def check_calls(is_async: bool) -> None:
-        run = Run(dist.get_rank(), 2, [])
-        model = run.build(Net)
-        blocks(run, model)
-        gather, scatter = Gather(is_async), Scatter(is_async)
-        model.set_custom_all_gather(gather)
-        model.set_custom_reduce_scatter(scatter)
-        loss_of(model(run.batch(seed=1))).backward()
-        (output, own), *others = gather.calls
-        assert not others, "the root's parameters stay: one gather"
-        assert [id(tensor) for tensor in gather.given] == [id(output)]
-        assert output.dtype == own.dtype == torch.uint8
-        assert own.data_ptr() == output[run.rank * own.numel() :].data_ptr()
-        assert output.numel() == 2 * own.numel()
-        ((total, shard),) = [(source, target) for target, source in scatter.calls]
-        assert {id(tensor) for tensor in scatter.given} == {id(total), id(shard)}
-        assert total.dtype == shard.dtype == torch.float64
-        assert total.numel() == 2 * shard.numel()
-        gathered = sum(p.numel() for p in (model.scale,)) * 8
-        assert output.numel() >= gathered
-
-    run_checks(2, [(f"async={flag}", lambda flag=flag: check_calls(flag)) for flag in (False, True)])
 
 
 # ---- the end of backward: see also test_accumulation.py --------------------------------------------------------------

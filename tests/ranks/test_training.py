@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from training import Draw, differing, launches, sampled
+from training import CHOSEN, Draw, differing, launches, sampled
 
 
 class Found:
@@ -35,7 +35,7 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
-@pytest.mark.parametrize("draw", sorted(sampled(), key=lambda draw: draw.ranks), ids=str)
+@pytest.mark.parametrize("draw", sorted({*sampled(), *CHOSEN}, key=lambda draw: (draw.ranks, str(draw))), ids=str)
 def test_training(draw: Draw, found: Found) -> None:
     """A lost, doubled, unscaled or stale number, a cast too many, too early or too late, a row at another rank."""
     assert not found[draw], "\n".join(found[draw])

@@ -1,4 +1,4 @@
-"""Tests that each sentence of advice in the package has a program that follows it (tests/advised)."""
+"""Tests that each sentence of advice in the package has a program that follows it (tests/situations, tests/advised)."""
 
 import ast
 from pathlib import Path
@@ -6,18 +6,21 @@ from pathlib import Path
 import pytest
 
 from advised import ELSEWHERE, ENTRIES
-from advised.registry import Entry, compared, heard, is_part, refused, same
+from advised.registry import Entry, compared, heard, refused, same
 from advised.texts import is_advice, sentences, strings_in
+from outcomes import is_part
+from situations import SITUATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = [claim for entry in ENTRIES for claim in entry.claims] + [*ELSEWHERE]
+CLAIMS += [claim for situation in SITUATIONS for claim in situation.advises]
 SENTENCES = [*sentences()]
 
 
 def test_each_sentence_is_followed_by_a_program() -> None:
     alone = [each for each in SENTENCES if not any(each.is_claimed(claim) for claim in CLAIMS)]
     text = "\n".join(f"{each.file}:{each.line}: {each.text}" for each in alone)
-    assert not alone, f"no program of tests/advised follows:\n{text}"
+    assert not alone, f"no program of tests/situations or tests/advised follows:\n{text}"
 
 
 def test_each_claim_is_of_a_sentence() -> None:

@@ -21,7 +21,7 @@ BEHAVIOURS = ROOT / "tests" / "BEHAVIOURS.md"
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in (*PATHS, BEHAVIOURS)}
 PROSE = {file: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for file, text in TEXTS.items()}
 REPORTS = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.md")}
-TESTS = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
+TESTS = {path.name: path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("test_*.py")}
 
 
 def named(pattern: str, texts: dict[str, str] = TEXTS) -> list[tuple[str, str]]:
