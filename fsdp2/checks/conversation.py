@@ -27,14 +27,14 @@ _DATA_TAG = 0x4000_0000
 _CLOSED = re.compile("closed|reset by peer|broken pipe|refused", re.IGNORECASE)
 
 
-def roots_of(purposes: Iterable[CommLabel]) -> list[Root]:
+def roots_of(comm_labels: Iterable[CommLabel]) -> list[Root]:
     """Returns the roots whose collectives these are."""
-    return [root for root in dict.fromkeys(comm_label.root() for comm_label in [*purposes]) if root is not None]
+    return [root for root in dict.fromkeys(comm_label.root() for comm_label in [*comm_labels]) if root is not None]
 
 
-def tell_out_of_step(purposes: Iterable[CommLabel]) -> None:
+def tell_out_of_step(comm_labels: Iterable[CommLabel]) -> None:
     """Tells the roots whose collectives these are that ranks are out of step."""
-    for root in roots_of(purposes):
+    for root in roots_of(comm_labels):
         root.note_out_of_step()
 
 
@@ -130,11 +130,11 @@ class Conversation:
     Messages that follow headers are matched by tags that derive from what was compared of all headers so far: what is
     sent by ranks that are out of step arrives nowhere. After an error tags begin anew, on all ranks.
 
-    `group`: a weak reference to the process group. `purposes`: those of its collectives.
+    `group`: a weak reference to the process group. `comm_labels`: those of its collectives.
     """
 
-    def __init__(self, group: weakref.ref[dist.ProcessGroup], purposes: weakref.WeakSet[CommLabel]) -> None:
-        self._group, self.purposes = group, purposes
+    def __init__(self, group: weakref.ref[dist.ProcessGroup], comm_labels: weakref.WeakSet[CommLabel]) -> None:
+        self._group, self.comm_labels = group, comm_labels
         # What this rank says when it leaves, and the goodbyes that it has sent, until all ranks have.
         self.goodbye = GOODBYE
         self.partings: list[Work] = []
@@ -193,7 +193,7 @@ class Conversation:
                 self.give_up([exchange], problem + self.table(exchange, came, problem))
             elif exchange.differs:
                 if not self.partings:  # else that was said when this rank left
-                    tell_out_of_step(self.purposes)
+                    tell_out_of_step(self.comm_labels)
                 with suppress(RuntimeError), self._parting():  # one is gone: then nothing arrives any more
                     exchange.take_leave([exchange, *self._pending])
                 texts = {source: text_of(row) for source, row in exchange.rows.items()}

@@ -37,7 +37,7 @@ class NamedPairwiseComm(PairwiseComm):
     def __init__(self, group: dist.ProcessGroup, comm_label: CommLabel) -> None:
         super().__init__(group, comm_label)
         known = watched(group)
-        known.purposes.add(comm_label)
+        known.comm_labels.add(comm_label)
         comm_label.named_comms.add(self)
         self.conversation: Conversation = known.conversation
         self._headers = Headers(comm_label)
@@ -112,7 +112,7 @@ class NamedPairwiseComm(PairwiseComm):
         conversation = self.conversation
         if conversation.left is not None:  # said while this rank was blocked: now it knows
             conversation.left = None
-            tell_out_of_step(conversation.purposes)
+            tell_out_of_step(conversation.comm_labels)
         if not conversation.partings:
             self._say_goodbye()
 
@@ -151,7 +151,7 @@ class NamedPairwiseComm(PairwiseComm):
         left, conversation.left = conversation.left, None
         raises = left is not None and not (root is not None and root.is_out_of_step)
         if raises:
-            tell_out_of_step(conversation.purposes)
+            tell_out_of_step(conversation.comm_labels)
         conversation.come_back(self._take_leave)
         if left is not None and raises:
             raise RuntimeError(out_of_step(left))
@@ -257,7 +257,7 @@ class Goodbyes(Observer):
         for each in conversations:
             each.goodbye = goodbye(text)
         # Roots that share a process group meet others there in one order.
-        for other in roots_of(comm_label for each in conversations for comm_label in each.purposes):
+        for other in roots_of(comm_label for each in conversations for comm_label in each.comm_labels):
             other.note_out_of_step(has_failed=True)
 
 

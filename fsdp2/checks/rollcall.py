@@ -35,7 +35,7 @@ class CheckedComm(DelegatingComm):
         self._device = cpu if has_backend(group, cpu) else device
         self._aside, self._headers = make_comm(group, self._device, self.comm_label), Headers(self.comm_label)
         self._group, self._watched = group, watched(group)
-        self._watched.purposes.add(self.comm_label)
+        self._watched.comm_labels.add(self.comm_label)
 
     def compare(self, kind: str, tensor: Tensor, label: str = "") -> None:
         """Returns when all ranks are about to do that with a tensor of this size. `label`: names gradients in it."""
@@ -73,6 +73,6 @@ class CheckedComm(DelegatingComm):
             return
         of_all = all_gather_now(bytes(header.data.tolist()), self._aside, self._device)
         if len({digest_of(each) for each in of_all}) > 1:
-            tell_out_of_step(self._watched.purposes)
+            tell_out_of_step(self._watched.comm_labels)
             ranks = dist.get_process_group_ranks(self._group)
             raise RuntimeError(out_of_step({rank: text_of(each) for rank, each in zip(ranks, of_all, strict=True)}))

@@ -17,20 +17,20 @@ from .gloo_threads import let_callers_finish
 class WatchedGroup:
     """What Comms that share a process group must have in common, to be watched.
 
-    `compares_all`: ranks compare all that they do there (the debug level). `purposes`: those of its collectives, whose
-    roots are told when ranks are out of step.
+    `compares_all`: ranks compare all that they do there (the debug level). `comm_labels`: those of its collectives;
+    their roots are told when ranks are out of step.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.compares_all = False
-        self.purposes: WeakSet[CommLabel] = WeakSet()
+        self.comm_labels: WeakSet[CommLabel] = WeakSet()
         self._group = weakref.ref(group)
 
     @cached_property
     def conversation(self) -> Conversation:
         """The order of its messages over gloo, which begins with the first Comm whose collectives carry their names."""
         let_callers_finish()
-        made = Conversation(self._group, self.purposes)
+        made = Conversation(self._group, self.comm_labels)
         _conversations[:] = [*(each for each in _conversations if each() is not None), weakref.ref(made)]
         return made
 
@@ -57,7 +57,7 @@ def note_level(groups: Sequence[dist.ProcessGroup], comm_label: CommLabel, check
     """Has collectives over these process groups compared, or not, from now on: small facts between ranks, too."""
     for group in map(watched, groups):
         group.compares_all = checked
-        group.purposes.add(comm_label)
+        group.comm_labels.add(comm_label)
 
 
 def are_checked(group: dist.ProcessGroup) -> bool:

@@ -153,9 +153,7 @@ def _forgotten_if_it_fails(plan: Plan) -> Iterator[list[FSDPState]]:
             vars(each).update(attributes)
         for group, names_of_params in names:
             for param, own in zip(group.params, names_of_params, strict=True):
-                param.names = own
-                if len(own) < len(param.slots):
-                    del param.slots[len(own) :]
+                if param.set_names(own):
                     group.parameters.rebuild(Rebuild.SHARDS)
         for state in states:
             forget_state(state)

@@ -456,7 +456,7 @@ class GroupGradients:
 # ---- models that compute on several streams
 
 
-def _at_home(method: Method) -> Method:
+def _on_owner_stream(method: Method) -> Method:
     """Decorator: the method of GroupGradients runs on the owner stream of the group."""
 
     @wraps(method)
@@ -476,14 +476,14 @@ class GradientsOnOwnerStream(GroupGradients):
     the work of the streams that have computed gradients.
     """
 
-    _complete = _at_home(GroupGradients._complete)
-    flush = _at_home(GroupGradients.flush)
-    reduce_with_zeros = _at_home(GroupGradients.reduce_with_zeros)
-    end_backward = _at_home(GroupGradients.end_backward)
-    resume = _at_home(GroupGradients.resume)
-    start_return = _at_home(GroupGradients.start_return)
-    abandon = _at_home(GroupGradients.abandon)
-    receive = _at_home(GroupGradients.receive)
+    _complete = _on_owner_stream(GroupGradients._complete)
+    flush = _on_owner_stream(GroupGradients.flush)
+    reduce_with_zeros = _on_owner_stream(GroupGradients.reduce_with_zeros)
+    end_backward = _on_owner_stream(GroupGradients.end_backward)
+    resume = _on_owner_stream(GroupGradients.resume)
+    start_return = _on_owner_stream(GroupGradients.start_return)
+    abandon = _on_owner_stream(GroupGradients.abandon)
+    receive = _on_owner_stream(GroupGradients.receive)
 
 
 def _noting(streams: GroupStreams, arrive: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

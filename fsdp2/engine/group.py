@@ -87,7 +87,7 @@ class FSDPParamGroup:
         self.state: FSDPState
         # Other states under the root whose modules have some of the parameters, too (tied weights, see ties.py).
         self.sharing_states: tuple[FSDPState, ...] = ()
-        # If there are users, the states with a backward that has begun, and not ended.
+        # If there are such states, those with a backward that has begun, and not ended.
         self.backwards_running: set[FSDPState] = set()
         # What its parameters were before fully_shard, if something else than their modules still holds that.
         self.originals: list[weakref.ref[nn.Parameter]] = []
@@ -152,9 +152,9 @@ class FSDPParamGroup:
         """Remembers what its parameters were before fully_shard."""
         self.originals = originals
 
-    def share_with(self, users: Iterable[FSDPState]) -> None:
+    def share_with(self, states: Iterable[FSDPState]) -> None:
         """Gives the parameters to the modules of these states as well, and to no others besides its own."""
-        self.sharing_states = (*users,)
+        self.sharing_states = (*states,)
 
     @cached_property
     def root(self) -> Root:
@@ -218,7 +218,7 @@ class FSDPParamGroup:
     @property
     def num_running(self) -> int:
         """How many forwards and blocks of full_params that use the group run now."""
-        return self.state.running + sum(user.running for user in self.sharing_states)
+        return self.state.running + sum(state.running for state in self.sharing_states)
 
     def runs_beside(self, state: FSDPState) -> bool:
         """Returns True if a forward of another state than `state` uses the group."""
@@ -641,7 +641,7 @@ class FSDPParamGroup:
         if all(self.parameters.trainable) and backward.task == internals.graph_task():
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self._backward_hooks or self._find_backward_hooks())
-            # Those of users tell when to reshard in between: the last gradient of a tied parameter comes late.
+            # Those of sharing states tell when to reshard in between: the last gradient of a tied parameter comes late.
             self.last_gradient_reshards = not (has_hooks or self.settings.reduce_unused or self.sharing_states)
             if not has_hooks:
                 self.finish_backward()
@@ -665,14 +665,14 @@ class FSDPParamGroup:
         stays as it is until then: nothing would gather for such a reader. Ranks communicate in the
         same way in any case, since other ranks may have left none.
         """
-        stays, backward_follows = self._after_forward(ending), ending is Ending.TRAINING
+        stays, backward_follows = self._what_stays(ending), ending is Ending.TRAINING
         if stays is AfterForward.KEEP:
             if backward_follows or self.keep_until is not KeepUntil.USER:
                 for_backward = backward_follows and self.settings.reshard_after_backward
                 self.keep_until = max(self.keep_until, KeepUntil.BACKWARD if for_backward else KeepUntil.NEXT_PASS)
                 self.unregister()
             return
-        has_run = has_run and self.phase is UNSHARDED  # else another user has resharded it
+        has_run = has_run and self.phase is UNSHARDED  # else another state has resharded it
         is_kept = has_run and backward_follows and self.unsharded.are_kept() and not self.frees_viewed_storage
         if is_kept:
             self.root.held_for_backward.add(self)
@@ -680,7 +680,7 @@ class FSDPParamGroup:
         self.keep_until = KeepUntil.BACKWARD if keeps_secondary and backward_follows else KeepUntil.END_OF_USE
         self.reshard(self.root.frees_memory and not is_kept, keeps_secondary)
 
-    def _after_forward(self, ending: Ending) -> AfterForward:
+    def _what_stays(self, ending: Ending) -> AfterForward:
         """Decides what stays after a forward: by the settings, by the user's calls, and by what backward needs first.
 
         Without a backward, parameters stay until a weight changes if the user wants that: each token that a model
@@ -762,8 +762,8 @@ class FSDPParamGroup:
         """Reduces what buckets have left, and reshards, after the backward of a forward of `state`. It is called only
         if forward has hooked the inputs.
 
-        If the group has users, gradients may be still to come: buckets reduce them, or the end of backward does. While
-        the backward of another user runs, the parameters are still needed.
+        If other states share the group, gradients may be still to come: buckets reduce them, or the end of backward
+        does. While the backward of another state runs, the parameters are still needed.
         """
         if self.sharing_states:
             self.backwards_running.discard(state)

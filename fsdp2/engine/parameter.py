@@ -286,6 +286,13 @@ class FSDPParam:
         self.names += [name] * len(slots)
         self.register(self.sharded)
 
+    def set_names(self, names: list[str]) -> bool:
+        """Takes the FQNs of its first slots, and drops the slots behind them. Returns True if there were any."""
+        has_more = len(names) < len(self.slots)
+        self.names = names
+        del self.slots[len(names) :]
+        return has_more
+
     def register(self, parameter: nn.Parameter) -> None:
         """Puts `parameter` into every slot."""
         for slot in self.slots:

@@ -97,7 +97,7 @@ class Prefetcher:
     Root, and the hooks around forward and backward, call it. `prefetched`: groups that are gathered, or being gathered,
     in advance only. `first_in_backward`: the last groups of the expected order, which backward needs first; without a
     user's choice they stay unsharded after forward. `ran`: groups whose forward has ended and may get a backward, in
-    order; FSDPState appends to it, Root clears it.
+    order; `after_forward` appends to it, Root clears it.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup], cursor: type[Cursor[FSDPParamGroup]] = Cursor) -> None:

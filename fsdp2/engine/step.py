@@ -14,8 +14,8 @@ and what stays for backward: the root, the last block and the one before it, unl
 `FSDPParamGroup.pre_backward` makes b unsharded again, and begins the all-gather of b - 1, which runs while the
 gradients of b are computed. Each gradient is counted as autograd accumulates it (`Bucket.arrive`). When the last one of
 a bucket has come, its reduce-scatter begins. The last one of the block reshards it first, since packing gradients takes
-memory. Nothing in the middle of a block waits for a reduction: ReductionQueue bounds how many are in flight, and
-finishes them.
+memory. ReductionQueue bounds how many are in flight: before a bucket is packed, it waits for the
+oldest if there are more.
 
     compute     | b              | b - 1          | b - 2
     all-gathers |   [ b - 1 ]    |   [ b - 2 ]    |
@@ -125,7 +125,7 @@ def _fail(state: FSDPState, module: nn.Module, in_backward: bool, is_outermost: 
     for notify in root.events.forward_failed:
         for group in state.used:
             notify(group)
-    if is_outermost:
+    if is_outermost and not in_backward:  # checkpointing ends a forward that runs again by an exception of its own
         root.forward.read_outside.clear()
         for notify in root.events.pass_failed:
             notify(root, False)

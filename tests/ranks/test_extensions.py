@@ -230,7 +230,7 @@ def memory_comes_and_goes() -> None:
     mean_loss(model(batch(0))).backward()
     held = [
         storage.nbytes()
-        for extension in group.parameters.extension.members
+        for extension in group.parameters.self_gather.members
         for storage, _ in extension._storages.values()
     ]
     assert held == [0, 0], "the gathered bytes, and the cast made of them"

@@ -40,9 +40,10 @@ def test_it_is_two_pages() -> None:
 
 def test_counts() -> None:
     files = list(ENGINE.glob("*.py"))
-    assert f"what a plain step runs: {len(files)} files" in TEXT
+    assert f"`engine/` has {len(files)} files" in TEXT
     lines = sum(len((ENGINE / f"{name}.py").read_text().splitlines()) for name in PATH)
-    assert ", ".join(f"`{name}.py`" for name in PATH) + f": {lines:,} lines" in TEXT
+    (stated,) = re.findall(r"about ([\d,]+) lines", TEXT)
+    assert abs(int(stated.replace(",", "")) / lines - 1) < 0.05, lines
     assert f"{len(EVENTS)} events" in TEXT
 
 
