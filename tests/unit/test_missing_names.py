@@ -354,12 +354,11 @@ def main() -> None:
 
 def hide_from_import(paths: list[str]) -> None:
     """Hides `paths` from the package itself, which is imported next: its lookups are those that look."""
-    lookup_file = str(FOLDER / "lookup.py")
     usual_get, usual_import = builtins.getattr, importlib.import_module
     parents = {path: path.rpartition(".") for path in paths}
 
     def looks() -> bool:
-        return sys._getframe(2).f_code.co_filename == lookup_file
+        return sys._getframe(2).f_globals.get("__name__") == "fsdp2.torch_private.lookup"
 
     def prefix() -> str:
         return str(sys._getframe(2).f_locals.get("prefix", ""))
