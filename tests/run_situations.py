@@ -8,6 +8,7 @@ Each program runs in its own launch, which is ended after some seconds.
 
 import argparse
 import datetime
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -97,6 +98,7 @@ def cell(outcome: Outcome | None) -> str:
 
 def message(outcome: Outcome) -> str:
     text = " ".join(outcome.text.split()).replace("](", "]\\(")  # no link of Markdown
+    text = re.sub(r"/\S*/(?=site-packages/)", "", text)  # no folder of this machine
     return f"{outcome.kind}: {text[:300]}" + ("..." if len(text) > 300 else "")
 
 

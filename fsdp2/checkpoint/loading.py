@@ -81,19 +81,18 @@ def load(
     session = session_of(process_group)
     team = session.team
 
-    def begin() -> Checkpoint:
+    def begin() -> tuple[Checkpoint, tuple[torch.optim.Optimizer, ...]]:
         check_path("folder", folder)
         for name, values in (("extra", extra), ("per_rank", per_rank)):
             _require_loadable(name, values)
-        check_arguments("load", model, optimizer)
-        return Checkpoint(Path(folder).absolute())
+        optimizers = check_arguments("load", model, optimizer)
+        return Checkpoint(Path(folder).absolute()), optimizers
 
-    stored = team.run(begin)
+    stored, optimizers = team.run(begin)
     try:
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
-        optimizers = check_arguments("load", model, optimizer)
         nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False)
         if not weights:
             del nested[MODEL]

@@ -19,7 +19,6 @@ from ..engine.comm import CommLabel, Rows, Work
 from ..engine.events import Observer
 from ..engine.group import FSDPParamGroup
 from ..engine.root import Root
-from ..torch_private.internals import graph_task
 from .conversation import Conversation, Exchange, roots_of, tell_out_of_step
 from .headers import GOODBYE, HEADER_NBYTES, RAISED, Header, Headers, differ, goodbye, out_of_step
 from .watched_groups import watched
@@ -248,8 +247,8 @@ class Goodbyes(Observer):
         error, group, self._failed = sys.exc_info()[1], self._failed, None
         if error is None or root.is_out_of_step or root.consensus is not None:
             return  # a user drops everything; others know; or they are told by the consensus
-        if not in_backward and (graph_task() != -1 or not root.forward.has_grad):
-            return  # a recomputation that raises is no failure yet
+        if not in_backward and not root.forward.has_grad:
+            return
         where = f" in the forward of {group.comm_label.label}" if group is not None and not in_backward else ""
         text = " ".join(f"{RAISED}{type(error).__name__}{where}: {error}".split())
         comms = [comm for group in root.groups for comm in group.comm_label.named_comms]
