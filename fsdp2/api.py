@@ -85,7 +85,7 @@ def fully_shard(
         reshard_after_forward: True frees the unsharded parameters after forward: less memory, one more all-gather in
             backward. False keeps them until backward ends. None, the default: True, except for what backward needs
             first: the root (the outermost sharded module), the group that was last in the forward before, and what
-            backward gathers ahead of that (one group, unless a prefetch budget says otherwise): freed, it would be
+            backward gathers ahead of that (one group, unless `set_unsharded_budget` says otherwise): freed, it would be
             gathered again at once. An int k, a divisor of the number of ranks: each rank keeps 1/k of them, in compute
             dtypes, and backward gathers among k neighbouring ranks only, for example those of one machine. On one rank
             nothing is gathered, whatever the setting; an int is refused on a mesh that only replicates.

@@ -666,17 +666,26 @@ class FSDPModule:
         """
         reset(require_root(self, "reset_iter_state"))
 
-    def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """Bounds the bytes of unsharded parameters that are gathered ahead, in forward and backward. On the root only.
+    def set_unsharded_budget(self, nbytes: int | None) -> None:
+        """Chooses how many bytes of unsharded parameters may be in memory besides those in use. On the root only.
 
-        Besides the group that runs, as many of the groups that follow are gathered as have at most `nbytes` together,
-        in their compute dtypes. The same bound says how many groups stay unsharded behind the last one of a forward.
-        Where ranks hold whole parameters in the dtype in which they compute, nothing is gathered. Every rank must call
-        it.
+        The budget is for two things. Groups stay unsharded from one use to the next, so that micro-batches, backward
+        passes, forwards of an evaluation and stages of a pipeline gather them once until an optimizer step changes
+        them; frozen groups stay over steps. What is left of the budget is gathered ahead of use, at least the next
+        group if it fits. The choice is by sizes and by the order of the last pass, alike on all ranks; for blocks of
+        one size, no other choice gathers less. A budget of all groups gathers each once a step.
+
+        In use are the root's own group, the groups whose modules run, and the last one that ran. In backward a group
+        may begin before the one behind it has left. A group counts with its bytes in compute dtypes, as
+        `describe` prints them. How many micro-batches a step has is taken from the last step: the first steps gather
+        more. The budget also keeps groups with `reshard_after_forward=True`; what other settings keep, it does not
+        count. Conditional modules do not stay. It has no effect where ranks hold whole parameters in the dtype in which
+        they compute. Each stage of a pipeline is a root. Every rank must call it.
 
         Args:
-            nbytes: 0 gathers nothing ahead. None, the default: the next group whatever its size, and more only while
-                they are together no larger than a typical group.
+            nbytes: 0 gathers nothing ahead, and keeps the last group alone from forward to backward. None, the default:
+                the next group is gathered ahead whatever its size, and more only while they are together no larger
+                than a typical group; the same groups stay at the end of forward.
 
         Raises:
             TypeError: neither an int nor None.
@@ -684,13 +693,13 @@ class FSDPModule:
             ValueError: less than 0.
 
         Example:
-            `model.set_prefetch_budget(2 * bytes_of_a_block)` gathers two blocks ahead.
+            `model.set_unsharded_budget(12 * 2**30)` spends 12 GiB.
         """
         if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool)):
             raise TypeError(f"nbytes: expected an int or None, got {nbytes!r}")
         if nbytes is not None and nbytes < 0:
             raise ValueError(f"nbytes: expected at least 0, got {nbytes}")
-        require_root(self, "set_prefetch_budget").set(prefetch_budget=nbytes)
+        require_root(self, "set_unsharded_budget").set(unsharded_budget=nbytes)
 
     def set_running_stats_averaging(self, enabled: bool) -> None:
         """Chooses whether ranks average `running_mean` and `running_var` of BatchNorm and the like. On the root only.

@@ -95,7 +95,7 @@ WAYS: dict[str, Way] = {
     "weights in fp8": Way({"mp_policy": replace(BF16, compression=Compression(all_gather=Float8()))}, coarse=True),
     "flat AdamW": Way(flat=True),
     "flat AdamW, offloaded": Way({"offload_policy": CPUOffloadPolicy()}, flat=True),
-    "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_prefetch_budget(2**20)),
+    "gathered far ahead": Way({"mp_policy": BF16}, after=lambda model: model.set_unsharded_budget(2**20)),
     "flat AdamW, states on the CPU": Way(flat=True, flatten=partial(flatten_optimizer, offload_states=True)),
     "flat AdamW beside forward": Way(flat=True, flatten=step_with_overlap),
     "offloaded": Way({"offload_policy": CPUOffloadPolicy()}),

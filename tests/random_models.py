@@ -373,7 +373,7 @@ def options_of(name: str, recipe: Recipe, shards: int) -> dict[str, Any]:
 
 def apply_settings(model: nn.Module, recipe: Recipe) -> None:
     assert isinstance(model, FSDPModule)
-    model.set_prefetch_budget(recipe.pick("prefetch budget", None, (0, 300, 1000, 10**6), 0.4))
+    model.set_unsharded_budget(recipe.pick("prefetch budget", None, (0, 300, 1000, 10**6), 0.4))
     if recipe.pick("no reshard after backward", False, (True,), 0.2):
         model.set_reshard_after_backward(False)
     # What checkpointing runs again needs the full parameters without our notice, unless it is a module with a group.

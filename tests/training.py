@@ -1024,7 +1024,9 @@ CHOSEN = (
     with_defaults("2", "OddMLP", "children", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
     with_defaults("2", "SharedModule", "whole", "recomputed", reshard="resharded", setting="no unshard_in_backward"),
     # Some ranks, and some micro-batches, use other parameters and modules.
-    with_defaults("2", "SkippedModule", "children", "accumulation"),
+    with_defaults("2", "SkippedModule", "children", "accumulation", setting="a budget of 6000 bytes"),
+    with_defaults("2", "TinyGPT", "blocks", "accumulation", setting="a budget of 6000 bytes"),
+    with_defaults("2", "OddMLP", "children", "recomputed", reshard="resharded", setting="a budget of 200 bytes"),
     with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
     with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
 )

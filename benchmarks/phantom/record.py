@@ -127,7 +127,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
         else:
             sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
         if args.prefetch_mib and library == "fsdp2":
-            sharded.set_prefetch_budget(args.prefetch_mib * 2**20)
+            sharded.set_unsharded_budget(args.prefetch_mib * 2**20)
     model.to_empty(device=device)
     models.tie(model)
     if args.offload:  # CPU arithmetic is real here

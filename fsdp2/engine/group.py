@@ -343,6 +343,7 @@ class FSDPParamGroup:
         assert buffers is not None, "shards are on the device"
         if self.phase is not SECONDARY:  # else it stands for what was gathered before
             stays = self.keep_until >= KeepUntil.NEXT_PASS or not self.settings.reshard_after_backward
+            stays = stays or self in self.root.prefetcher.kept.after_backward
             self.gathered_versions = self.registration.versions() if stays or not for_backward else None
         try:
             more = self_gather.start(self.comms.gathers) if self_gather is not None else ()
@@ -668,7 +669,8 @@ class FSDPParamGroup:
         stays, backward_follows = self._what_stays(ending), ending is Ending.TRAINING
         if stays is AfterForward.KEEP:
             if backward_follows or self.keep_until is not KeepUntil.USER:
-                for_backward = backward_follows and self.settings.reshard_after_backward
+                stays_after = not self.settings.reshard_after_backward or self in self.root.prefetcher.kept.groups
+                for_backward = backward_follows and not stays_after
                 self.keep_until = max(self.keep_until, KeepUntil.BACKWARD if for_backward else KeepUntil.NEXT_PASS)
                 self.unregister()
             return
@@ -689,10 +691,10 @@ class FSDPParamGroup:
         root, choice = self.root, self.settings.after_forward
         if ending is Ending.FAILED:
             return AfterForward.FREE
-        keeps = choice is AfterForward.KEEP
+        keeps = choice is AfterForward.KEEP or self in root.prefetcher.kept.groups
         if ending is Ending.EVALUATION:
             keeps = keeps or self.keep_until is KeepUntil.USER
-        elif choice is None:
+        elif choice is None and not keeps:
             keeps = root.group is self or root.state in self.sharing_states or root.forward.runs_for_loss
             keeps = keeps or self in root.prefetcher.first_in_backward or self in root.forward.read_outside
         if keeps:
@@ -726,9 +728,13 @@ class FSDPParamGroup:
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:
-        """Reshards, or keeps the data for the next pass if the setting `reshard_after_backward` is False."""
+        """Reshards, or keeps the data for the next pass, by the setting `reshard_after_backward` and the budget."""
         is_running = self.state.running or (self.sharing_states and self.num_running)
-        if self.settings.reshard_after_backward or is_running or not self.is_unsharded:
+        root = self.root
+        stays = not self.settings.reshard_after_backward
+        if root.settings.unsharded_budget and not stays:
+            stays = root.prefetcher.kept.stays(self, root.num_backwards)
+        if not stays or is_running or not self.is_unsharded:
             self.reshard_if_idle(drops_secondary=False)
         else:
             self.reached_by = None

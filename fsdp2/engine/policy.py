@@ -363,9 +363,9 @@ def _meaning_of(reshard_after_forward: bool | int | None) -> AfterForward | None
 class RootSettings:
     """The settings of all groups under one root, by the methods of FSDPModule."""
 
-    # Bytes of unsharded parameters that may be gathered ahead. None: one group of any size, or several that together
-    # are no larger than a typical one.
-    prefetch_budget: int | None = None
+    # Bytes of unsharded parameters that may be there besides the groups in use: gathered ahead, or kept for later uses.
+    # None: one group of any size is gathered ahead, or several that together are no larger than a typical one.
+    unsharded_budget: int | None = None
     # Forget which forwards have run when a backward ends.
     is_last_backward: bool = True
     # Finish the reductions at the end of each backward.

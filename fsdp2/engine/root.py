@@ -278,7 +278,7 @@ class Root:
         self.forward = ForwardPass(torch.is_grad_enabled(), get_ident())
         if self.held_for_backward:
             self.free_kept()
-        self.prefetcher.begin_pass()
+        self.prefetcher.begin_pass(self.num_backwards)
         sent = [group.gradients.sent_nbytes for group in self.groups]
         self.queue.set_limits(max([g.settings.max_reductions or 1 for g in self.groups]), sent)
         for group in self.groups:
@@ -291,10 +291,11 @@ class Root:
             return "the host waits for copies of offloaded shards and gradients. Leave offload_policy out."
         if self.consensus is not None:
             return "the host reads which ranks run conditional modules. Leave conditional=True out."
-        if not all(group.settings.reshard_after_backward for group in self.groups):
+        if self.prefetcher.kept.groups or not all(group.settings.reshard_after_backward for group in self.groups):
             return (
                 "parameters that are kept over steps are gathered again when the host sees that shards have changed. "
-                "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory."
+                "Call set_reshard_after_backward(True) and set_unsharded_budget(None). "
+                "set_keep_unsharded_storage(True) keeps their memory."
             )
         return ""
 
@@ -323,7 +324,7 @@ class Root:
         """Goes on between passes, or at the beginning of one, as ranks do that were told in the last step."""
         self.recover()
         self._forget()
-        self.prefetcher.begin_pass()
+        self.prefetcher.begin_pass(self.num_backwards)
 
     def _forget(self) -> None:
         """Forgets what was recorded, and drops gathers that never were."""

@@ -11,6 +11,7 @@ from operator import attrgetter
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+from .kept_groups import KeptGroups, within_at_turn
 from .policy import KeepUntil, Phase, RootSettings
 from .reduce import Pending
 
@@ -103,6 +104,8 @@ class Prefetcher:
     def __init__(self, groups: Sequence[FSDPParamGroup], cursor: type[Cursor[FSDPParamGroup]] = Cursor) -> None:
         self._groups, self._cursor = groups, cursor
         self.settings = RootSettings()
+        # Which groups stay unsharded from one use to the next.
+        self.kept = KeptGroups(groups)
         # How many bytes may be gathered ahead; and whether one group may be, of any size.
         self._budget = (0, True)
         self._order: list[FSDPParamGroup] = []
@@ -121,12 +124,18 @@ class Prefetcher:
         # Those that the backward pass has reached so far.
         self._reached: set[FSDPParamGroup] = set()
 
-    def begin_pass(self) -> None:
-        """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used."""
+    def begin_pass(self, num_backwards: int) -> None:
+        """Expects the order of the last recorded pass from now on, and reshards groups gathered ahead but not used.
+
+        `num_backwards`: how many backward passes the root has run.
+        """
         if self._num_gathered:
             self._order = self._order_now
-        budget, sizes = self.settings.prefetch_budget, [group.unsharded.nbytes for group in self._groups]
-        self._budget = (median_low(sizes), True) if budget is None else (budget, False)
+        budget, sizes = self.settings.unsharded_budget, [group.unsharded.nbytes for group in self._groups]
+        kept = 0
+        if budget or self.kept.after_backward:
+            kept = self.kept.begin_pass(self._order, budget, num_backwards)
+        self._budget = (median_low(sizes), True) if budget is None else (budget - kept, False)
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
@@ -215,9 +224,10 @@ class Prefetcher:
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
         expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
+        if self.settings.unsharded_budget is not None:
+            return len([*within_at_turn((recorded[-1], *expected), self.kept.groups, self._budget[0])])
         kept = within_budget(expected, _bytes_of, *self._budget)
-        if self.settings.prefetch_budget is None:
-            kept = within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(recorded[-1]), at_least_one=False)
+        kept = within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(recorded[-1]), at_least_one=False)
         return 1 + len([*kept])
 
     def _sharded(self, chosen: Iterable[FSDPParamGroup]) -> Iterator[FSDPParamGroup]:
@@ -239,8 +249,14 @@ _NOT_GATHERED = (*_RESTING, Phase.GATHERING)
 
 
 def _bytes_to_gather(group: FSDPParamGroup) -> int:
-    """Returns the bytes of `group` that count against the budget in forward. It is 0 if the data is there already."""
-    return group.unsharded.nbytes if group.phase in _NOT_GATHERED else 0
+    """Returns the bytes of `group` that count against the budget in forward. It is 0 if the data is there already, and
+    stays there.
+    """
+    if group.phase not in _NOT_GATHERED:
+        kept = group.root.prefetcher.kept
+        if group in kept.groups or group not in kept.after_backward:
+            return 0
+    return group.unsharded.nbytes
 
 
 def _bytes_of(group: FSDPParamGroup) -> int:

@@ -66,7 +66,7 @@ class Description:
         if self.root_settings is None:
             return
         root = state.root
-        names = ("finalize_backward", "prefetch_budget", "averages_running_stats")
+        names = ("finalize_backward", "unsharded_budget", "averages_running_stats")
         changes = {name: getattr(self.root_settings, name) for name in names}
         root.set(**changes)
         for i, (forward, backward) in self.prefetch.items():

@@ -119,7 +119,7 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     second.set_reshard_after_backward(False)
     second.set_keep_unsharded_storage(True)
     model.set_manual_backward_finalization(True)
-    model.set_prefetch_budget(1000)
+    model.set_unsharded_budget(1000)
     twin = way(model)
     old, new = ([describe(group) for group in groups_below(each)] for each in (model, twin))
     assert new == old
@@ -128,7 +128,7 @@ def settings_stay(way: Callable[[Any], Any]) -> None:
     assert second.settings.backward_prefetch == (first,)
     root = require_state(twin).root
     assert not root.settings.finalize_backward
-    assert root.prefetcher.settings.prefetch_budget == 1000
+    assert root.prefetcher.settings.unsharded_budget == 1000
 
 
 def describe(group: Any) -> dict[str, Any]:

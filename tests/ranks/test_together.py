@@ -79,7 +79,7 @@ def together(policy: MixedPrecisionPolicy, kind: str, reshard: Any = None) -> tu
     for blocks in (model.blocks[0], [*model.blocks[1:3]], [*model.blocks[3:5]]):
         fully_shard(blocks, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    model.set_prefetch_budget(4000)
+    model.set_unsharded_budget(4000)
     model.set_reduce_scatter_max_input_buffers(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, foreach=True)
     return model, flatten_optimizer(optimizer, overlap_with_forward=True)

@@ -224,6 +224,8 @@ def gathers_before_b1s_backward(configure: Callable[[Any], object]) -> list[str]
     for _ in range(2):
         lines.clear()
         backward(model)
+        with torch.no_grad():
+            [parameter.add_(0) for parameter in model.parameters()]  # a step, for which nothing stays
     return before[-1][3:]
 
 
@@ -279,7 +281,7 @@ def test_custom_reduce_scatter() -> None:
 
 def test_bytes_gathered_ahead() -> None:
     def ahead(budget: int | None) -> list[str]:
-        return gathers_before_b1s_backward(lambda model: model.set_prefetch_budget(budget))
+        return gathers_before_b1s_backward(lambda model: model.set_unsharded_budget(budget))
 
     model = build()
     first, second = (groups_of(block)[0].nbytes for block in (model.b1, model.b0))
@@ -483,7 +485,7 @@ def test_values_other_than_bools_are_refused_by_name() -> None:
 
 
 OF_THE_ROOT: dict[str, tuple[Any, ...]] = {
-    "set_prefetch_budget": (0,),
+    "set_unsharded_budget": (0,),
     "set_running_stats_averaging": (False,),
     "set_manual_backward_finalization": (True,),
     "finalize_backward": (),
@@ -516,7 +518,7 @@ def test_values_that_are_refused() -> None:
         (ValueError, "reduce_scatter: .*compresses", lambda: exchanging.set_custom_reduce_scatter(Collective())),
         (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
         *(
-            (error, "nbytes", lambda wrong=wrong: model.set_prefetch_budget(wrong))
+            (error, "nbytes", lambda wrong=wrong: model.set_unsharded_budget(wrong))
             for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError))
         ),
         *(

@@ -308,7 +308,7 @@ TABLE: dict[str, Row] = {
     "set_symm_mem_for_comm": Row((*(NO_NCCL,) * 5, H, H, NO_NCCL, NO_NCCL), call("set_symm_mem_for_comm")),
     "set_keep_unsharded_storage": Row((*SHARING, H), call("set_keep_unsharded_storage", True)),
     "set_free_viewed_storage": Row((H,) * 9, call("set_free_viewed_storage", True)),
-    "set_prefetch_budget": Row((*SHARING, W), call("set_prefetch_budget", 0)),
+    "set_unsharded_budget": Row((*SHARING, W), call("set_unsharded_budget", 0)),
     "set_running_stats_averaging": Row((*SEVERAL, W), call("set_running_stats_averaging", False), averages=True),
     "set_conditional": Row((*SEVERAL, W), lambda model, _: model.b.set_conditional()),
     "set_is_last_backward": Row((*SHARING, W), call("set_is_last_backward", False), prepare=free_all, twice=True),

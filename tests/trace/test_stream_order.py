@@ -210,7 +210,7 @@ MODELS = {
     "hook": lambda: hooked(build(mp_policy=BF16)),
     "offload hook": lambda: hooked(offloaded(build)),
     "sums": lambda: change(build(), "set_force_sum_reduction_for_comms", True, recurse=True),
-    "prefetch all": lambda: change(build(mp_policy=BF16), "set_prefetch_budget", 1 << 30),
+    "prefetch all": lambda: change(build(mp_policy=BF16), "set_unsharded_budget", 1 << 30),
     "more in flight": lambda: change(hsdp(mp_policy=BF16), "set_reduce_scatter_max_input_buffers", 3),
     "kept storage": lambda: change(build(), "set_keep_unsharded_storage", True),
     "unused": lambda: change(build(), "set_reduce_scatter_unused_params", True),

@@ -78,7 +78,7 @@ def test_a_model_has_one_root_that_its_first_forward_builds(built: list[Root]) -
         lambda model: model.zero_grad(),
         lambda model: model.double(),
         lambda model: model.unshard(),
-        lambda model: model.set_prefetch_budget(0),
+        lambda model: model.set_unsharded_budget(0),
         lambda model: model.set_optimizer_in_backward(torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda model: bool(model._is_fsdp_managed_module),
         lambda model: copy.deepcopy(model),

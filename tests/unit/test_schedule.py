@@ -102,6 +102,7 @@ class Group:
     """A group that is unsharded already."""
 
     keep_until, phase = KeepUntil.END_OF_USE, Phase.UNSHARDED
+    root: Any = None
 
     def __init__(self, settings: Any, nbytes: int) -> None:
         self.settings, self.unsharded = settings, SimpleNamespace(nbytes=nbytes)
@@ -122,8 +123,10 @@ def test_the_last_groups_stay_if_they_are_not_too_large(shares: list[float], num
     settings = SimpleNamespace(forward_prefetch=None, backward_prefetch=None, unshard_in_backward=True)
     groups = [Group(settings, int(share * MAX_KEPT_BYTES)) for share in shares]
     prefetcher = Prefetcher(groups)
+    for group in groups:
+        group.root = SimpleNamespace(prefetcher=prefetcher)
     for _ in range(2):
-        prefetcher.begin_pass()
+        prefetcher.begin_pass(0)
         for group in groups:
             assert not [*prefetcher.in_forward(group)]
     assert prefetcher.first_in_backward == {*groups[-num_kept:]}
