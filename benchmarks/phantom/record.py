@@ -37,7 +37,7 @@ from . import models, timeline
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("wrapping", "clip", "vocab_parallel_embedding", "overlap_with_forward", "prefetch_mib"),
+    *("wrapping", "clip", "vocab_parallel_embedding", "overlap_with_forward", "budget_mib", "micro_batches"),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--overlap-with-forward", action="store_true", help="it is flat, and steps during the next forward: fsdp2 alone"
     )
-    add("--prefetch-mib", type=int, default=0, help="gather so many MiB ahead: fsdp2 alone")
+    add("--budget-mib", type=int, default=0, help="set_unsharded_budget: fsdp2 alone")
+    add("--micro-batches", type=int, default=1, help="forwards and backwards of a step")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -126,8 +127,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             sharded: Any = recipe.shard(library, model, **options)
         else:
             sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
-        if args.prefetch_mib and library == "fsdp2":
-            sharded.set_unsharded_budget(args.prefetch_mib * 2**20)
+        if args.budget_mib and library == "fsdp2":
+            sharded.set_unsharded_budget(args.budget_mib * 2**20)
     model.to_empty(device=device)
     models.tie(model)
     if args.offload:  # CPU arithmetic is real here
@@ -145,18 +146,38 @@ def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
         size = min(most, first + 1)
 
 
-def run_step(model: nn.Module, ids: torch.Tensor, optimizer: Any, clip: Any, mark: Any) -> None:
-    mark(b"forward")
-    loss = F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-    mark(b"backward")
-    loss.backward()
+def run_step(
+    model: nn.Module,
+    ids: torch.Tensor,
+    optimizer: Any,
+    clip: Any,
+    mark: Any,
+    micro_batches: int = 1,
+    change: Any = None,
+) -> None:
+    for _ in range(micro_batches):
+        mark(b"forward")
+        loss = F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        mark(b"backward")
+        loss.backward()
+        del loss
     mark(b"optimizer")
     if clip is not None:
         clip(model.parameters(), 1.0)
     if optimizer is not None:
         optimizer.step()
+    elif change is not None:
+        change()
     model.zero_grad(set_to_none=True)
     mark(b"end")
+
+
+def _count_a_write(model: nn.Module, args: argparse.Namespace) -> Callable[[], object] | None:
+    """Returns a function that stands for an optimizer's step, where weights may stay unsharded until there is one: it
+    launches nothing, and says that all parameters have changed.
+    """
+    locals_ = [param.to_local() if isinstance(param, DTensor) else param.data for param in model.parameters()]
+    return (lambda: torch.autograd.graph.increment_version(locals_)) if args.budget_mib else None
 
 
 def _mark_nothing(name: bytes) -> None:
@@ -246,7 +267,8 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     if args.overlap_with_forward and library == "fsdp2":
         optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_with_overlap(optimizer)
     ids = models.make_ids(shape, args.rows, args.tokens)
-    take_step = partial(run_step, model, ids, optimizer, recipe.clip_function(library) if args.clip else None)
+    clip, change = recipe.clip_function(library) if args.clip else None, _count_a_write(model, args)
+    take_step = partial(run_step, model, ids, optimizer, clip, micro_batches=args.micro_batches, change=change)
     for _ in range(3):
         take_step(_mark_nothing)
     gc.collect()

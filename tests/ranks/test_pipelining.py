@@ -79,9 +79,10 @@ class Case:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     replicates: bool = False
     shards_root: bool = True
+    budget: int | None = None
 
     def __str__(self) -> str:
-        ways = f"{self.replicates=} {self.shards_root=}"
+        ways = f"{self.replicates=} {self.shards_root=} {self.budget=}"
         return f"{self.schedule} {self.reshard_after_forward=} {self.policy.param_dtype} {ways}"
 
     @property
@@ -119,6 +120,8 @@ class Case:
             ends = [part] if self.shards_root else [each for each in (part.stem, part.head) if each is not None]
             for module in (*part.blocks.values(), *ends):
                 self.shard(module)
+            if self.budget is not None:
+                part.set_unsharded_budget(self.budget)
         return [
             pipelining.PipelineStage(part, index, count, torch.device("cpu"), group=self.mesh["pp"].get_group())
             for part, index in zip(parts, self.stage_indices, strict=True)
@@ -239,18 +242,22 @@ def count(name: str) -> Iterator[list[Any]]:
 
 
 def communicates_once(case: Case) -> None:
-    """All micro-batches share one gather, which the schedule asks for, and one reduction."""
+    """All micro-batches share one gather, which the schedule or a budget asks for, and one reduction."""
     stages = case.stages(case.plain())
     schedule = case.make_schedule(stages)
-    for step in range(2):  # the first one finds out what the stages exchange by running them
+    for step in range(3):  # the first one finds out what the stages exchange by running them
         with count("all_gather") as gathers, count("reduce_scatter") as reductions:
             run(schedule, stages, *map(case.own, case.batch(step)))
+        if case.budget is not None:
+            optimizer_for(*(stage.submod for stage in stages)).step()
     groups = sum(bool(group.params) for stage in stages for group in groups_below(stage.submod))
-    assert len(gathers) == len(reductions) == groups, (len(gathers), len(reductions), groups)
+    counts = len(gathers), len(reductions)  # a failure would print freed tensors
+    assert counts == (groups, groups)
 
 
 def test_micro_batches_share_one_gather_and_one_reduction() -> None:
     cases = [Case("Interleaved1F1B", False), Case("InterleavedZeroBubble", False)]
+    cases += [Case(schedule, budget=2**20) for schedule in SCHEDULES]
     run_checks(PIPELINE * DATA, [(str(case), functools.partial(patched, communicates_once, case)) for case in cases])
 
 
