@@ -20,6 +20,11 @@ STEPS, LEARNING_RATE = 20, 5e-3
 DOCUMENTATION = "\n".join(topics[name] for name in sorted(topics))
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Returns causal attention. Tensors are (rows, heads, positions, features)."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Block(nn.Module):
     """Is attention and an MLP, each with a norm before it and added to the stream: one group of `fully_shard`."""
 
@@ -39,7 +44,7 @@ class Block(nn.Module):
         projected = (self.query(normed), self.key(normed), self.value(normed))
         # As many heads as there are features: under tensor parallelism, a rank computes only some.
         query, key, value = (each.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for each in projected)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = attend(query, key, value)
         stream = stream + self.attention_out(mixed.transpose(1, 2).flatten(-2))
         return stream + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(stream))))
 
@@ -54,9 +59,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.positions: slice | Tensor = slice(None)  # those of the inputs
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        stream = self.byte_embedding(inputs) + self.position_embedding.weight
+        stream = self.byte_embedding(inputs) + self.position_embedding.weight[self.positions]
         for block in self.blocks:
             stream = block(stream)
         return F.cross_entropy(self.head(self.norm(stream)).flatten(0, 1), targets.flatten())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from .tools.describe import describe
     from .tools.full_params import full_params
     from .tools.padding import cheapest_placement
+    from .tools.same_batch import check_same_batch
     from .tools.stream import StreamVersion, stream_full_params
     from .tools.sync import sync_module_states
 
@@ -50,6 +51,7 @@ _MODULES = {
     "cheapest_placement": "tools.padding",
     "check": "tools.audit",
     "clip_grad_norm_": "tools.clip",
+    "check_same_batch": "tools.same_batch",
     "compare": "tools.compare",
     "describe": "tools.describe",
     "flatten_optimizer": "optim.flat",
@@ -98,6 +100,7 @@ __all__ = [
     "accumulate",
     "cheapest_placement",
     "check",
+    "check_same_batch",
     "clip_grad_norm_",
     "compare",
     "describe",

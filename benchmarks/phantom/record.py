@@ -37,7 +37,15 @@ from . import models, timeline
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
     *("reshard", "checkpoint", "shard_dim", "optimizer", "prepare", "blocks"),
-    *("wrapping", "clip", "vocab_parallel_embedding", "overlap_with_forward", "budget_mib", "micro_batches"),
+    *(
+        "wrapping",
+        "clip",
+        "vocab_parallel_embedding",
+        "overlap_with_forward",
+        "budget_mib",
+        "micro_batches",
+        "keep_all",
+    ),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
 Call = list[Any]  # ns, thread, kind, stream, five numbers, name, CPU time of the thread in ns (while it is merged)
@@ -80,6 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--budget-mib", type=int, default=0, help="set_unsharded_budget: fsdp2 alone")
     add("--micro-batches", type=int, default=1, help="forwards and backwards of a step")
+    add(
+        "--keep-all",
+        action="store_true",
+        help="reshard_after_forward=False, and set_reshard_after_backward(False) but for the last micro-batch",
+    )
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -127,6 +140,8 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             sharded: Any = recipe.shard(library, model, **options)
         else:
             sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
+        if args.keep_all:
+            sharded.set_reshard_after_forward(False)
         if args.budget_mib and library == "fsdp2":
             sharded.set_unsharded_budget(args.budget_mib * 2**20)
     model.to_empty(device=device)
@@ -268,7 +283,8 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
         optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_with_overlap(optimizer)
     ids = models.make_ids(shape, args.rows, args.tokens)
     clip, change = recipe.clip_function(library) if args.clip else None, _count_a_write(model, args)
-    take_step = partial(run_step, model, ids, optimizer, clip, micro_batches=args.micro_batches, change=change)
+    passes = {"micro_batches": args.micro_batches, "keep_all": args.keep_all, "change": change}
+    take_step = partial(run_step, model, ids, optimizer, clip, **passes)
     for _ in range(3):
         take_step(_mark_nothing)
     gc.collect()

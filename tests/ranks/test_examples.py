@@ -72,6 +72,10 @@ def run_few(name: str, ranks: int, plain: Curve, *options: str) -> str:
     return output
 
 
+def test_context_parallel(plain_losses: Curve) -> None:
+    assert "each rank computes 32 of 64 positions" in run_few("context_parallel.py", 4, plain_losses)
+
+
 def test_hsdp(plain_losses: Curve) -> None:
     """Replicas that forget to exchange gradients drift apart, and away from plain training."""
     output = run_few("hsdp.py", 4, plain_losses)

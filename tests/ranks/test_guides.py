@@ -382,8 +382,12 @@ def muon(names: Names) -> None:
     assert printed == [f"{names['split']}\n"]
 
 
-@guide("Combine sharding with replicas, tensor parallelism and pipelines", ranks=4)
+@guide("Combine sharding with replicas, tensor and context parallelism, and pipelines", ranks=4)
 def replicas(names: Names) -> None:
+    plain, rows = plain_model(names), (torch.arange(36) ** 2 % 32).reshape(4, 9)
+    F.cross_entropy(plain(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+    for (name, param), expected in zip(names["sequences"].named_parameters(), plain.parameters(), strict=True):
+        assert_same(param.grad, expected.grad, 1e-5, 1e-6, name)
     assert_equal(names["model"], trained(names, steps=2, accumulated=2))
     assert_equal(names["shared"], trained(names, steps=3))
 
