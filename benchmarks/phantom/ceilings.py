@@ -47,6 +47,7 @@ STEPS = {
     "1B, N=512": "--model 1B --layers 2 --ranks 512",
     "8B, N=64": "--model 8B --layers 2 --ranks 64",
     "experts, N=64": "--model moe --layers 2 --ranks 64",
+    "expert modules, N=64": "--model moe-modules --layers 2 --ranks 64",
     "GPT-2, N=8": "--model gpt2 --layers 2 --ranks 8 --tokens 1024",
     "GPT-2, N=64": "--model gpt2 --layers 2 --ranks 64 --tokens 1024",
     "1B, HSDP 2 x 4": "--model 1B --layers 2 --ranks 4 --replicas 2",

@@ -162,15 +162,18 @@ def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
 
 
 def run_step(
-    model: nn.Module,
+    model: Any,
     ids: torch.Tensor,
     optimizer: Any,
     clip: Any,
     mark: Any,
     micro_batches: int = 1,
+    keep_all: bool = False,
     change: Any = None,
 ) -> None:
-    for _ in range(micro_batches):
+    for i in range(micro_batches):
+        if keep_all:
+            model.set_reshard_after_backward(i == micro_batches - 1)
         mark(b"forward")
         loss = F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
         mark(b"backward")
