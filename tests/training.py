@@ -864,6 +864,12 @@ def ranks_that_differ(side: Side) -> None:
         side.backward(10 * step, mode=("reduce", "wait", "scatter")[step])
         side.backward(10 * step + 1)
         side.step(step)
+    side.ranks_differ = side.fills = False
+    if side.sharded:
+        side.sharded.set_reduce_scatter_unused_params(False)
+    side.model.before_step(1)
+    side.backward(90)
+    side.step("taken back")
 
 
 @program
