@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import parts, saving
+from fsdp2.checkpoint.layout import LAYOUT, METADATA
 from helpers import full, run_checks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -66,14 +67,27 @@ def only_on(rank: int, error: Exception) -> Any:
     return mock.patch.object(saving, "write_parts", write)
 
 
+def index_fails(name: str) -> Any:
+    """Context: writing an index, after the files of all ranks, fails."""
+    function = saving.write_file
+
+    def write(path: Path, chunks: Any) -> None:
+        if path.name == name:
+            raise OSError(28, "No space left on device", "the file")
+        function(path, chunks)
+
+    return mock.patch.object(saving, "write_file", write)
+
+
 def one_rank_fails(folder: Path, wait: bool) -> None:
     model, optimizer = make()
     train(model, optimizer)
     checkpoint.save(folder / "a", model, optimizer)
     before = weights(model)
     train(model, optimizer)
-    for rank in range(2):
-        with only_on(rank, OSError(28, "No space left on device", "the file")):
+    space = OSError(28, "No space left on device", "the file")
+    for failing in (*(only_on(rank, space) for rank in range(2)), index_fails(LAYOUT), index_fails(METADATA)):
+        with failing:
             call = lambda: checkpoint.save(folder / "b", model, optimizer, wait=wait).wait()  # noqa: E731
             refused(call, OSError, "No space left on device")
     assert sorted(each.name for each in folder.iterdir()) == [".fsdp2-lock", "a"]
