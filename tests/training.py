@@ -184,6 +184,8 @@ PRECISIONS = {
     "codec, bf16": MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=ToBfloat16())),
     "codec": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16())),
     "codec with feedback": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16(feedback=True))),
+    "weights in a bf16 wire": MixedPrecisionPolicy(compression=Compression(all_gather=BF16)),
+    "weights by a codec": MixedPrecisionPolicy(BF16, F32, compression=Compression(all_gather=ToBfloat16())),
     "codec between replicas": MixedPrecisionPolicy(compression=Compression(all_reduce=ToBfloat16())),
     "codec with feedback between replicas": MixedPrecisionPolicy(
         BF16, F32, compression=Compression(all_reduce=ToBfloat16(feedback=True))
@@ -193,11 +195,11 @@ OF_MIXED_DTYPES = ("fp32", "fp32 sums", "only a bf16 wire")
 """The policies for a model whose parameters have two dtypes."""
 
 
-def sent(codec: Any, gradient: Tensor) -> Tensor:
-    """Returns what arrives of a gradient that travels in a dtype of the policy, or by its codec."""
-    is_encoded = codec is not None and sum(size > 1 for size in gradient.shape) > 1
+def sent(codec: Any, numbers: Tensor) -> Tensor:
+    """Returns what arrives of a gradient or a weight that travels in a dtype of the policy, or by its codec."""
+    is_encoded = codec is not None and sum(size > 1 for size in numbers.shape) > 1
     wire = codec.dtype if type(codec) is Cast else BF16 if is_encoded else None
-    return gradient if wire is None else gradient.to(wire).to(gradient.dtype)
+    return numbers if wire is None else numbers.to(wire).to(numbers.dtype)
 
 
 Place = Callable[[nn.Parameter], Shard | None]
@@ -285,6 +287,8 @@ def at_once(*names: str) -> Callable[[nn.Module], None]:
 
 SETTINGS: dict[str, Callable[[Any], object]] = {
     **matrix.SETTINGS,
+    # Twice the usual one, a power of two: gradients are halves, bit for bit.
+    "divide factor": lambda model: model.set_gradient_divide_factor(2 * dist.get_world_size(), recurse=True),
     "no unshard_in_backward": lambda model: model.set_unshard_in_backward(False, recurse=True),
     "own gathers": own_collectives(gathers=True, is_async=False),
     "own collectives": own_collectives(gathers=False, is_async=False),
@@ -337,6 +341,11 @@ class Draw:
         return (among_two | {"2x1": 1, "2 replicas": 1}).get(self.topology, self.ranks)
 
     @property
+    def scale(self) -> float:
+        """What a divide factor makes of gradients."""
+        return 0.5 if self.setting in ("divide factor", "six others at once") else 1.0
+
+    @property
     def is_staged(self) -> bool:
         return self.rests.startswith("staged")
 
@@ -346,7 +355,7 @@ class Draw:
         compression = self.policy.compression
         encodes = compression.reduce_scatter is not None
         return not (
-            (encodes and topology.function is replicate)
+            ((encodes or compression.all_gather is not None) and topology.function is replicate)
             or (compression.all_reduce is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and topology.function is replicate)
             or (self.setting.startswith("own") and self.topology == "2x1")
@@ -548,7 +557,8 @@ class Plain(Side):
         low, policy = copy.deepcopy(self.model), self.draw.policy
         for param in low.parameters():
             kept = policy.param_dtype_override_fn(param) if policy.param_dtype_override_fn else None
-            param.data, param.grad = param.data.to(kept or policy.param_dtype or param.dtype), None
+            arrives = sent(policy.compression.all_gather, param.data)
+            param.data, param.grad = arrives.to(kept or policy.param_dtype or param.dtype), None
         return low
 
     def rows(self, seed: int, rank: int) -> Tensor:
@@ -592,7 +602,7 @@ class Plain(Side):
                     replicas = [
                         self.leave_replica(r, partial.pop(name), name) for r, partial in enumerate(self.partial)
                     ]
-                    grad = self.mean(replicas).to(param.dtype)
+                    grad = self.mean(replicas).to(param.dtype) * self.draw.scale
                     param.grad = grad if param.grad is None else param.grad + grad
             if self.steps_in_backward:
                 self.optimizer.step()
@@ -1033,6 +1043,9 @@ CHOSEN = (
     with_defaults("2", "SkippedModule", "children", "accumulation"),
     with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
     with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
+    # What stays after forward is what was decoded.
+    with_defaults("4", "OddMLP", "whole", "evaluation", precision="weights by a codec", reshard="half"),
+    with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="weights by a codec", reshard="resharded"),
 )
 """Draws that always run, for pairs of choices that by day no other has."""
 
