@@ -551,7 +551,7 @@ def run_tests(tree: Path, tests: Sequence[str], patience: float, program: str = 
         return False, f"no end within {patience:.0f} s"
     if done.returncode == 0:
         return True, ""
-    if "did not return; it stood at" in done.stdout or "Failed: Timeout" in done.stdout:
+    if "timeout: rank" in done.stdout or "Failed: Timeout" in done.stdout:
         return False, "a launch has not ended in time: on a busy machine, run it again"
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+.*)", done.stdout, re.MULTILINE)
     return False, failed[

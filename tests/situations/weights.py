@@ -158,7 +158,7 @@ def full_params_in_the_loss(side: Side) -> None:
     LOUD,
     "between unshard() and reshard()",
     advises="Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded parameter; change a "
-    "shape before fully_shard",
+    "shape (resize an embedding) before",
     ways=("inside", "sharded", "a shape before"),
 )
 def written_between_unshard_and_reshard(side: Side, way: str = "") -> None:
