@@ -454,6 +454,12 @@ MUTATIONS = (
         (REPLICAS,),
     ),
     Mutation(
+        "secondary shards are encoded once more",
+        r"world_size=among, gather_codec=None\)",
+        "world_size=among)",
+        ("tests/ranks/test_gather_codec.py",),
+    ),
+    Mutation(
         "writes through a local tensor that a user has are taken for seen",
         r"if self\.are_awaited:\n +self\.are_seen = False",
         "if not self.are_awaited:\n            self.are_seen = False",

@@ -174,6 +174,12 @@ def a_codec_that_rounds_at_random_rounds_alike_in_backward() -> None:
         assert_same(p.grad.full_tensor(), expected, 0, 0, name)
 
 
+def secondary_shards_are_decoded_ones() -> None:
+    """Backward gathers them as they are, in the dtype of compute: encoded again, they would be rounded once more."""
+    if dist.get_world_size() == 4:
+        assert_trains_as_rounded(OddMLP, policy_of(), reshard_after_forward=2)
+
+
 class Sent:
     """A Comm that counts the bytes that all ranks together give to an all-gather."""
 
@@ -361,6 +367,7 @@ def test_weights_travel_encoded(ranks: int, tmp_path: Path) -> None:
             weights_are_rounded_when_they_are_gathered,
             three_dtypes,
             a_codec_that_rounds_at_random_rounds_alike_in_backward,
+            secondary_shards_are_decoded_ones,
             bytes_on_the_wire,
             memory_is_freed,
             what_the_policy_leaves_alone,
