@@ -196,6 +196,12 @@ MUTATIONS = (
         (ACCUMULATION,),
     ),
     Mutation(
+        "a sum that waits for its replicas replaces an earlier one",
+        r"shard if earlier is None else earlier \+ shard",
+        "shard",
+        (TRAINING,),
+    ),
+    Mutation(
         "a reset keeps sums that wait for their replicas",
         r"^ +self\.reduced_in_shard\.clear\(\)$",
         "",

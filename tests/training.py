@@ -304,6 +304,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
         "no unshard_in_backward",
     ),
 }
+RECOMPUTED = ("recomputed", "recomputed together")
 RESHARDS = {"by default": None, "resharded": True, "kept": False, "half": "half"}
 
 
@@ -369,18 +370,20 @@ class Draw:
             or (self.precision == "fp16" and self.model != "Normed")
             or (self.program.startswith("ranks that") and self.model not in ("Odd", "SkippedModule"))
             or (self.wrap == "blocks" and "GPT" not in self.model)
-            or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
+            or (self.model in CONDITIONAL and self.program in ("frozen for a step", *RECOMPUTED))
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
             # The kernels of an LSTM round otherwise where its weights lie elsewhere in memory: by one bit.
-            or (self.model == "TinyLSTM" and (self.is_staged or self.program == "recomputed"))
+            or (self.model == "TinyLSTM" and (self.is_staged or self.program in RECOMPUTED))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
             or (self.program == "clip" and (is_low or encodes or self.model == "MixedDtypes"))
-            or (self.program == "recomputed" and "GPT" in self.model)  # a reentrant checkpoint needs floats
+            or (self.program in RECOMPUTED and "GPT" in self.model)  # a reentrant checkpoint needs floats
+            # What comes twice in a backward leaves twice, and is rounded by itself.
+            or (self.program == "recomputed together" and self.precision != "fp64")
             or (self.program == "another model" and self.model == "SharedModule")  # torch saves one of its names
             or (self.program == "optimizer in backward" and self.setting == "further backwards")
             # torch's own broadcasts, on the group whose collectives are called directly.
@@ -403,8 +406,14 @@ class Draw:
         return batch.double() if self.precision == "fp64" and batch.is_floating_point() else batch
 
     def tolerance(self) -> dict[str, float]:
-        """A norm adds up squares of other pieces than a plain one does; an unsharded parameter is contiguous."""
-        if self.program != "clip" and self.model != "Strided" and self.model not in CONDITIONAL:
+        """A norm adds up squares of other pieces than a plain one does, gradients that come twice are added in another
+        order; an unsharded parameter is contiguous.
+        """
+        if (
+            self.program not in ("clip", "recomputed together")
+            and self.model != "Strided"
+            and self.model not in CONDITIONAL
+        ):
             return EXACT
         return {"rtol": 1e-10, "atol": 1e-12} if self.precision == "fp64" else {"rtol": 1e-5, "atol": 1e-6}
 
@@ -923,6 +932,15 @@ def recomputed(side: Side) -> None:
 
 
 @program
+def recomputed_together(side: Side) -> None:
+    """Gradients come twice in one backward; replicas sum them in the next."""
+    for step in range(2):
+        side.backward(10 * step, 10 * step + 1, mode="scatter", recompute=True)
+        side.backward(10 * step + 2)
+        side.step(step)
+
+
+@program
 def another_model(side: Side) -> None:
     """A full state dict goes out, and into a model of other weights; then a plain model's, by assignment."""
     side.backward(0)
@@ -1043,6 +1061,7 @@ CHOSEN = (
     with_defaults("2", "SkippedModule", "children", "accumulation"),
     with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
     with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
+    with_defaults("2x1", "OddMLP", "whole", "recomputed together"),
     # What stays after forward is what was decoded.
     with_defaults("4", "OddMLP", "whole", "evaluation", precision="weights by a codec", reshard="half"),
     with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="weights by a codec", reshard="resharded"),
