@@ -1,14 +1,14 @@
-"""Plants faults in the engine, one at a time, and checks that the suite notices each.
+"""Plants faults in the engine and around it, one at a time, and checks that the suite notices each.
 
     OMP_NUM_THREADS=1 python tests/run_mutations.py                    each, with the cheapest tests that should fail
     OMP_NUM_THREADS=1 python tests/run_mutations.py --only "no wait*"  those whose names match
     OMP_NUM_THREADS=1 python tests/run_mutations.py --tests PATH ...   all, with these tests instead: what they notice
     python tests/run_mutations.py --dry                                only find the places; CI runs it
 
-It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine and
-its rooms, in whichever file, and what to write there: code may move and be renamed around it. Where the expression
-itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all tests are run
-without a mutation, and must pass. A test run that does not end within its time has noticed, too.
+It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine, its
+rooms, checks and checkpoints, in whichever file, and what to write there: code may move and be renamed around it. Where
+the expression itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all tests
+are run without a mutation, and must pass. A test run that does not end within its time has noticed, too.
 
 To delete a test, show with `--tests` that those that stay notice what it has noticed.
 """
