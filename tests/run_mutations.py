@@ -7,8 +7,8 @@
 
 It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine, its
 rooms, checks and checkpoints, in whichever file, and what to write there: code may move and be renamed around it. Where
-the expression itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all tests
-are run without a mutation, and must pass. A test run that does not end within its time has noticed, too.
+the expression itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all
+tests are run without a mutation, and must pass. A test run that does not end within its time has noticed, too.
 
 To delete a test, show with `--tests` that those that stay notice what it has noticed.
 """
