@@ -2,7 +2,7 @@
 
 They are hidden at once from processes that train.
 
-    python tests/processes/test_hidden_names.py RANK STORE [NAME ...]    # one of the two ranks of that training
+    python tests/processes/test_hidden_names.py RANK STORE NAME ...    # one of the two ranks of that training
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=2)
     print("digest", train(int(rank)))
-    if hidden:
-        refuse_a_mode()
+    refuse_a_mode()
     dist.destroy_process_group()
 
 
@@ -140,27 +139,25 @@ def refuse_a_mode() -> None:
 
 
 def test_training_without_the_others_is_the_same(tmp_path: Path) -> None:
+    from helpers import run_ranks
     from private_names import OTHERS
 
-    digests = {}
-    for hidden in ([], OTHERS):
-        store = tmp_path / f"store{len(hidden)}"
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(store), *hidden],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        outputs = [rank.communicate(timeout=300) for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], outputs
-        digests[bool(hidden)] = [out.split("digest ")[1].split()[0] for out, _ in outputs]
-        if hidden:
-            assert all("refused" in out for out, _ in outputs)
-            assert all("off, because torch" in error for _, error in outputs)
-    assert digests[True] == digests[False]
+    expected = run_ranks(2, lambda rank, _: train(rank))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store"), *OTHERS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    for (out, error), digest in zip(outputs, expected, strict=True):
+        assert out.split("digest ")[1].split()[0] == digest
+        assert "refused" in out
+        assert "off, because torch" in error
 
 
 if __name__ == "__main__":
