@@ -1,14 +1,14 @@
-"""Plants faults in the engine, one at a time, and checks that the suite notices each.
+"""Plants faults in the engine and around it, one at a time, and checks that the suite notices each.
 
     OMP_NUM_THREADS=1 python tests/run_mutations.py                    each, with the cheapest tests that should fail
     OMP_NUM_THREADS=1 python tests/run_mutations.py --only "no wait*"  those whose names match
     OMP_NUM_THREADS=1 python tests/run_mutations.py --tests PATH ...   all, with these tests instead: what they notice
     python tests/run_mutations.py --dry                                only find the places; CI runs it
 
-It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine and
-its rooms, in whichever file, and what to write there: code may move and be renamed around it. Where the expression
-itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all tests are run
-without a mutation, and must pass. A test run that does not end within its time has noticed, too.
+It works in a copy of the tree. A mutation is a regular expression that must match exactly one place in the engine, its
+rooms, checks and checkpoints, in whichever file, and what to write there: code may move and be renamed around it. Where
+the expression itself no longer matches, the mutation fails as "no place"; then give it the new spelling. First all
+tests are run without a mutation, and must pass. A test run that does not end within its time has noticed, too.
 
 To delete a test, show with `--tests` that those that stay notice what it has noticed.
 """
@@ -37,18 +37,20 @@ TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
 REPLICAS = "tests/ranks/test_replica_codecs.py"
 VIEW = "tests/ranks/test_sharded_view.py"
+SITUATIONS = "tests/ranks/test_situations.py"
 
 
 class Mutation(NamedTuple):
     """Describes a fault: the expression that finds its place, what to write instead, and tests that must notice.
 
-    `pattern` is matched over whole files, with `^` and `$` at each line.
+    `pattern` is matched over whole files, with `^` and `$` at each line. `program`: of SITUATIONS, run this one alone.
     """
 
     name: str
     pattern: str
     replacement: str
     tests: tuple[str, ...]
+    program: str = ""
 
 
 MUTATIONS = (
@@ -192,6 +194,12 @@ MUTATIONS = (
         r"^( +)output\.as_strided\(shard\.shape, strides, layout\.offsets\[i\]\)\.add_\(shard\)$",
         r"\1pass",
         (ACCUMULATION,),
+    ),
+    Mutation(
+        "a sum that waits for its replicas replaces an earlier one",
+        r"shard if earlier is None else earlier \+ shard",
+        "shard",
+        (TRAINING,),
     ),
     Mutation(
         "a reset keeps sums that wait for their replicas",
@@ -390,11 +398,129 @@ MUTATIONS = (
         r"\1pass",
         ("tests/unit/test_transfers.py", "tests/trace/test_offload_order.py"),
     ),
+    # ---- rooms, checkpoints, and what strangers have reported
+    Mutation(
+        "what autograd has saved of weights that have changed may be used",
+        r"tuple\(valid \+ 2 \* \(i in changed\) for",
+        "tuple(valid + 0 * (i in changed) for",
+        ("tests/unit/test_unsharded.py",),
+    ),
+    Mutation(
+        "memory of which user code has a view is freed",
+        r"if storage_uses\(self\.storage\._cdata\) > self\._num_uses and not although_viewed:",
+        "if self is although_viewed:",
+        ("tests/unit/test_unsharded.py",),
+    ),
+    Mutation(
+        "what a forward has left for a reader in backward stays when the next pass begins",
+        r"self\.freed_later \|= self\.held_for_backward",
+        "pass",
+        ("tests/ranks/test_kept_weights.py",),
+    ),
+    Mutation(
+        "the gradient that a hook returns is not taken",
+        r"gradient = gradient if replaced is None else param\.adopt_gradient\(replaced, local\.device\)",
+        "gradient = gradient",
+        ("tests/ranks/test_autograd.py",),
+    ),
+    Mutation(
+        "each piece of an uneven gradient has the last rows of the first piece",
+        r"rest = flat\[whole:\]\[first:last\]",
+        "rest = flat[whole:][: last - first]",
+        (TRAINING,),
+    ),
+    Mutation(
+        "padding that a codec reads is what it was",
+        r"segments\.flat\.zero_\(\)",
+        "pass",
+        (TRAINING,),
+    ),
+    Mutation(
+        "ranks that exchange by a gather take the slices of the first one",
+        r"of_all\.view\(self\.size, self\.size, -1\)\[:, self\.rank\]",
+        "of_all.view(self.size, self.size, -1)[:, 0]",
+        ("tests/ranks/test_any_process_group.py",),
+    ),
+    Mutation(
+        "a sum that is divided otherwise is averaged",
+        r"averages = divisor == self\.size and not self\.force_sum(?=\n +if not averages and)",
+        "averages = not self.force_sum",
+        ("tests/unit/test_coalesced_comm.py", TRAINING),
+    ),
+    Mutation(
+        "each step rounds at random alike",
+        r"torch\.Generator\(numbers\.device\)\.manual_seed\(seed\)",
+        "torch.Generator(numbers.device).manual_seed(0)",
+        ("tests/ranks/test_compressed.py",),
+    ),
+    Mutation(
+        "what rounding changes of a slice is kept for the first slice",
+        r"first = comm\.rank \* slice_numel",
+        "first = 0",
+        (REPLICAS,),
+    ),
+    Mutation(
+        "secondary shards are encoded once more",
+        r"world_size=among, gather_codec=None\)",
+        "world_size=among)",
+        ("tests/ranks/test_gather_codec.py",),
+    ),
+    Mutation(
+        "writes through a local tensor that a user has are taken for seen",
+        r"if self\.are_awaited:\n +self\.are_seen = False",
+        "if not self.are_awaited:\n            self.are_seen = False",
+        ("tests/ranks/test_offload.py",),
+    ),
+    Mutation(
+        "a checkpoint lacks the rows that do not divide",
+        r"chunk = \(length \+ number - 1\) // number",
+        "chunk = length // number",
+        ("tests/ranks/checkpoint/test_topologies.py",),
+    ),
+    Mutation(
+        "a checkpoint has its name before its index is written",
+        r"( +)write_file\(made\.new( / LAYOUT, .+\n +chunks = .+\n +)write_file\(made\.new( / METADATA, chunks\)\n)"
+        r"( +replace_folder\(made\.new, made\.final, made\.team\.run_id\)\n)",
+        r"\4\1write_file(made.final\2write_file(made.final\3",
+        ("tests/ranks/checkpoint/test_failures.py",),
+    ),
+    Mutation(
+        "the index of a checkpoint may call any function",
+        r"( +)raise _UnknownNameError\(\n( +f\"\.metadata names \{module\})",
+        r"\1return super().find_class(module, name)\n\1raise _UnknownNameError(\n\2",
+        ("tests/ranks/checkpoint/test_failures.py",),
+    ),
+    Mutation(
+        "files of another save are taken for those of this one",
+        r"if found != head:",
+        "if found is head:",
+        ("tests/ranks/checkpoint/test_failures.py",),
+    ),
+    Mutation(
+        "optimizer states of each rank's own rows are saved once",
+        r"if len\(\{\(each\.kind, each\.plain\) for each in records\}\) > .+:",
+        "if len(records) > 1 << 30:",
+        (SITUATIONS,),
+        "states_of_local_rows",
+    ),
+    Mutation(
+        "a user's __init_subclass__ runs for the sharded class",
+        r"if definer is object:",
+        "if definer is not None:",
+        (SITUATIONS,),
+        "base_classes_that_see_subclasses",
+    ),
+    Mutation(
+        "only what begins where a parameter begins shares its memory",
+        r"place\.overlaps\(there\)",
+        "(place.start == there.start)",
+        ("tests/unit/test_bad_input.py",),
+    ),
 )
 
 
 def engine_files(tree: Path) -> Iterator[Path]:
-    folders = ("engine", *ROOMS, "torch_private", "features")
+    folders = ("engine", *ROOMS, "torch_private", "features", "checks", "checkpoint")
     return (path for each in folders for path in sorted((tree / "fsdp2" / each).rglob("*.py")))
 
 
@@ -425,10 +551,11 @@ def copy_of_tree(folder: Path) -> Path:
     return tree
 
 
-def run_tests(tree: Path, tests: Sequence[str], patience: float) -> tuple[bool, str]:
+def run_tests(tree: Path, tests: Sequence[str], patience: float, program: str = "") -> tuple[bool, str]:
     """Returns whether these tests pass, and else the first that fails."""
     # Bytecode is looked up by time and size: a fault planted within a second of the last could be missed.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    environment["FSDP2_ONLY"] = program
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=patience)
@@ -436,7 +563,7 @@ def run_tests(tree: Path, tests: Sequence[str], patience: float) -> tuple[bool, 
         return False, f"no end within {patience:.0f} s"
     if done.returncode == 0:
         return True, ""
-    if "did not return; it stood at" in done.stdout or "Failed: Timeout" in done.stdout:
+    if "timeout: rank" in done.stdout or "Failed: Timeout" in done.stdout:
         return False, "a launch has not ended in time: on a busy machine, run it again"
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+.*)", done.stdout, re.MULTILINE)
     return False, failed[
@@ -472,7 +599,8 @@ def main() -> None:
                 continue
             before, began = path.read_text(), time.monotonic()
             path.write_text(text)
-            passed, problem = run_tests(tree, args.tests or mutation.tests, args.patience)
+            program = "" if args.tests else mutation.program
+            passed, problem = run_tests(tree, args.tests or mutation.tests, args.patience, program)
             path.write_text(before)
             if passed:
                 missed.append(mutation.name)

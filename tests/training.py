@@ -184,6 +184,8 @@ PRECISIONS = {
     "codec, bf16": MixedPrecisionPolicy(BF16, F32, compression=Compression(reduce_scatter=ToBfloat16())),
     "codec": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16())),
     "codec with feedback": MixedPrecisionPolicy(compression=Compression(reduce_scatter=ToBfloat16(feedback=True))),
+    "weights in a bf16 wire": MixedPrecisionPolicy(compression=Compression(all_gather=BF16)),
+    "weights by a codec": MixedPrecisionPolicy(BF16, F32, compression=Compression(all_gather=ToBfloat16())),
     "codec between replicas": MixedPrecisionPolicy(compression=Compression(all_reduce=ToBfloat16())),
     "codec with feedback between replicas": MixedPrecisionPolicy(
         BF16, F32, compression=Compression(all_reduce=ToBfloat16(feedback=True))
@@ -193,11 +195,11 @@ OF_MIXED_DTYPES = ("fp32", "fp32 sums", "only a bf16 wire")
 """The policies for a model whose parameters have two dtypes."""
 
 
-def sent(codec: Any, gradient: Tensor) -> Tensor:
-    """Returns what arrives of a gradient that travels in a dtype of the policy, or by its codec."""
-    is_encoded = codec is not None and sum(size > 1 for size in gradient.shape) > 1
+def sent(codec: Any, numbers: Tensor) -> Tensor:
+    """Returns what arrives of a gradient or a weight that travels in a dtype of the policy, or by its codec."""
+    is_encoded = codec is not None and sum(size > 1 for size in numbers.shape) > 1
     wire = codec.dtype if type(codec) is Cast else BF16 if is_encoded else None
-    return gradient if wire is None else gradient.to(wire).to(gradient.dtype)
+    return numbers if wire is None else numbers.to(wire).to(numbers.dtype)
 
 
 Place = Callable[[nn.Parameter], Shard | None]
@@ -285,6 +287,8 @@ def at_once(*names: str) -> Callable[[nn.Module], None]:
 
 SETTINGS: dict[str, Callable[[Any], object]] = {
     **matrix.SETTINGS,
+    # Twice the usual one, a power of two: gradients are halves, bit for bit.
+    "divide factor": lambda model: model.set_gradient_divide_factor(2 * dist.get_world_size(), recurse=True),
     "no unshard_in_backward": lambda model: model.set_unshard_in_backward(False, recurse=True),
     "own gathers": own_collectives(gathers=True, is_async=False),
     "own collectives": own_collectives(gathers=False, is_async=False),
@@ -300,6 +304,7 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
         "no unshard_in_backward",
     ),
 }
+RECOMPUTED = ("recomputed", "recomputed together")
 RESHARDS = {"by default": None, "resharded": True, "kept": False, "half": "half"}
 
 
@@ -337,6 +342,11 @@ class Draw:
         return (among_two | {"2x1": 1, "2 replicas": 1}).get(self.topology, self.ranks)
 
     @property
+    def scale(self) -> float:
+        """What a divide factor makes of gradients."""
+        return 0.5 if self.setting in ("divide factor", "six others at once") else 1.0
+
+    @property
     def is_staged(self) -> bool:
         return self.rests.startswith("staged")
 
@@ -346,7 +356,7 @@ class Draw:
         compression = self.policy.compression
         encodes = compression.reduce_scatter is not None
         return not (
-            (encodes and topology.function is replicate)
+            ((encodes or compression.all_gather is not None) and topology.function is replicate)
             or (compression.all_reduce is not None and (self.topology == "1x2" or not topology.has_replicas))
             or (self.setting.startswith("own") and topology.function is replicate)
             or (self.setting.startswith("own") and self.topology == "2x1")
@@ -360,18 +370,20 @@ class Draw:
             or (self.precision == "fp16" and self.model != "Normed")
             or (self.program.startswith("ranks that") and self.model not in ("Odd", "SkippedModule"))
             or (self.wrap == "blocks" and "GPT" not in self.model)
-            or (self.model in CONDITIONAL and self.program in ("frozen for a step", "recomputed"))
+            or (self.model in CONDITIONAL and self.program in ("frozen for a step", *RECOMPUTED))
             or (self.model in CONDITIONAL and (self.reshard == "half" or self.travel in ("all to all", "hostile")))
             # The simulated device starts gathers when they are waited for: ranks that join do so in other orders.
             or (self.model in CONDITIONAL and self.is_staged)
             # The kernels of an LSTM round otherwise where its weights lie elsewhere in memory: by one bit.
-            or (self.model == "TinyLSTM" and (self.is_staged or self.program == "recomputed"))
+            or (self.model == "TinyLSTM" and (self.is_staged or self.program in RECOMPUTED))
             # It holds what a module has returned, with its graph.
             or (self.model == "Passed" and self.program == "a deep copy")
             or (self.model == "Strided" and is_low)
             or (self.model == "Adapted" and self.wrap == "leaves")  # its forward reads weights of a module inside
             or (self.program == "clip" and (is_low or encodes or self.model == "MixedDtypes"))
-            or (self.program == "recomputed" and "GPT" in self.model)  # a reentrant checkpoint needs floats
+            or (self.program in RECOMPUTED and "GPT" in self.model)  # a reentrant checkpoint needs floats
+            # What comes twice in a backward leaves twice, and is rounded by itself.
+            or (self.program == "recomputed together" and self.precision != "fp64")
             or (self.program == "another model" and self.model == "SharedModule")  # torch saves one of its names
             or (self.program == "optimizer in backward" and self.setting == "further backwards")
             # torch's own broadcasts, on the group whose collectives are called directly.
@@ -394,8 +406,14 @@ class Draw:
         return batch.double() if self.precision == "fp64" and batch.is_floating_point() else batch
 
     def tolerance(self) -> dict[str, float]:
-        """A norm adds up squares of other pieces than a plain one does; an unsharded parameter is contiguous."""
-        if self.program != "clip" and self.model != "Strided" and self.model not in CONDITIONAL:
+        """A norm adds up squares of other pieces than a plain one does, gradients that come twice are added in another
+        order; an unsharded parameter is contiguous.
+        """
+        if (
+            self.program not in ("clip", "recomputed together")
+            and self.model != "Strided"
+            and self.model not in CONDITIONAL
+        ):
             return EXACT
         return {"rtol": 1e-10, "atol": 1e-12} if self.precision == "fp64" else {"rtol": 1e-5, "atol": 1e-6}
 
@@ -548,7 +566,8 @@ class Plain(Side):
         low, policy = copy.deepcopy(self.model), self.draw.policy
         for param in low.parameters():
             kept = policy.param_dtype_override_fn(param) if policy.param_dtype_override_fn else None
-            param.data, param.grad = param.data.to(kept or policy.param_dtype or param.dtype), None
+            arrives = sent(policy.compression.all_gather, param.data)
+            param.data, param.grad = arrives.to(kept or policy.param_dtype or param.dtype), None
         return low
 
     def rows(self, seed: int, rank: int) -> Tensor:
@@ -592,7 +611,7 @@ class Plain(Side):
                     replicas = [
                         self.leave_replica(r, partial.pop(name), name) for r, partial in enumerate(self.partial)
                     ]
-                    grad = self.mean(replicas).to(param.dtype)
+                    grad = self.mean(replicas).to(param.dtype) * self.draw.scale
                     param.grad = grad if param.grad is None else param.grad + grad
             if self.steps_in_backward:
                 self.optimizer.step()
@@ -864,6 +883,12 @@ def ranks_that_differ(side: Side) -> None:
         side.backward(10 * step, mode=("reduce", "wait", "scatter")[step])
         side.backward(10 * step + 1)
         side.step(step)
+    side.ranks_differ = side.fills = False
+    if side.sharded:
+        side.sharded.set_reduce_scatter_unused_params(False)
+    side.model.before_step(1)
+    side.backward(90)
+    side.step("taken back")
 
 
 @program
@@ -903,6 +928,15 @@ def a_failed_backward(side: Side) -> None:
 def recomputed(side: Side) -> None:
     for step in range(2):
         side.backward(step, recompute=bool(step))
+        side.step(step)
+
+
+@program
+def recomputed_together(side: Side) -> None:
+    """Gradients come twice in one backward; replicas sum them in the next."""
+    for step in range(2):
+        side.backward(10 * step, 10 * step + 1, mode="scatter", recompute=True)
+        side.backward(10 * step + 2)
         side.step(step)
 
 
@@ -1029,6 +1063,10 @@ CHOSEN = (
     with_defaults("2", "OddMLP", "children", "recomputed", reshard="resharded", setting="a budget of 200 bytes"),
     with_defaults("2", "Odd", "whole", "ranks that differ", setting="no reshard_after_backward"),
     with_defaults("2", "SkippedModule", "whole", "two backwards", setting="further backwards"),
+    with_defaults("2x1", "OddMLP", "whole", "recomputed together"),
+    # What stays after forward is what was decoded.
+    with_defaults("4", "OddMLP", "whole", "evaluation", precision="weights by a codec", reshard="half"),
+    with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="weights by a codec", reshard="resharded"),
 )
 """Draws that always run, for pairs of choices that by day no other has."""
 

@@ -129,6 +129,7 @@ def a_write_between() -> None:
     with mock.patch.object(saving.Snapshot, "finish", write_first):
         running = checkpoint.save(folder / "a", model, wait=False)
         refused(running.wait)
+    assert checkpoint.latest(folder) is None
     expected = shard(build())
     checkpoint.save(folder / "b", expected)
     with torch.no_grad():

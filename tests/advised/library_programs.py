@@ -32,7 +32,7 @@ _DTYPES, _PRIVATE = "tests/ranks/test_grad_dtype.py", "tests/ranks/test_private_
 ELSEWHERE.update(
     {
         "install one of these, or train without this ability; the others work": (
-            "tests/unit/test_missing_names.py::test_training_without_the_others_is_the_same"
+            "tests/processes/test_hidden_names.py::test_training_without_the_others_is_the_same"
         ),
         "Install one of these releases, or a newer fsdp2": "tests/unit/test_missing_names.py::test_one_error_lists_all",
         "Pass MixedPrecisionPolicy(reduce_dtype={}), or set grad_dtype to {}": f"{_DTYPES}::any_dtype",

@@ -134,6 +134,16 @@ def same_bits_in_each_run() -> None:
         assert torch.equal(one, other)
 
 
+def each_step_rounds_otherwise() -> None:
+    """Else the errors of steps would add up."""
+    model, found = shard(plain_model()), []
+    for _ in range(2):
+        loss_of(model(batch(dist.get_rank()))).backward()
+        found.append(full(model.head.weight.grad))
+        model.zero_grad()
+    assert not torch.equal(*found)
+
+
 WAYS: dict[str, Callable[[], None]] = {
     "as it is": functools.partial(gradients_are_close, INT8, nullcontext),
     "in pieces": functools.partial(gradients_are_close, INT8, small_pieces),
@@ -143,6 +153,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "fewer bits": a_reduction_in_less_bits,
     "accumulated": accumulated,
     "reproducible": same_bits_in_each_run,
+    "otherwise in each step": each_step_rounds_otherwise,
 }
 
 

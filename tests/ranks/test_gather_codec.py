@@ -2,6 +2,7 @@
 
 The oracle is plain: a model whose weights were rounded by hand, each rank's rows by themselves. Forwards, gradients and
 steps are equal to it bit for bit: gloo adds the gradients of ranks in their order. What rests stays exact.
+test_training.py draws such weights in training.
 """
 
 import copy
@@ -15,12 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard, replicate
+from fsdp2 import MixedPrecisionPolicy, describe, fully_shard, replicate
 from fsdp2.compression import Compression, Float8, Int8, Rows
 from fsdp2.engine import codec as codecs
 from fsdp2.engine.state import groups_below
@@ -144,20 +144,13 @@ def weights_are_rounded_when_they_are_gathered() -> None:
     plain = model_of(OddMLP)
     x = plain.example(rows=2, seed=0)
     assert not torch.equal(Oracle(OddMLP, policy_of()).forward(x), plain(x)), "rounding shows"
-    for reshard in (None, True, False):
-        assert_trains_as_rounded(OddMLP, policy_of(), reshard_after_forward=reshard)
-    assert_trains_as_rounded(OddMLP, policy_of(Float8(torch.float8_e5m2)))
-    assert_trains_as_rounded(OddMLP, policy_of(), offload_policy=CPUOffloadPolicy())
-    assert_trains_as_rounded(OddMLP, policy_of(), dim=1)
-    assert_trains_as_rounded(deep, policy_of(), dim=1)
+    assert_trains_as_rounded(OddMLP, policy_of())
+    assert_trains_as_rounded(OddMLP, policy_of(Float8(torch.float8_e5m2)), dim=1)
 
 
 def three_dtypes() -> None:
-    """fp32 at rest, float8 or bf16 as weights travel, bf16 or fp32 in compute."""
-    assert_trains_as_rounded(OddMLP, policy_of(param_dtype=BF16, reduce_dtype=F32))
-    assert_trains_as_rounded(OddMLP, policy_of(BF16))
-    assert_trains_as_rounded(deep, policy_of(BF16))
-    model = model_of(OddMLP, policy_of(param_dtype=BF16))
+    """fp32 at rest, float8 as weights travel, bf16 in compute."""
+    model = assert_trains_as_rounded(OddMLP, policy_of(param_dtype=BF16, reduce_dtype=F32))
     spec = groups_below(model)[1].parameters.specs[0]
     assert (spec.storage_dtype, spec.gather_codec, spec.compute_dtype) == (F32, FLOAT8, BF16)
     assert spec.gathered_nbytes < spec.compute_nbytes * 4  # 16 bytes of scale, in a model this small
@@ -182,21 +175,9 @@ def a_codec_that_rounds_at_random_rounds_alike_in_backward() -> None:
 
 
 def secondary_shards_are_decoded_ones() -> None:
-    """Backward gathers them in the dtype of compute, and has the very weights of the forward."""
+    """Backward gathers them as they are, in the dtype of compute: encoded again, they would be rounded once more."""
     if dist.get_world_size() == 4:
         assert_trains_as_rounded(OddMLP, policy_of(), reshard_after_forward=2)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
-        dims = DataParallelMeshDims(shard="s", outer_shard="r")
-        # Sums of pairs of ranks: another order than the oracle's.
-        policy = policy_of()
-        model = model_of(OddMLP, policy, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=True)
-        oracle, x = Oracle(OddMLP, policy), model.example(rows=2, seed=0)
-        for _ in range(2):
-            assert_same(model(x), oracle.forward(x), 0, 0, "output")
-            mean_loss(model(x)).backward()
-        oracle.backward([x] * 4)
-        for (name, p), q in zip(model.named_parameters(), oracle.model.parameters(), strict=True):
-            assert_same(p.grad.full_tensor(), 2 * q.grad, 1e-6, 1e-8, name)
 
 
 class Sent:

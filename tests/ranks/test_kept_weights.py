@@ -304,6 +304,22 @@ def views_keep_their_memory_and_it_is_freed_with_them() -> None:
                 assert all(is_freed(model))
 
 
+def what_was_left_for_a_backward_is_freed_at_the_next_pass() -> None:
+    """Before that comes to the layer: no backward has followed."""
+    model, _ = build(reshard_after_forward=True)
+    model(torch.ones(2, 4)).sum().backward()  # references are counted
+    kept: list[Tensor] = []
+    handle = model[2].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    model(torch.ones(2, 4))
+    handle.remove()
+    kept.clear()
+    assert is_freed(model) == [True, True, False]
+    seen: list[bool] = []
+    model[0].register_forward_hook(lambda *_: seen.extend(is_freed(model)))
+    model(torch.ones(2, 4))
+    assert seen[2], "only the second layer is gathered ahead"
+
+
 def test_memory_is_freed_although_something_keeps_a_weight_if_the_user_wants_that() -> None:
     """set_free_viewed_storage(True), for layers whose own backward alone reads what they keep on `ctx`."""
 
@@ -372,6 +388,7 @@ CHECKS = [
     a_graph_keeps_no_memory_of_weights,
     reads_of_a_freed_parameter_raise_by_name,
     views_keep_their_memory_and_it_is_freed_with_them,
+    what_was_left_for_a_backward_is_freed_at_the_next_pass,
 ]
 
 

@@ -129,6 +129,17 @@ def gradients_travel_by_a_codec() -> None:
 # ---- what is stored, what is gathered
 
 
+def sums_that_replicas_have_not_summed_are_halves() -> None:
+    """Each rank keeps them for both quarters that it and its replica have."""
+    model = model_of(OddMLP, at_rest)
+    model.set_requires_all_reduce(False)
+    mean_loss(model(batch(model, 0))).backward()
+    kept = [t for group in groups_below(model) for t in group.gradients.unsynchronized.reduced_in_shard.values()]
+    assert {len(each) for each in kept} == {2}
+    total = sum(p.numel() for p in model.parameters())
+    assert total // 2 <= sum(each.numel() for each in kept) < total
+
+
 def optimizer_states_are_quarters() -> None:
     model, optimizer = assert_trains_as_hsdp(functools.partial(TinyGPT, depth=2), steps=1)
     rests = {
@@ -427,6 +438,7 @@ class CustomScatter:
 
 CHECKS = (
     gradients_travel_by_a_codec,
+    sums_that_replicas_have_not_summed_are_halves,
     optimizer_states_are_quarters,
     ranks_gather_over_all_once_after_each_write,
     secondary_shards_are_what_the_inner_ranks_share,

@@ -386,13 +386,16 @@ class Heads(nn.Module):
     LOUD,
     "ranks register their modules in another order",
     advises="Register modules in the same order on all ranks (of names in a set: in that of sorted(names)), and call",
-    ways="sorted",
+    ways=("sorted", "registered again"),
 )
 def heads_in_another_order(side: Side, way: str = "") -> None:
     """Ranks register modules in another order, and load weights by name; evaluation"""
     weights = Heads("ab").state_dict()
     names = "ba" if side.rank == 1 else "ab"
-    model = side.fully_shard(Heads("".join(sorted(names)) if way else names))
+    model = Heads("".join(sorted(names)) if way == "sorted" else names)
+    if way == "registered again":
+        model.heads = nn.ModuleDict({name: model.heads[name] for name in sorted(names)})
+    side.fully_shard(model)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=side.is_sharded))
     with torch.no_grad():
         side.rows("output", model(side.batch(0)))

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from outcomes import EXACT, LOUD, Side
 from situations.common import (
     Block,
@@ -113,16 +115,22 @@ def block_called_after_forward(side: Side) -> None:
 @ends(
     LOUD,
     "with fsdp2.full_params(model.head)",
-    advises="On every rank, call it inside `with fsdp2.full_params({}):`; or register the method of {} that calls it",
-    ways="inside",
+    advises=(
+        "On every rank, call it inside `with fsdp2.full_params({}):`; or register the method of {} that calls it",
+        "or apply fully_shard to {}, too, before {}",
+    ),
+    ways=("inside", "sharded"),
 )
 def head_called_after_reshard(side: Side, way: str = "") -> None:
     """The head is called after `reshard`"""
-    model = kept_for_backward(side)
+    model = Hidden()
+    if way == "sharded":
+        side.fully_shard(model.head)
+    shard(side, model, reshard_after_forward=None)
     hidden = model(side.batch(0))
     if side.is_sharded:
         model.reshard()
-    with full_params(side, model.head) if way else nullcontext():
+    with full_params(side, model.head) if way == "inside" else nullcontext():
         output = model.head(hidden)
         side.rows("output", output)
         loss_of(output).backward()
@@ -385,7 +393,9 @@ def replaced_after_sharding(side: Side, way: str, replace: Callable[[Any], None]
         loaded(side, model, rest, strict=False)
     elif not way:
         replace(model)
-    model.forward(side.batch(0))  # as `model(...)` does, below
+    is_refused = side.library is fsdp2 and not way
+    with pytest.raises(RuntimeError, match="before fully_shard") if is_refused else nullcontext():
+        model.forward(side.batch(0))
     train(side, model)
 
 

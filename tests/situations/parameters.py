@@ -801,7 +801,8 @@ def resized(side: Side, way: str, resize: Callable[[Any], None], tied: bool = Fa
         weights, model = weights_of(model), Tokens(tied)
         resize(model)
         shard(side, model)
-        weights["embed.weight"] = torch.cat([weights["embed.weight"], torch.zeros(2, 5)])
+        for name in ("embed.weight", "head.weight")[: 1 + tied]:
+            weights[name] = torch.cat([weights[name], torch.zeros(2, 5)])
         loaded(side, model, weights)
     elif not way:
         resize(model)
@@ -828,10 +829,10 @@ def tokens_added_after_sharding(side: Side, way: str = "") -> None:
     resized(side, way, rows_added)
 
 
-@ends(LOUD, "before fully_shard", only_ours=True)
-def tokens_added_to_a_tied_embedding(side: Side) -> None:
+@ends(LOUD, advises="do so before fully_shard", ways=("before", "anew"), only_ours=True)
+def tokens_added_to_a_tied_embedding(side: Side, way: str = "") -> None:
     """The same, where the head is tied to the embedding"""
-    resized(side, "", rows_added, tied=True)
+    resized(side, way, rows_added, tied=True)
 
 
 def more_rows(param: Tensor) -> Tensor:
@@ -853,8 +854,8 @@ def a_parameter_of_another_shape(side: Side, way: str = "") -> None:
     resized(side, way, resize)
 
 
-@ends(LOUD, "before fully_shard", only_ours=True)
-def a_tied_module_of_another_shape(side: Side) -> None:
+@ends(LOUD, advises="before fully_shard", ways=("before", "anew"), only_ours=True)
+def a_tied_module_of_another_shape(side: Side, way: str = "") -> None:
     """A tied embedding is replaced by another module, and tied again"""
 
     def resize(model: Any) -> None:
@@ -863,4 +864,4 @@ def a_tied_module_of_another_shape(side: Side) -> None:
         model.embed.weight.data = weight
         model.head.weight = model.embed.weight
 
-    resized(side, "", resize, tied=True)
+    resized(side, way, resize, tied=True)

@@ -157,12 +157,16 @@ def full_params_in_the_loss(side: Side) -> None:
 @ends(
     LOUD,
     "between unshard() and reshard()",
-    advises="Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded parameter",
-    ways=("inside", "sharded"),
+    advises="Write inside `with fsdp2.full_params(module, writeback=True):`, or to the sharded parameter; change a "
+    "shape (resize an embedding) before",
+    ways=("inside", "sharded", "a shape before"),
 )
 def written_between_unshard_and_reshard(side: Side, way: str = "") -> None:
     """Weights written between `unshard()` and `reshard()`"""
-    model = side.fully_shard(Block())
+    model: Any = Block()
+    if way == "a shape before":
+        model.up, model.down = nn.Linear(5, 9), nn.Linear(9, 5)
+    side.fully_shard(model)
     if side.is_sharded and not way:
         model.unshard()
     with full_params(side, model, writeback=True) if way == "inside" else nullcontext(), torch.no_grad():

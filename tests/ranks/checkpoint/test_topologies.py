@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, checkpoint, flatten_optimizer, fully_shard, muon
-from helpers import assert_same, end_of_part, one_mesh, run_checks, run_ranks
+from helpers import NIGHTLY, assert_same, end_of_part, one_mesh, run_checks, run_ranks
 from models import FrozenMix, MixedDtypes, OddMLP, TinyGPT
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -227,18 +227,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_all_bits_are_loaded(world_size: int, saved: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    """By day each case is loaded on every number of ranks, in two of the five ways that are dealt to them."""
     folder, expected = saved
-    run_checks(
-        world_size,
-        [
-            (f"{name}, saved by {saved_by}, loaded by {by}", functools.partial(load, folder, name, saved_by, by, held))
-            for name, held in expected.items()
-            for saved_by in SAVERS
-            for by in LOADERS
-            if (saved_by, by) != ("torch", "torch")
-        ],
-        timeout=600,
-    )
+    ways = [(saved_by, by) for saved_by in SAVERS for by in LOADERS if (saved_by, by) != ("torch", "torch")]
+    checks = [
+        (f"{name}, saved by {saved_by}, loaded by {by}", functools.partial(load, folder, name, saved_by, by, held))
+        for i, (name, held) in enumerate(expected.items())
+        for j, (saved_by, by) in enumerate(ways)
+        if NIGHTLY or (i + j + 2 * world_size) % len(ways) < 2
+    ]
+    run_checks(world_size, checks, timeout=600)
 
 
 def test_replicas_share_the_work(saved: tuple[Path, dict[str, dict[str, Any]]]) -> None:
