@@ -43,6 +43,7 @@ _FOLDERS = ("checkpoint", "hf")
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
     "AveragedModel": "optim.averages",
+    "DigestLog": "checks.digests",
     "Machine": "planning.times",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
@@ -85,6 +86,7 @@ __all__ = [
     "AveragedModel",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DigestLog",
     "FSDPModule",
     "GradientReductionHandle",
     "Machine",
