@@ -183,8 +183,8 @@ MUTATIONS = (
     ),
     Mutation(
         "an unsynchronized gradient is lost",
-        r"return earlier if gradient is None else earlier\.add_\(gradient\)",
-        "return earlier if gradient is None else gradient",
+        r"^( +)total = each\.add_\(total\)$",
+        r"\1pass",
         (ACCUMULATION,),
     ),
     Mutation(

@@ -127,9 +127,8 @@ def _explain_replicas(of_ranks: Mapping[int, Mapping[tuple[str, str], int]]) -> 
     values = {rank: f"{told.get(apart[0], 0) & (1 << 64) - 1:016x}" for rank, told in of_ranks.items()}
     return (
         f"{group}: expected the same bits on ranks that replicate it, got of its {kind} the digest {by_ranks(values)}, "
-        f"and others in {number} groups, so each replica is another model now. Has a rank written to its shards, or "
-        "stepped with other settings, or has memory failed? Load a checkpoint of before. fsdp2.DigestLog finds the "
-        "step."
+        f"and others in {number} groups, so each replica is another model now. A rank has written to its shards, or "
+        "stepped otherwise, or memory has failed. Load a checkpoint of before."
     )
 
 

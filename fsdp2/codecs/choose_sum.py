@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.codec import IN_PAIRS, Encoder, ReplicaSum
-from ..engine.policy import MixedPrecisionPolicy
 from .encoded_sum import EncodedSum
+
+if TYPE_CHECKING:
+    from ..engine.policy import MixedPrecisionPolicy
 
 
 def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: str) -> ReplicaSum | None:
@@ -23,6 +25,6 @@ def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: 
     return EncodedSum(Encoder(codec, f"replicas {name}"), policy) if codec.exchanges else None
 
 
-def sum_in_pairs() -> ReplicaSum:
+def sum_in_pairs(policy: MixedPrecisionPolicy) -> ReplicaSum:
     """Returns a sum between replicas that adds neighbours first, then the sums of neighbouring pairs, and so on."""
-    return EncodedSum(Encoder(IN_PAIRS), MixedPrecisionPolicy())
+    return EncodedSum(Encoder(IN_PAIRS), policy)

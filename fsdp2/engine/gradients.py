@@ -164,7 +164,7 @@ class GroupGradients:
         self._plan.cache_clear()
         self._names.cache_clear()
 
-    def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool, in_tree: bool) -> ReducePlan:
+    def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool, in_tree: bool = False) -> ReducePlan:
         first, buffers = indices[0], self.group.parameters.buffers
         # As the shards lie, so that both can be used as one tensor; those that gather themselves come behind.
         offsets = dict(enumerate(buffers.layout.shard_offsets if buffers is not None else ()))
@@ -177,7 +177,7 @@ class GroupGradients:
         layout = bucket_layout(self.specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
         device = self._params[0].unsharded.device
         if in_tree:
-            encoder, summing = self.codecs.in_tree(self.reduction.replicas is not None)
+            encoder, summing = self.codecs.in_tree(self.group.settings.policy, self.reduction.replicas is not None)
         else:
             encoder, summing = self.codecs.encoders[codec], self.codecs.replica_sum
         if summing is None or not (in_tree or summing.holds_for(self.specs[first])):

@@ -136,8 +136,8 @@ def accumulate(
         leaves = _leaves_of(root, sync, global_batches)
         if num_batches not in (None, len(leaves)):
             raise ValueError(
-                f"num_batches: expected {len(leaves)} on this rank with global_batches={global_batches}, got "
-                f"{num_batches}. Leave num_batches out."
+                f"num_batches: expected {len(leaves)}, this rank's part of global_batches={global_batches}, got "
+                f"{num_batches}"
             )
         num_batches = len(leaves)
     return Accumulation(root, sync, num_batches, leaves)
@@ -381,33 +381,33 @@ def _refuse_rounding(root: Root) -> None:
     """Raises NotImplementedError if what groups compute depends on the number of ranks. It is alike on all ranks."""
     problem = next(filter(None, (_rounding_in(group, root) for group in root.groups)), "")
     if not root.settings.finalize_backward:
-        problem = "reductions are in flight after backward. Leave set_manual_backward_finalization out"
+        problem = "reductions are in flight after backward (set_manual_backward_finalization)"
     if problem:
         raise NotImplementedError(
-            f"accumulate(global_batches=): bits would depend on the number of ranks, for {problem}; or leave "
-            "global_batches out."
+            f"accumulate(global_batches=): {problem}, so that bits depend on the number of ranks. Change that, or "
+            "leave global_batches out."
         )
 
 
 def _rounding_in(group: FSDPParamGroup, root: Root) -> str:
-    """Returns what makes the numbers of a group depend on the number of ranks, and what to do. "": nothing does."""
+    """Returns what makes the numbers of a group depend on the number of ranks. "": nothing does."""
     settings, mesh, of_root = group.settings, group.mesh, root.group.mesh
-    compression = settings.policy.compression
+    compression, collectives = settings.policy.compression, settings.collectives
     dtypes = {settings.policy.gradient_dtype(param.delivered_dtype) for param in group.params}
     narrow = [dtype for dtype in dtypes if dtype.itemsize < 4]
     if (mesh.mesh, mesh.shard_axes, mesh.replicate_axes) != (of_root.mesh, of_root.shard_axes, of_root.replicate_axes):
-        return f"{group} is on another mesh than {root.state}. Pass one mesh to all fully_shard calls"
+        return f"{group} is on another mesh than {root.state}"
     if narrow:
-        return f"sums of gradients of {group} are rounded to {narrow[0]}. Pass reduce_dtype=torch.float32"
+        return f"sums of gradients of {group} are rounded to {narrow[0]} (reduce_dtype)"
     if compression.reduce_scatter is not None or compression.all_reduce is not None:
-        return f"gradients of {group} are compressed. Leave reduce_scatter and all_reduce of Compression out"
+        return f"gradients of {group} are compressed ({compression})"
     if compression.all_gather is not None and type(compression.all_gather) is not Cast:
-        return f"weights of {group} are compressed by {compression.all_gather!r}. Pass a dtype, or leave it out"
+        return f"weights of {group} are compressed shard by shard ({compression.all_gather!r})"
     if settings.comm_hook is not None or group.scatter_hook is not None:
-        return f"a hook reduces the gradients of {group}. Leave it out"
-    if settings.collectives is not None and settings.collectives.reduce_scatter is not None:
-        return f"{group} has a reduce-scatter of its own. Leave set_custom_reduce_scatter out"
-    return f"ranks may leave {group} out of a step. Leave set_conditional out" if settings.conditional else ""
+        return f"a hook reduces the gradients of {group} (register_comm_hook)"
+    if collectives is not None and collectives.reduce_scatter is not None:
+        return f"{group} has a reduce-scatter of its own (set_custom_reduce_scatter)"
+    return f"ranks may leave {group} out of a step (conditional=True)" if settings.conditional else ""
 
 
 class AccumulationWatch(BlockWatch):

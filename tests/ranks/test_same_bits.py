@@ -205,7 +205,7 @@ def test_what_rounds_by_the_number_of_ranks_is_refused() -> None:
         )
         refuse(shard((2,)), "divides, got 1$", ValueError, global_batches=1)
         refuse(shard((2,)), "expected an int or None, got 8.0", TypeError, global_batches=8.0)
-        refuse(shard((2,)), "expected 4 on this rank with global_batches=8, got 8", ValueError, num_batches=8)
+        refuse(shard((2,)), "expected 4, this rank's part of global_batches=8, got 8", ValueError, num_batches=8)
         for compression, text in (
             (Compression(reduce_scatter=torch.bfloat16), "gradients of root are compressed"),
             (Compression(all_reduce=torch.bfloat16), "gradients of root are compressed"),
@@ -213,9 +213,7 @@ def test_what_rounds_by_the_number_of_ranks_is_refused() -> None:
         ):
             sizes = (2,) if compression.all_reduce is None else (2, 1)
             refuse(shard(sizes, mp_policy=policy(compression=compression)), text)
-        refuse(
-            shard((2,), mp_policy=policy(reduce_dtype=torch.bfloat16)), "rounded to torch.bfloat16. Pass reduce_dtype"
-        )
+        refuse(shard((2,), mp_policy=policy(reduce_dtype=torch.bfloat16)), "rounded to torch.bfloat16")
         model = shard((2,))
         model.set_manual_backward_finalization(True)
         refuse(model, "in flight after backward")
