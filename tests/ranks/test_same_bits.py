@@ -18,9 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.compression import Compression, Float8
 from fsdp2.devices.streams import sum_pairs
 from fsdp2.engine.unsynchronized import PartialSums
@@ -116,9 +117,15 @@ def trained_plainly(steps: int) -> list[Tensor]:
 
 
 def shard(sizes: tuple[int, ...], how: str = "", **options: Any) -> Any:
-    model, mesh = build(), init_device_mesh("cpu", sizes)
+    model, mesh = build(), init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner")[-len(sizes) :])
     if how == "replicate":
         return replicate(model, mesh=mesh)
+    if how == "outer_shard":
+        options["dp_mesh_dims"] = DataParallelMeshDims(shard="inner", outer_shard="outer")
+    elif how == "last dim":
+        options["shard_placement_fn"] = lambda param: Shard(param.dim() - 1)
+    elif how == "offload":
+        options["offload_policy"] = CPUOffloadPolicy()
     for part in (model.first, model.second, model):
         fully_shard(part, mesh=mesh, **options)
     return model
@@ -147,12 +154,13 @@ def trained_on_ranks(ways: list[tuple[tuple[int, ...], str, str]]) -> list[list[
 
 WAYS: dict[int, list[tuple[tuple[int, ...], str, str]]] = {
     1: [((1,), "last", ""), ((1,), "each", "")],
-    2: [((2,), "last", ""), ((2,), "each", ""), ((2,), "last", "replicate")],
+    2: [((2,), "last", "last dim"), ((2,), "each", "offload"), ((2,), "last", "replicate")],
     4: [
         ((4,), "last", ""),
         ((4,), "each", ""),
+        ((2, 2), "last", ""),
         ((2, 2), "each", ""),
-        ((4, 1), "last", ""),
+        ((2, 2), "each", "outer_shard"),
         ((4,), "each", "replicate"),
     ],
 }
@@ -188,6 +196,14 @@ def test_a_run_goes_on_with_the_same_bits_on_other_numbers_of_ranks(tmp_path: Pa
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
+class OwnReduceScatter:
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("the block is refused")
+
+
 def test_what_rounds_by_the_number_of_ranks_is_refused() -> None:
     def refused(_: int, __: int) -> None:
         def refuse(model: Any, text: str, error: type = NotImplementedError, **options: Any) -> None:
@@ -209,7 +225,7 @@ def test_what_rounds_by_the_number_of_ranks_is_refused() -> None:
         for compression, text in (
             (Compression(reduce_scatter=torch.bfloat16), "gradients of root are compressed"),
             (Compression(all_reduce=torch.bfloat16), "gradients of root are compressed"),
-            (Compression(all_gather=Float8()), "weights of root are compressed by Float8"),
+            (Compression(all_gather=Float8()), "weights of root are compressed shard by shard"),
         ):
             sizes = (2,) if compression.all_reduce is None else (2, 1)
             refuse(shard(sizes, mp_policy=policy(compression=compression)), text)
@@ -217,6 +233,15 @@ def test_what_rounds_by_the_number_of_ranks_is_refused() -> None:
         model = shard((2,))
         model.set_manual_backward_finalization(True)
         refuse(model, "in flight after backward")
+        model = shard((2,))
+        model.set_conditional()
+        refuse(model, "ranks may leave root out of a step")
+        model = shard((2,))
+        model.set_custom_reduce_scatter(OwnReduceScatter())
+        refuse(model, "root has a reduce-scatter of its own")
+        model = shard((2,))
+        model.register_comm_hook(None, lambda state, gradient, shard: None)
+        refuse(model, "a hook reduces the gradients of root")
         model = shard((2,))
         apart = build()
         fully_shard(apart.first, mesh=init_device_mesh("cpu", (1, 2)))
