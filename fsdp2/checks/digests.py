@@ -98,24 +98,31 @@ def _read_each(digests: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 class Replicas(RankCheck):
-    """Compares shards, gradients and optimizer states between the ranks that hold the same shards."""
+    """Compares shards and optimizer states between the ranks that hold the same shards; outside of backward also
+    gradients, which arrive at any time there.
+    """
 
     def numbers(self, comparison: Comparison) -> Iterator[tuple[DataMesh, ComparedNumbers]]:
-        history = comparison.root.events.of(StepHistory)
+        root = comparison.root
+        if comparison.is_anew or (root.backward is not None and root.stepper is not None):
+            return  # weights may be loaded next; or change in backward
+        history = root.events.of(StepHistory)
         states = _states_of(history.optimizers() if history is not None else ())
-        for mesh, groups in groups_by_mesh(comparison.root.groups).items():
+        has_gradients = root.backward is None and root.settings.finalize_backward
+        for mesh, groups in groups_by_mesh(root.groups).items():
             replicas = DataMesh(mesh.mesh, (), mesh.replicate_axes)
-            if replicas.num_ranks > 1 and not mesh.replicas_may_grow and not comparison.is_anew:
-                tell = partial(_tell, groups, states)
-                yield alike("replicas", replicas, tell, _explain_replicas)
+            if replicas.num_ranks > 1 and not mesh.replicas_may_grow:
+                yield alike("replicas", replicas, partial(_tell, groups, states, has_gradients), _explain_replicas)
 
 
-def _tell(groups: Sequence[FSDPParamGroup], states: States) -> dict[tuple[str, str], int]:
+def _tell(groups: Sequence[FSDPParamGroup], states: States, has_gradients: bool) -> dict[tuple[str, str], int]:
     """Returns (group, kind) -> digest, of this rank's parts."""
+    found = {}
     for group in groups:
         _settle(group)
-    of_groups = {(group.name, kind): each for group in groups for kind, each in digests_of(group, states).items()}
-    return dict(zip(of_groups, _read_each([*of_groups.values()]), strict=True))
+        digests = digests_of(group, states)
+        found.update({(group.name, kind): each for kind, each in digests.items() if has_gradients or kind != GRADIENT})
+    return dict(zip(found, _read_each([*found.values()]), strict=True))
 
 
 def _explain_replicas(of_ranks: Mapping[int, Mapping[tuple[str, str], int]]) -> str:
