@@ -35,6 +35,7 @@ ACCUMULATION = "tests/ranks/test_accumulation.py"
 MEMORY = "tests/trace/test_memory.py"
 TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
+SAME_BITS = "tests/ranks/test_same_bits.py"
 REPLICAS = "tests/ranks/test_replica_codecs.py"
 VIEW = "tests/ranks/test_sharded_view.py"
 
@@ -186,6 +187,12 @@ MUTATIONS = (
         r"^( +)total = each\.add_\(total\)$",
         r"\1pass",
         (ACCUMULATION,),
+    ),
+    Mutation(
+        "ranks are summed by halves, not by pairs",
+        r"halves = parts\[::2\], parts\[1::2\]",
+        "halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]",
+        (SAME_BITS,),
     ),
     Mutation(
         "a sum that waits for its replicas is lost",

@@ -87,8 +87,8 @@ def joint_checksum(tensors: Iterable[Tensor]) -> Tensor | int:
             wholes.append(torch.cat(small))
     if not wholes:
         return 0
-    sums = [checksum(whole) for whole in wholes]
-    return checksum(torch.stack([each.to(sums[0].device) for each in sums])) if len(sums) > 1 else sums[0]
+    sums = [digest(whole, i * PART) for i, whole in enumerate(wholes)]
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum()
 
 
 def word_sum(tensor: Tensor) -> Tensor:
