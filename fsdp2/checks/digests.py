@@ -73,10 +73,6 @@ def digests_of(group: FSDPParamGroup, states: States) -> dict[str, list[Tensor]]
     return found
 
 
-def _states_of(optimizers: Iterable[Optimizer]) -> States:
-    return [each.state for each in optimizers]
-
-
 def _settle(group: FSDPParamGroup) -> None:
     """Waits until nothing writes to the shards of `group`: a step that overlaps with a forward, for example."""
     for wait in group.root.waits_before_read:
@@ -107,7 +103,9 @@ class Replicas(RankCheck):
         if comparison.is_anew or (root.backward is not None and root.stepper is not None):
             return  # weights may be loaded next; or change in backward
         history = root.events.of(StepHistory)
-        states = _states_of(history.optimizers() if history is not None else ())
+        optimizers = history.optimizers() if history is not None else []
+        # Not those that flat optimizers make when they are asked: a step that overlaps with forward would end early.
+        states: States = [vars(each).get("state", {}) for each in optimizers]
         has_gradients = root.backward is None and root.settings.finalize_backward
         for mesh, groups in groups_by_mesh(root.groups).items():
             replicas = DataMesh(mesh.mesh, (), mesh.replicate_axes)
@@ -172,7 +170,7 @@ class DigestLog:
             `set_checks("debug")` each.
 
     Raises:
-        TypeError: `every` is no int.
+        TypeError: `optimizer` is none, `folder` no path, or `every` no int.
         ValueError: `every` is less than 1.
         RuntimeError: `model` is not the outermost sharded module.
 
@@ -199,8 +197,12 @@ class DigestLog:
             raise TypeError(f"every: expected an int or None, got {every!r}")
         if every is not None and every < 1:
             raise ValueError(f"every: expected at least 1, got {every}")
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder: expected a path, got {folder!r}")
         self._root = require_root(model, "DigestLog")
         self._optimizers = [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
+        if not all(hasattr(each, "param_groups") for each in self._optimizers):
+            raise TypeError(f"optimizer: expected an optimizer or several, with param_groups, got {optimizer!r}")
         self._every = every
         rank, self._header = dist.get_rank(), _header_of(self._root)
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -233,7 +235,8 @@ class DigestLog:
         is_due = self._is_due(step)
         if is_due:
             found: dict[str, list[list[Tensor]]] = {}
-            states, groups = _states_of(self._optimizers), [group for group in root.groups if group.params]
+            groups = [group for group in root.groups if group.params]
+            states: States = [each.state for each in self._optimizers]
             for i, group in enumerate(groups):
                 _settle(group)
                 digests = {RECEIVED: received.digests.get(group, []), **digests_of(group, states)}
