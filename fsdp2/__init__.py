@@ -44,6 +44,7 @@ _FOLDERS = ("checkpoint", "hf")
 # The module of each public name that is imported when a program first asks for it.
 _MODULES = {
     "AveragedModel": "optim.averages",
+    "DigestLog": "checks.digests",
     "Machine": "planning.times",
     "StreamVersion": "tools.stream",
     "WholeMatrixOptimizer": "optim.whole_matrix",
@@ -87,6 +88,7 @@ __all__ = [
     "AveragedModel",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "DigestLog",
     "FSDPModule",
     "GradientReductionHandle",
     "Machine",

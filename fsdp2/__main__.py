@@ -14,6 +14,10 @@ Writes a checkpoint of torch.distributed.checkpoint as safetensors files, withou
 
     python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16
 
+Says where the digests of two runs differ first (`fsdp2.DigestLog`), or those of the ranks of one run:
+
+    python -m fsdp2 diff run1 run2
+
 Prints releases, devices, variables and switches, for reports of bugs:
 
     python -m fsdp2 env
@@ -68,6 +72,12 @@ def _merge(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _diff(arguments: list[str]) -> None:
+    from .checks.digest_files import main
+
+    raise SystemExit(main(arguments))
+
+
 def _env(arguments: list[str]) -> None:
     from . import __version__
     from .environment import main
@@ -90,6 +100,7 @@ def _version(_: list[str]) -> None:
 COMMANDS = {
     "plan": _plan,
     "merge": _merge,
+    "diff": _diff,
     "env": _env,
     "help": _help,
     "--help": _help,

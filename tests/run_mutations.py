@@ -35,6 +35,7 @@ ACCUMULATION = "tests/ranks/test_accumulation.py"
 MEMORY = "tests/trace/test_memory.py"
 TRAINING = "tests/ranks/test_training.py"
 STREAMS = "tests/trace/test_stream_order.py"
+SAME_BITS = "tests/ranks/test_same_bits.py"
 REPLICAS = "tests/ranks/test_replica_codecs.py"
 VIEW = "tests/ranks/test_sharded_view.py"
 SITUATIONS = "tests/ranks/test_situations.py"
@@ -118,7 +119,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parameters that backward needs at once do not stay",
-        r"elif choice is None:\n( +)keeps = root",
+        r"elif choice is None and not keeps:\n( +)keeps = root",
         r"elif choice is False:\n\1keeps = root",
         (SCHEDULE,),
     ),
@@ -185,9 +186,15 @@ MUTATIONS = (
     ),
     Mutation(
         "an unsynchronized gradient is lost",
-        r"return earlier if gradient is None else earlier\.add_\(gradient\)",
-        "return earlier if gradient is None else gradient",
+        r"^( +)total = each\.add_\(total\)$",
+        r"\1pass",
         (ACCUMULATION,),
+    ),
+    Mutation(
+        "ranks are summed by halves, not by pairs",
+        r"halves = parts\[::2\], parts\[1::2\]",
+        "halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]",
+        (SAME_BITS,),
     ),
     Mutation(
         "a sum that waits for its replicas is lost",
@@ -197,8 +204,8 @@ MUTATIONS = (
     ),
     Mutation(
         "a sum that waits for its replicas replaces an earlier one",
-        r"shard if earlier is None else earlier \+ shard",
-        "shard",
+        r"self\.reduced_in_shard\.setdefault\(i, PartialSums\(\)\)\.add\(shard, self\.leaf\)",
+        "self.reduced_in_shard[i] = PartialSums(); self.reduced_in_shard[i].add(shard, self.leaf)",
         (TRAINING,),
     ),
     Mutation(

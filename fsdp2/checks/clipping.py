@@ -46,10 +46,19 @@ def clipped_parameters(parameters: Iterable[Any]) -> list[ClippedParameters]:
     ]
 
 
-def note_clipping(clipped: Iterable[ClippedParameters], max_norm: float, norm_type: float) -> None:
-    """Notes a call of clip_grad_norm_, which ranks compare the next time."""
+def note_clipping(clipped: Iterable[ClippedParameters], max_norm: float, norm_type: float, exact: bool) -> None:
+    """Notes a call of clip_grad_norm_, which ranks compare the next time.
+
+    Raises:
+        RuntimeError: the bits of gradients do not depend on the number of ranks, and those of this norm would.
+    """
     for each in clipped:
         group = each.group()
+        if group is not None and group.gradients.unsynchronized.in_tree and not exact:
+            raise RuntimeError(
+                f"{each.names[0]}: expected clip_grad_norm_(..., exact=True), because accumulate(global_batches=) has "
+                "made its gradient, and the bits of other norms depend on the number of ranks"
+            )
         check = None if group is None else group.root.events.of(Clipping)
         if check is not None and len(check.calls) < _MOST_CALLS:
             check.calls.append((each.checksum, max_norm, norm_type))

@@ -14,6 +14,7 @@ from ..engine.root import Root
 from ..engine.state import FSDPState
 from .buffers import Buffers
 from .clipping import Clipping
+from .digests import Replicas
 from .due import Check, ForwardChecks, RankComparisons, make_rank_comparisons
 from .entry_points import stop_watching_calls, watch_calls_inside
 from .equal_inputs import EqualInputs
@@ -45,6 +46,7 @@ _CHECKS: tuple[type[Check], ...] = (
     EmptyMemory,
     InitialWeights,
     Buffers,
+    Replicas,
     EqualInputs,
     StepHistory,
     Clipping,

@@ -93,6 +93,10 @@ class StepHistory(RankCheck):
         if followed is not None and followed.num_raised:
             followed.num_raised -= 1
 
+    def optimizers(self) -> list[Optimizer]:
+        """Returns the optimizers that have stepped, and are alive."""
+        return [optimizer for each in self._followed.values() if (optimizer := each.optimizer()) is not None]
+
     def out_of_step(self, root: Root) -> None:
         self._take(root)
         _take_added(root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..engine.codec import Encoder, ReplicaSum
+from ..engine.codec import IN_PAIRS, Encoder, ReplicaSum
 from .encoded_sum import EncodedSum
 
 if TYPE_CHECKING:
@@ -23,3 +23,8 @@ def replica_sum_of(policy: MixedPrecisionPolicy, hook: ReplicaSum | None, name: 
         made: ReplicaSum = codec.make_sum()
         return made
     return EncodedSum(Encoder(codec, f"replicas {name}"), policy) if codec.exchanges else None
+
+
+def sum_in_pairs(policy: MixedPrecisionPolicy) -> ReplicaSum:
+    """Returns a sum between replicas that adds neighbours first, then the sums of neighbouring pairs, and so on."""
+    return EncodedSum(Encoder(IN_PAIRS), policy)

@@ -187,6 +187,19 @@ def sum_rows(parts: Rows, output: Tensor) -> None:
         output.add_(part)
 
 
+def sum_pairs(parts: Rows, output: Tensor) -> None:
+    """Writes the sum of `parts`, a power of two of them in the dtype of `output`, to `output`. Neighbours are added,
+    then the sums of neighbouring pairs, and so on.
+    """
+    while len(parts) > 2:
+        halves = parts[::2], parts[1::2]
+        parts = halves[0] + halves[1] if isinstance(parts, Tensor) else [*map(torch.add, *halves)]  # type: ignore[operator]
+    if len(parts) == 1:
+        output.copy_(parts[0])
+    else:
+        torch.add(parts[0], parts[1], out=output)
+
+
 def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
     if tensors and divisor != 1:
         internals.divide_each([*tensors], divisor)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..devices.streams import Rows as Rows
-from ..devices.streams import costs_launches, sum_rows
+from ..devices.streams import costs_launches, sum_pairs, sum_rows
 
 if TYPE_CHECKING:
     from .comm import Comm, Work
@@ -181,6 +181,21 @@ class Cast:
 
 
 AS_IS = AsIs()
+
+
+@dataclass(frozen=True)
+class InPairs(AsIs):
+    """Numbers are sent in the dtype in which they are summed; a rank adds those of neighbours, then the sums of
+    neighbouring pairs, and so on: the upper levels of the tree that `PartialSums` begins on each rank.
+    """
+
+    exchanges: ClassVar[bool] = True
+
+    def sum(self, rows: Rows, total: Tensor) -> None:
+        sum_pairs(rows, total)
+
+
+IN_PAIRS = InPairs()
 
 _MEMBERS = ("exchanges", "feedback", "packed_dtype", "sent_nbytes", "encode", "decode", "sum")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from .codec import Codec, Encoder, ReplicaSum
+from .codec import IN_PAIRS, Codec, Encoder, ReplicaSum
 
 if TYPE_CHECKING:
     from .policy import GroupSettings, MixedPrecisionPolicy
@@ -50,6 +50,15 @@ class GradientCodecs:
     def use(self, codecs: Iterable[Codec], name: str) -> None:
         """Encodes by these codecs from now on. Encoders that are there stay. `name`: as for `choose_sum`."""
         self.encoders = {codec: self.encoders.get(codec) or Encoder(codec, name) for codec in codecs}
+
+    @staticmethod
+    def in_tree(policy: MixedPrecisionPolicy, has_replicas: bool) -> tuple[Encoder, ReplicaSum | None]:
+        """Returns what encodes gradients, and what sums them between replicas, if all ranks add them up in the order of
+        one tree. Neither keeps anything.
+        """
+        from ..codecs.choose_sum import sum_in_pairs
+
+        return Encoder(IN_PAIRS), sum_in_pairs(policy) if has_replicas else None
 
     @property
     def nbytes(self) -> int:

@@ -32,7 +32,7 @@ from ..torch_private import internals
 from ..torch_private.internals import backward_hooks_of, new_dtensor, post_accumulate_hooks_of
 from . import reduce
 from .buckets import BucketPlan, cuts_for, plan_buckets
-from .codec import Part
+from .codec import IN_PAIRS, Codec, Part
 from .gradient_codecs import GradientCodecs
 from .layout import ParamSpec, bucket_layout
 from .mesh import Distribution
@@ -164,19 +164,23 @@ class GroupGradients:
         self._plan.cache_clear()
         self._names.cache_clear()
 
-    def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool) -> ReducePlan:
+    def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool, in_tree: bool = False) -> ReducePlan:
         first, buffers = indices[0], self.group.parameters.buffers
         # As the shards lie, so that both can be used as one tensor; those that gather themselves come behind.
         offsets = dict(enumerate(buffers.layout.shard_offsets if buffers is not None else ()))
         indices = tuple(sorted(indices, key=lambda i: (i not in offsets, offsets.get(i, i))))
         how = self._bucket_plan
-        codec, reduce_dtype = (how.codecs_of_sums if may_be_sums else how.codecs)[first], how.reduce_dtypes[first]
+        codec: Codec = IN_PAIRS if in_tree else (how.codecs_of_sums if may_be_sums else how.codecs)[first]
+        reduce_dtype = how.reduce_dtypes[first]
         # Feedback is added to what is sent, hence to a copy.
         direct_min_bytes = sys.maxsize if codec.feedback else self.reduction.direct_min_bytes
         layout = bucket_layout(self.specs, indices, reduce_dtype, direct_min_bytes, codec.packed_dtype(reduce_dtype))
         device = self._params[0].unsharded.device
-        encoder, summing = self.codecs.encoders[codec], self.codecs.replica_sum
-        if summing is None or not summing.holds_for(self.specs[first]):
+        if in_tree:
+            encoder, summing = self.codecs.in_tree(self.group.settings.policy, self.reduction.replicas is not None)
+        else:
+            encoder, summing = self.codecs.encoders[codec], self.codecs.replica_sum
+        if summing is None or not (in_tree or summing.holds_for(self.specs[first])):
             return ReducePlan(layout, self.specs, self.reduction.num_shards, device, encoder)
         parts = [self._part(i, layout.offsets[i]) for i in indices]
         return ReducePlan(layout, self.specs, self.reduction.num_shards, device, encoder, summing, parts)
@@ -296,7 +300,7 @@ class GroupGradients:
             members = next((bucket.indices for bucket in self.buckets if first in bucket.indices), (first,))
             carried = self.unsynchronized.include_shards(members)
             indices = tuple(carried)
-            plan, label = self._plan(indices, True), self._names(indices)
+            plan, label = self._plan(indices, True, self.unsynchronized.leaf is not None), self._names(indices)
             self.group.root.queue.add(self, reduce.start({}, plan, self.reduction, carried, label))
 
     def discard(self) -> None:
@@ -321,8 +325,11 @@ class GroupGradients:
     # ---- one bucket
 
     def _take(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Takes the unsharded gradients that are there, with unsynchronized ones, and drops other references."""
+        """Takes the unsharded gradients that are there, and drops other references; with unsynchronized ones, if they
+        are reduced now.
+        """
         taken, unreduced, may_have_graph = dict[int, Tensor](), self.unsynchronized.unreduced, torch.is_grad_enabled()
+        reduces = self.group.settings.reduce_gradients
         with internals.no_torch_function():
             frozen = [i for i in indices if not self._params[i].sharded.requires_grad]
         reduce_dtypes = self._bucket_plan.reduce_dtypes
@@ -347,7 +354,7 @@ class GroupGradients:
                 if spec.takes_any_dtype and torch.promote_types(gradient.dtype, reduce_dtypes[i]) != reduce_dtypes[i]:
                     self._refuse_dtype(i, gradient)
                 taken[i] = gradient
-            if i in unreduced:
+            if i in unreduced and reduces:
                 taken[i] = self.unsynchronized.include(i, taken.get(i))
         return taken
 
@@ -380,10 +387,11 @@ class GroupGradients:
             notify(self.group)
         queue, indices = self.group.root.queue, tuple(gradients)
         queue.make_room()
-        plan, label = self._plan(indices, self.unsynchronized.may_be_sums), self._names(indices)
+        earlier = self.unsynchronized
+        plan, label = self._plan(indices, earlier.may_be_sums, earlier.leaf is not None), self._names(indices)
         try:
-            has_earlier = self.unsynchronized.reduced_in_shard
-            carried = self.unsynchronized.include_shards(gradients) if has_earlier else {}
+            completes = earlier.reduced_in_shard and self.group.settings.all_reduce
+            carried = earlier.include_shards(gradients) if completes else {}
             queue.add(self, reduce.start(gradients, plan, self.reduction, carried, label))
         except RuntimeError as error:  # out of memory, for example: allocators don't know for whom
             self.group.comm_label.locate(error, f"reducing the gradients{label}")

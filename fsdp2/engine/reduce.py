@@ -137,12 +137,13 @@ class PendingReduce(Pending):
     there are streams, it runs on a side stream.
 
     Args:
-        carried: parameter index -> flat padded shard that an earlier reduction has left for this one to include.
+        carried: parameter index -> flat padded shards that earlier reductions have left for this one to include, in the
+            order in which they are added.
         what: names the gradients.
     """
 
     def __init__(
-        self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Tensor], begun: Begun, label: str
+        self, plan: ReducePlan, reduction: Reduction, carried: Mapping[int, Sequence[Tensor]], begun: Begun, label: str
     ) -> None:
         self.nbytes, self._plan, self._reduction, self._what = begun.nbytes, plan, reduction, label
         has_second_part = reduction.replicas is not None or reduction.divide_late is not None
@@ -276,7 +277,7 @@ _Steps: TypeAlias = "Generator[Work | None, None, Work | None]"
 def _sum(
     output: Tensor,
     own: Tensor | None,
-    carried: Mapping[int, Tensor],
+    carried: Mapping[int, Sequence[Tensor]],
     plan: ReducePlan,
     reduction: Reduction,
     label: str,
@@ -288,9 +289,10 @@ def _sum(
     in flight. Never yield inside a `with`: the caller would go on inside it, on another stream for example.
     """
     layout, comm, divisor = plan.layout, reduction.replicas, reduction.divisors()[1]
-    for i, shard in carried.items():
-        strides = (layout.shard_numel, 1)[-shard.dim() :]
-        output.as_strided(shard.shape, strides, layout.offsets[i]).add_(shard)
+    for i, shards in carried.items():
+        for shard in shards:
+            strides = (layout.shard_numel, 1)[-shard.dim() :]
+            output.as_strided(shard.shape, strides, layout.offsets[i]).add_(shard)
     del carried  # its memory
     if comm is None or not reduction.all_reduce:
         return None
@@ -309,7 +311,7 @@ def start(
     gradients: Mapping[int, Tensor],
     plan: ReducePlan,
     reduction: Reduction,
-    carried: Mapping[int, Tensor],
+    carried: Mapping[int, Sequence[Tensor]],
     label: str = "",
 ) -> Pending:
     """Begins to reduce `gradients` (parameter index -> unsharded gradient, for each index of the plan), which must not
@@ -368,9 +370,9 @@ def _scatter(gradients: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduc
     return Begun(output, comm.reduce_scatter(outputs, sources, divisor, label), inputs, plan.nbytes, when_read)
 
 
-def _begin_with_nothing(carried: Mapping[int, Tensor], plan: ReducePlan, reduction: Reduction) -> Begun:
+def _begin_with_nothing(carried: Mapping[int, Sequence[Tensor]], plan: ReducePlan, reduction: Reduction) -> Begun:
     """Begins with zeros, to which what earlier reductions have left is added."""
-    layout, some = plan.layout, next(iter(carried.values()))
+    layout, (some, *_) = plan.layout, next(iter(carried.values()))
     numel = layout.shard_numel * reduction.num_blocks
     output = reduction.shards.memory.zeros(numel, dtype=layout.reduce_dtype, device=some.device)
     return Begun(output, None, [], layout.payload_nbytes)

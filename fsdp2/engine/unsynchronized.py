@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from ..torch_private import internals
+
+
+@final
+class PartialSums:
+    """The sums of one parameter's gradients over the micro-batches that have run: one sum, or the nodes of a tree.
+
+    If micro-batches have numbers, they are the leaves of one binary tree: neighbours are added, then the sums of
+    neighbouring pairs, and so on. So the order of additions does not depend on how many of the leaves are on this rank.
+    The nodes are those of the subtrees that are complete, one of each size at most. A leaf without a gradient adds
+    nothing.
+    """
+
+    def __init__(self) -> None:
+        # (the number of the first leaf, the sum), in order.
+        self._nodes: list[tuple[int, Tensor]] = []
+
+    @property
+    def numel(self) -> int:
+        """How many elements all the sums have."""
+        return sum(each.numel() for _, each in self._nodes)
+
+    def add(self, gradient: Tensor, leaf: int | None, dtype: torch.dtype | None = None) -> None:
+        """Adds the gradient of micro-batch number `leaf`; later ones have larger numbers. None: to one running sum.
+
+        `dtype`: of the sums, which are to lie in memory of their own. None: as the gradient is, which is written to.
+        """
+        self._join(leaf)
+        self._nodes.append((leaf or 0, gradient))
+        self._join(None if leaf is None else leaf + 1)
+        first, last = self._nodes[-1]
+        self._nodes[-1] = first, last if dtype is None else internals.owned(last.to(dtype))
+
+    def take(self, leaf: int | None) -> list[Tensor]:
+        """Returns the sums, in the order in which the tree adds them to the gradient of `leaf`, the last one."""
+        self._join(leaf)
+        return [each for _, each in reversed(self._nodes)]
+
+    def _join(self, end: int | None) -> None:
+        """Adds up the nodes of each subtree whose leaves are all before `end`. None: all nodes are one."""
+        nodes, before = self._nodes, math.inf if end is None else end
+        while len(nodes) > 1:
+            (first, earlier), (second, later) = nodes[-2:]
+            level = (first ^ second).bit_length()
+            if (second >> level) + 1 << level > before:
+                return
+            nodes[-2:] = [(first, earlier.add_(later))]
 
 
 @final
@@ -20,11 +67,16 @@ class UnsynchronizedGradients:
     """
 
     def __init__(self) -> None:
-        self.unreduced: dict[int, Tensor] = {}
-        """Parameter index -> unsharded gradient, in the reduce dtype, which no rank has sent yet."""
-        self.reduced_in_shard: dict[int, Tensor] = {}
-        """Parameter index -> flat padded shard, in the reduce dtype, which replicas have not summed yet. If R replicas
-        share one set of shards, [R, shard_numel]: one for each of them."""
+        self.unreduced: dict[int, PartialSums] = {}
+        """Parameter index -> sums of unsharded gradients, in the reduce dtype, which no rank has sent yet."""
+        self.reduced_in_shard: dict[int, PartialSums] = {}
+        """Parameter index -> sums of flat padded shards, in the reduce dtype, which replicas have not summed yet. If R
+        replicas share one set of shards, [R, shard_numel]: one for each of them."""
+        self.leaf: int | None = None
+        """The number of the micro-batch that runs, among this rank's, if all ranks add up gradients in the order of one
+        tree. None: they are added as they come."""
+        self.in_tree = False
+        """True if the gradients that were delivered last were added up in the order of one tree."""
         self.included: set[int] = set()
         """Indices of the parameters whose gradients of earlier passes the running pass has included. If it fails, they
         are lost."""
@@ -62,25 +114,40 @@ class UnsynchronizedGradients:
         """Notes that there are gradients which no backward pass has computed: a user has assigned them."""
         self.were_left = True
 
+    def add_in_tree(self, in_tree: bool) -> None:
+        """Adds up gradients in the order of one tree from now on, which `begin_leaf` follows; or as they come."""
+        self.in_tree, self.leaf = in_tree, 0 if in_tree else None
+
+    def begin_leaf(self, leaf: int | None) -> None:
+        """Notes which micro-batch, a leaf of the tree, runs next. None: no other does."""
+        self.leaf = leaf
+
     def keep(self, i: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Keeps an unsharded gradient of parameter i, in `dtype`. Later ones are added to its memory."""
+        """Keeps an unsharded gradient of parameter i, in `dtype`; adds it to earlier ones, in their memory."""
         self.may_be_sums = True
-        self.unreduced[i] = internals.owned(gradient.to(dtype))
+        if i in self.unreduced:
+            self.included.add(i)
+        self.unreduced.setdefault(i, PartialSums()).add(gradient, self.leaf, dtype)
 
     def keep_shard(self, i: int, shard: Tensor) -> None:
-        """Keeps the shard of parameter i that this rank has got, until replicas sum it; adds it to an earlier one."""
-        earlier = self.reduced_in_shard.get(i)
-        self.reduced_in_shard[i] = shard if earlier is None else earlier + shard
+        """Keeps the shard of parameter i that this rank has got, until replicas sum it; adds it to earlier ones."""
+        if i in self.reduced_in_shard:
+            self.included.add(i)
+        self.reduced_in_shard.setdefault(i, PartialSums()).add(shard, self.leaf)
 
     def include(self, i: int, gradient: Tensor | None) -> Tensor:
-        """Takes the unreduced gradient of parameter i, and returns it with `gradient` added."""
+        """Takes the unreduced gradients of parameter i, and returns their sum with `gradient`."""
         self.included.add(i)
-        earlier = self.unreduced.pop(i)
-        return earlier if gradient is None else earlier.add_(gradient)
+        total, *others = [*([] if gradient is None else [gradient]), *self.unreduced.pop(i).take(self.leaf)]
+        for each in others:
+            total = each.add_(total)
+        return total
 
-    def include_shards(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        """Takes the shards of the parameters `indices` that replicas have not summed: those that there are."""
-        taken = {i: self.reduced_in_shard.pop(i) for i in indices if i in self.reduced_in_shard}
+    def include_shards(self, indices: Iterable[int]) -> Mapping[int, Sequence[Tensor]]:
+        """Takes the shards of the parameters `indices` that replicas have not summed: parameter index -> those that
+        there are, in the order in which they are to be added.
+        """
+        taken = {i: self.reduced_in_shard.pop(i).take(self.leaf) for i in indices if i in self.reduced_in_shard}
         self.included.update(taken)
         return taken
 

@@ -4,6 +4,10 @@ backward passes accumulate without communication (`no_sync`).
 The weights of all ranks are known when the last micro-batch is. So gradients are reduced to sums, and what is complete
 is divided by `Totals.divide`: in place of the division by the number of ranks, where that is done (reduce.py). Nothing
 reaches `.grad` before: gradients wait unsharded (sync="last"), or as shards of sums (sync="each").
+
+With `global_batches`, the micro-batches of all ranks are the leaves of one binary tree, whatever the number of ranks.
+`PartialSums` adds up those of one rank, and `InPairs` what ranks send each other. Which leaves a rank runs
+(`_leaves_of`) follows from the level that is summed first: a rank's own ("last"), or that between ranks ("each").
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +29,7 @@ from ..calls.user_code import hides_modes
 from ..collectives.choose import make_comm
 from ..devices import streams
 from ..devices.streams import Transfer
+from ..engine.codec import Cast
 from ..engine.comm import CommLabel, Work
 from ..engine.group import FSDPParamGroup
 from ..engine.placeholders import UnsynchronizedGrad
@@ -57,6 +63,7 @@ def accumulate(
     *,
     sync: str = "last",
     num_batches: int | None = None,
+    global_batches: int | None = None,
 ) -> Accumulation:
     """Returns a context for the micro-batches of one optimizer step. Their gradients become the mean over all weights.
 
@@ -85,13 +92,21 @@ def accumulate(
         num_batches: how many micro-batches follow. Then the last one is reduced while its backward runs. None: it is
             known when the block ends, and they are reduced there: "last" then communicates behind backward, "each"
             copies the shards once more.
+        global_batches: how many micro-batches all ranks run together, a power of two. Then gradients, parameters and
+            optimizer states have the same bits on 1, 2, 4, 8, ... ranks: gradients are added in the order of one tree.
+            Ranks exchange them in the reduce dtype, and each sums what it receives, on NCCL, too. "last" keeps up to
+            log2(micro-batches of a rank) + 1 unsharded gradients of each parameter, "each" as many shards. Run the
+            micro-batches that `Accumulation.batches` lists, and clip by `clip_grad_norm_(exact=True)`. None: sums are
+            in the order that is fastest.
 
     Returns:
         An `Accumulation`.
 
     Raises:
-        TypeError: `num_batches` is not an int.
-        ValueError: another `sync`, or `num_batches` less than 1.
+        TypeError: `num_batches` or `global_batches` is not an int.
+        ValueError: another `sync`, `num_batches` less than 1, or `global_batches` that is no power of two, that the
+            number of ranks does not divide, or of which `num_batches` is not one rank's part.
+        NotImplementedError: with `global_batches`: something rounds sums by the number of ranks.
         RuntimeError: when the block begins: `model` is not the outermost sharded module; a forward, a backward or
             another block runs; a parameter has a gradient; `set_requires_gradient_sync(False)` or
             `set_optimizer_in_backward` is in force; gradients are reduced, or sent, in float16; groups are on
@@ -116,21 +131,41 @@ def accumulate(
             raise TypeError(f"num_batches: expected an int or None, got {num_batches!r}")
         if num_batches < 1:
             raise ValueError(f"num_batches: expected at least 1, got {num_batches}")
-    return Accumulation(require_root(model, "accumulate"), sync, num_batches)
+    root, leaves = require_root(model, "accumulate"), None
+    if global_batches is not None:
+        leaves = _leaves_of(root, sync, global_batches)
+        if num_batches not in (None, len(leaves)):
+            raise ValueError(
+                f"num_batches: expected {len(leaves)}, this rank's part of global_batches={global_batches}, got "
+                f"{num_batches}"
+            )
+        num_batches = len(leaves)
+    return Accumulation(root, sync, num_batches, leaves)
 
 
 class Accumulation:
     """One optimizer step's block of micro-batches, which `accumulate` returns. Enter it once, by `with`."""
 
-    def __init__(self, root: Root, sync: str, num_batches: int | None) -> None:
-        self._root, self._is_each, self._num_batches = root, sync == "each", num_batches
-        self._totals = Totals(root, num_batches)
+    def __init__(self, root: Root, sync: str, num_batches: int | None, leaves: range | None) -> None:
+        self._root, self._is_each, self._num_batches, self._leaves = root, sync == "each", num_batches, leaves
+        self._totals = Totals(root, num_batches, in_tree=leaves is not None)
         self._watch: AccumulationWatch | None = None
         self._is_over = False
         # The backward of the last micro-batch has begun, which is known only with `num_batches`.
         self.has_begun_last = False
         # `backward` runs one now, or the block reduces what is left.
         self.runs_backward = False
+
+    @property
+    def batches(self) -> range:
+        """The numbers of this rank's micro-batches, of `range(global_batches)`, in the order in which to run them.
+
+        Raises:
+            RuntimeError: `accumulate` has got no `global_batches`.
+        """
+        if self._leaves is None:
+            raise RuntimeError("batches: expected accumulate(model, global_batches=...), got a block without")
+        return self._leaves
 
     @property
     def mean_loss(self) -> float:
@@ -180,6 +215,9 @@ class Accumulation:
         self._refuse_cleared()
         self._totals.add(loss, weight)
         is_last = self._totals.count == self._num_batches
+        if self._leaves is not None:
+            for group in self._root.groups:
+                group.gradients.unsynchronized.begin_leaf(self._totals.count - 1)
         if is_last:
             self.has_begun_last = True
             self._totals.start()
@@ -199,7 +237,11 @@ class Accumulation:
             raise RuntimeError("accumulate: a block is entered once. Call fsdp2.accumulate(model) for each step.")
         watch = watch_of(self._root, AccumulationWatch)
         _refuse(self._root, watch)
+        if self._leaves is not None:
+            _refuse_rounding(self._root)
         self._watch, watch.active = watch, self
+        for group in self._root.groups:
+            group.gradients.unsynchronized.add_in_tree(self._leaves is not None)
         self._set(reduce_gradients=self._is_each, all_reduce=False, divide_late=self._totals.divide)
         return self
 
@@ -250,6 +292,8 @@ class Accumulation:
     def _restore(self) -> None:
         """Gives the groups the settings of before: the block begins only with these."""
         self._set(reduce_gradients=True, all_reduce=True, divide_late=None)
+        for group in self._root.groups:
+            group.gradients.unsynchronized.begin_leaf(None)
 
     @hides_modes
     def _refuse_cleared(self) -> None:
@@ -309,6 +353,61 @@ def _refuse(root: Root, watch: AccumulationWatch) -> None:
                 f"{present[0]}: it has a gradient, to which the mean of this step would be added. Call "
                 "optimizer.zero_grad() before accumulate."
             )
+
+
+def _leaves_of(root: Root, sync: str, count: Any) -> range:
+    """Returns which of `count` micro-batches this rank runs, in order: leaves of a tree whose lowest levels are summed
+    first. Gradients of a rank's micro-batches are ("last"), or those of the ranks that shard ("each").
+    """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"global_batches: expected an int or None, got {count!r}")
+    reduction = root.group.gradients.reduction
+    shards, replicas = reduction.shards, reduction.replicas
+    size, number, rank = (1, 1, 0) if replicas is None else (replicas.size, replicas.size, replicas.rank)
+    num_ranks = size * shards.size
+    if count < 1 or count & (count - 1) or count % num_ranks:
+        raise ValueError(
+            f"global_batches: expected a power of two that the number of ranks, {num_ranks}, divides, got {count}"
+        )
+    own = count // num_ranks
+    if sync == "last":
+        first = (rank * shards.size + shards.rank) * own
+        return range(first, first + own)
+    of_replica = count // number
+    return range(rank * of_replica + shards.rank, (rank + 1) * of_replica, shards.size)
+
+
+def _refuse_rounding(root: Root) -> None:
+    """Raises NotImplementedError if what groups compute depends on the number of ranks. It is alike on all ranks."""
+    problem = next(filter(None, (_rounding_in(group, root) for group in root.groups)), "")
+    if not root.settings.finalize_backward:
+        problem = "reductions are in flight after backward (set_manual_backward_finalization)"
+    if problem:
+        raise NotImplementedError(
+            f"accumulate(global_batches=): {problem}, so that bits depend on the number of ranks. Change that, or "
+            "leave global_batches out."
+        )
+
+
+def _rounding_in(group: FSDPParamGroup, root: Root) -> str:
+    """Returns what makes the numbers of a group depend on the number of ranks. "": nothing does."""
+    settings, mesh, of_root = group.settings, group.mesh, root.group.mesh
+    compression, collectives = settings.policy.compression, settings.collectives
+    dtypes = {settings.policy.gradient_dtype(param.delivered_dtype) for param in group.params}
+    narrow = [dtype for dtype in dtypes if dtype.itemsize < 4]
+    if (mesh.mesh, mesh.shard_axes, mesh.replicate_axes) != (of_root.mesh, of_root.shard_axes, of_root.replicate_axes):
+        return f"{group} is on another mesh than {root.state}"
+    if narrow:
+        return f"sums of gradients of {group} are rounded to {narrow[0]} (reduce_dtype)"
+    if compression.reduce_scatter is not None or compression.all_reduce is not None:
+        return f"gradients of {group} are compressed ({compression})"
+    if compression.all_gather is not None and type(compression.all_gather) is not Cast:
+        return f"weights of {group} are compressed shard by shard ({compression.all_gather!r})"
+    if settings.comm_hook is not None or group.scatter_hook is not None:
+        return f"a hook reduces the gradients of {group} (register_comm_hook)"
+    if collectives is not None and collectives.reduce_scatter is not None:
+        return f"{group} has a reduce-scatter of its own (set_custom_reduce_scatter)"
+    return f"ranks may leave {group} out of a step (conditional=True)" if settings.conditional else ""
 
 
 class AccumulationWatch(BlockWatch):
@@ -376,7 +475,7 @@ class _Found:
 
 # What each rank tells, in float64: its number; the sums of its losses and of its good weights; the number of its first
 # bad weight (from 1 on; 0: all are good), and that weight; how many micro-batches it has run, and is to run (0: any).
-_RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
+_COLUMNS = _RANK, _LOSS, _WEIGHT, _BAD, _BAD_WEIGHT, _COUNT, _EXPECTED = range(7)
 
 
 class Totals:
@@ -389,8 +488,10 @@ class Totals:
     micro-batches this rank has run. `found`: the sums of all ranks, once the host knows them.
     """
 
-    def __init__(self, root: Root, num_batches: int | None) -> None:
+    def __init__(self, root: Root, num_batches: int | None, in_tree: bool) -> None:
         self._mesh, self._num_batches = root.group.mesh, num_batches
+        # True if the sums must not depend on the number of ranks: rows then have each loss and each weight, too.
+        self._in_tree = in_tree
         self._comm_label = CommLabel("the weights of accumulate", root)
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
@@ -439,7 +540,14 @@ class Totals:
         first = is_bad.to(torch.uint8).argmax(0, keepdim=True)
         facts = [nothing + dist.get_rank(), losses.sum(), weights.where(~is_bad, nothing).sum()]
         facts += [(first + 1) * is_bad.any(), weights.gather(0, first), nothing + self.count, nothing + expected]
-        return torch.cat([fact.to(torch.float64).view(1) for fact in facts])
+        row = torch.cat([fact.to(torch.float64).view(1) for fact in facts])
+        if not self._in_tree:
+            return row
+        each = [
+            values.new_zeros(expected).index_copy_(0, torch.arange(self.count, device=device), values[:-1])
+            for values in (losses, weights.where(~is_bad, nothing))
+        ]
+        return torch.cat([row, *each])
 
     @hides_modes
     def start(self) -> None:
@@ -474,20 +582,26 @@ class Totals:
 
     def _sum(self, rows: Tensor) -> None:
         """Makes the divisors of what all ranks have told. If a weight is bad, they are infinite."""
-        total = rows[:, _WEIGHT].sum(0, keepdim=True)
+        # Numbers that are sorted first have one sum, whoever has told them.
+        weights = rows[:, len(_COLUMNS) :].chunk(2, 1)[1].flatten().sort().values if self._in_tree else rows[:, _WEIGHT]
+        total = weights.sum(0, keepdim=True)
         is_good = (total > 0) & (rows[:, _BAD] == 0).all()
         total = total.where(is_good, math.inf)  # hooks of parameters get zeros before the error, and not NaN
         self._divisors = {torch.float64: total, torch.float32: total.float()}
 
     @hides_modes
     def divide(self, sums: Tensor) -> None:
-        """Divides sums of gradients in place; in float32 if their dtype is narrower. They may be of any stream."""
+        """Divides sums of gradients in place; in float32 if their dtype is narrower. They may be of any stream. A sum
+        that has added the zeros of a leaf without a gradient is never -0.0, so with a tree no sum is.
+        """
         assert self._rows is not None, "gradients are complete behind the last micro-batch"
         if self._event is not None:
             torch.accelerator.current_stream(sums.device).wait_event(self._event)
         elif not self._divisors:
             self._wait()
             self._sum(self._rows)
+        if self._in_tree:
+            sums.add_(0.0)
         sums.div_(self._divisors[torch.promote_types(sums.dtype, torch.float32)])
 
     @hides_modes
@@ -520,7 +634,11 @@ class Totals:
                     f"accumulate: rank {row[_RANK]:.0f} has run {row[_COUNT]:.0f} of num_batches={row[_EXPECTED]:.0f} "
                     f"micro-batches. {_DROPPED}"
                 )
-        loss, weight = (math.fsum(row[column] for row in told) for column in (_LOSS, _WEIGHT))
+        numbers = [([row[_LOSS]], [row[_WEIGHT]]) for row in told]
+        if self._in_tree:  # exact sums of them have one rounding, whatever their order
+            each = [row[len(_COLUMNS) :] for row in told]
+            numbers = [(row[: len(row) // 2], row[len(row) // 2 :]) for row in each]
+        loss, weight = (math.fsum(chain.from_iterable(column)) for column in zip(*numbers, strict=True))
         if weight == 0:
             raise RuntimeError(
                 f"accumulate: the weights of all ranks and micro-batches sum up to 0, so there is no mean. {_DROPPED} "

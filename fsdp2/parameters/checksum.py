@@ -10,8 +10,12 @@ from torch import Tensor
 from ..torch_private.internals import inner_tensors, local_if_any
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # wider elements count as several of 8 bytes
-_CHUNK_NUMEL = 1 << 20  # 8 bytes of each element are computed with, so not of all at once
-_FACTOR = 0x1E3779B97F4A7C15  # odd: nothing is lost
+# 8 bytes of each element are computed with, so not of all at once; on CPU as many as stay in a core's cache.
+_CHUNK_NUMEL, _CHUNK_NUMEL_CPU = 1 << 20, 1 << 16
+_OF_BITS, _OF_POSITIONS = 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D  # odd: nothing is lost
+_LOW = 0xFFFFFFFF
+PART = 1 << 40
+"""Positions of the parts of one digest begin at multiples of this."""
 
 
 def values_of(tensor: Tensor) -> list[Tensor]:
@@ -35,18 +39,37 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
     return first.is_meta or second.is_meta or torch.equal(bits_of(first), bits_of(second).to(first.device))
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Returns the checksum of the bits that this rank holds, an int64 without dims. Another value at one index, or two
-    exchanged, change it.
+def digest(tensor: Tensor, first: int = 0, width: int = 0, pitch: int = 0) -> Tensor:
+    """Returns the sum, modulo 2^64, of a hash of the bits and the position of each element of a plain tensor: an int64
+    without dims, where the tensor lies.
+
+    So digests of the parts of a tensor add up to that of the whole, however it is cut. One changed element always
+    changes it.
+
+    Args:
+        tensor: a plain tensor of any dtype.
+        first: the position of its first element.
+        width: behind so many elements, positions go on `pitch` behind the first of these. 0: they follow each other.
     """
-    parts = values_of(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
-    for part in parts:
-        for chunk in bits_of(part).split(_CHUNK_NUMEL):
-            mixed = chunk.to(torch.int64) * _FACTOR
-            mixed ^= mixed >> 29
-            total = total * _FACTOR + (mixed * (2 * torch.arange(len(chunk), device=chunk.device) + 1)).sum()
+    bits = bits_of(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    size = _CHUNK_NUMEL_CPU if bits.device.type == "cpu" else _CHUNK_NUMEL
+    for i, chunk in enumerate(bits.split(size)):
+        positions = torch.arange(i * size, i * size + len(chunk), device=bits.device)
+        if width:
+            positions = positions // width * pitch + positions % width
+        mixed = positions.add_(first).mul_(_OF_POSITIONS)
+        mixed += chunk.to(torch.int64) * _OF_BITS
+        mixed ^= (mixed >> 32).bitwise_and_(_LOW)  # the high half, without a sign: what differs still does
+        total += mixed.sum()
     return total
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Returns the digest of what this rank holds of any tensor, an int64 without dims."""
+    parts = values_of(tensor)
+    sums = [digest(part, i * PART) for i, part in enumerate(parts)]
+    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64)
 
 
 def joint_checksum(tensors: Iterable[Tensor]) -> Tensor | int:
@@ -64,8 +87,8 @@ def joint_checksum(tensors: Iterable[Tensor]) -> Tensor | int:
             wholes.append(torch.cat(small))
     if not wholes:
         return 0
-    sums = [checksum(whole) for whole in wholes]
-    return checksum(torch.stack([each.to(sums[0].device) for each in sums])) if len(sums) > 1 else sums[0]
+    sums = [digest(whole, i * PART) for i, whole in enumerate(wholes)]
+    return torch.stack([each.to(sums[0].device) for each in sums]).sum()
 
 
 def word_sum(tensor: Tensor) -> Tensor:

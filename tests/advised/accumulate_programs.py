@@ -125,3 +125,23 @@ def without_weight() -> None:
     step(2.0)
     backward(plain, x=batch())
     same_gradients(model, plain)
+
+
+@follows("so that bits depend on the number of ranks. Change that, or leave global_batches out")
+def bits_of_the_number_of_ranks() -> None:
+    def block(model: Any) -> None:
+        with fsdp2.accumulate(model, global_batches=4) as acc:
+            for i in acc.batches:
+                rows = batch(i // 2)[i % 2 :: 2]
+                acc.backward(loss_of(model(rows)) * len(rows), weight=len(rows))
+
+    def compressed() -> tuple[Any, Any]:
+        return pair(mp_policy=MixedPrecisionPolicy(compression=Compression(reduce_scatter=torch.bfloat16)))
+
+    model, plain = compressed()
+    refused(lambda: block(model))
+    matches(model, plain, 0.1)
+    model, plain = pair()
+    block(model)
+    loss_of(plain(torch.cat([batch(0), batch(1)]))).backward()
+    same_gradients(model, plain)

@@ -20,13 +20,14 @@ from advised.registry import (
     none_found,
     own,
     pair,
+    refused,
     same_parameters,
     sgd,
     shard,
     train,
     warned,
 )
-from fsdp2 import fully_shard, sync_module_states
+from fsdp2 import fully_shard, replicate, sync_module_states
 
 # ---- structure
 
@@ -118,4 +119,17 @@ def found_frozen_and_written_on_one_rank() -> None:
         for each in (model, plain):
             each.stem.weight.mul_(0.9)
     none_found(model)
+    train(model, plain)
+
+
+@follows("or memory has failed. Load a checkpoint of before")
+def replicas_that_have_parted() -> None:
+    plain = build()
+    model: Any = replicate(copy.deepcopy(plain))
+    train(model, plain)
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            model.stem.weight.to_local().mul_(0.9)
+    refused(lambda: training(model, 9), RuntimeError)
+    set_model_state_dict(model, plain.state_dict(), options=StateDictOptions(full_state_dict=True))
     train(model, plain)

@@ -334,7 +334,7 @@ def what_waits() -> None:
                 held = [group.gradients for group in groups_below(model)]
                 left = [each.unsynchronized for each in held]
                 waits = [each.unreduced if sync == "last" else each.reduced_in_shard for each in left]
-                numel = sum(value.numel() for each in waits for value in each.values())
+                numel = sum(value.numel for each in waits for value in each.values())
                 assert whole <= numel * share < whole * 1.3, "and padding"
                 assert sync == "last" or not any(each.unreduced for each in left)
                 with pytest.raises(RuntimeError, match="complete when the block ends"):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from documents import ROOT, Code, clients_of, code_blocks, shared_lines, snippets
+from fsdp2.checks.digest_files import main, read_run
 from fsdp2.compression import Compression
 from fsdp2.hf.files import read_checkpoint
 from helpers import alone, assert_same, full, run_checks
@@ -576,6 +577,28 @@ def conditional(names: Names) -> None:
 def check_and_compare(names: Names) -> None:
     assert names["findings"] == []
     assert names["comparison"], str(names["comparison"])
+
+
+@guide("Get the same bits on any number of ranks")
+def same_bits(names: Names) -> None:
+    """As if one process had trained on all micro-batches; test_same_bits.py compares the bits."""
+    plain = plain_model(names)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        seeds = range(8 * step, 8 * step + 8)
+        rows = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        names["loss_of"](plain, torch.cat(rows)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(names["model"], plain)
+
+
+@guide("Find where two runs differ first")
+def divergence(names: Names) -> None:
+    dist.barrier()  # both have written
+    assert len(read_run("run1")) == 3
+    assert main(["run1", "run2"]) == 0
 
 
 def test_every_snippet_has_a_check() -> None:
