@@ -14,6 +14,10 @@ Writes a checkpoint of torch.distributed.checkpoint as safetensors files, withou
 
     python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16
 
+Runs a program that is written for torchrun on many ranks in one process, one at a time:
+
+    python -m fsdp2 simulate --ranks 16 script.py ARGUMENTS
+
 Prints releases, devices, variables and switches, for reports of bugs:
 
     python -m fsdp2 env
@@ -68,6 +72,12 @@ def _merge(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _simulate(arguments: list[str]) -> None:
+    from .simulate.command import main
+
+    raise SystemExit(main(arguments))
+
+
 def _env(arguments: list[str]) -> None:
     from . import __version__
     from .environment import main
@@ -90,6 +100,7 @@ def _version(_: list[str]) -> None:
 COMMANDS = {
     "plan": _plan,
     "merge": _merge,
+    "simulate": _simulate,
     "env": _env,
     "help": _help,
     "--help": _help,

@@ -390,12 +390,15 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns 'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's only, a group may have several.
 
     Returns '' for a group written in Python that has no backend, or has gloo: messages between pairs of ranks, which
-    the engine sends over gloo, would bypass the collectives that such a group has of its own.
+    the engine sends over gloo, would bypass the collectives that such a group has of its own. Returns 'gloo' if the
+    group says that it `is_like_gloo`.
 
     Raises:
         RuntimeError: any other group that has no backend for `device`.
     """
     is_python = is_python_group(group)
+    if getattr(group, "is_like_gloo", False):
+        return "gloo"
     try:
         name = group._get_backend(device).name().lower()
     except RuntimeError as error:

@@ -1,0 +1,480 @@
+"""Provides the process group of simulated ranks, in place of gloo's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from .turns import Rank, Wait, listed, ranks_text, this_rank
+
+_SEGMENT_NBYTES = 1 << 20  # gloo's
+_ANY_RANK = -1
+_Op = dist.ReduceOp
+_OPERATIONS: list[tuple[str, Any, Callable[[Tensor, Tensor], Tensor]]] = [
+    ("SUM", _Op.SUM, torch.add),
+    ("AVG", _Op.AVG, torch.add),
+    ("PRODUCT", _Op.PRODUCT, torch.mul),
+    ("MIN", _Op.MIN, torch.minimum),
+    ("MAX", _Op.MAX, torch.maximum),
+    ("BAND", _Op.BAND, torch.bitwise_and),
+    ("BOR", _Op.BOR, torch.bitwise_or),
+    ("BXOR", _Op.BXOR, torch.bitwise_xor),
+]
+
+
+def reduce_in_ring(tensors: Sequence[Tensor], operation: str) -> Tensor:
+    """Returns the sum of flat tensors, one of each rank, with the bits that gloo's ring gives.
+
+    Block b begins at rank b-1, goes down from rank to rank, each of which adds its own elements, and ends at rank b.
+    """
+    first, num_ranks = tensors[0], len(tensors)
+    add = next(function for name, _, function in _OPERATIONS if name == operation)
+    itemsize = first.element_size()
+    most = itemsize * max(1, _SEGMENT_NBYTES // itemsize)
+    num_segments = math.ceil(max(math.ceil(first.numel() * itemsize / most), 2 * num_ranks) / num_ranks)
+    block = num_segments * math.ceil(first.numel() / (num_segments * num_ranks))
+    result = torch.empty_like(first)
+    for index in range(num_ranks):
+        part = slice(index * block, (index + 1) * block)
+        value = tensors[index - 1][part]
+        for step in range(2, num_ranks + 1):
+            value = add(value, tensors[(index - step) % num_ranks][part])
+        result[part] = value
+    return result.div_(num_ranks) if operation == "AVG" else result
+
+
+class _Call(Wait):
+    """What one rank has begun: its part in a collective, or one end of a message.
+
+    `shown`: name and arguments, for reports. `where`: says which call of which group it is. `given`: its tensors.
+    `alike`: what must be the same on all ranks of a collective.
+    """
+
+    def __init__(self, shown: str, where: str, given: Any, alike: object = None) -> None:
+        super().__init__(f"waits in {shown}, {where},")
+        self.shown, self.given, self.alike = shown, given, alike
+        # The group rank that has sent a message.
+        self.source = _ANY_RANK
+
+
+class LocalWork(dist.Work):
+    """What a rank has begun, for its program to wait for."""
+
+    def __init__(self, rank: Rank, call: _Call, results: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._rank, self._call, self._results = rank, call, [*results]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._rank.wait(self._call)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._call.can_go_on():
+            self._rank.let_others_run()
+        return self._call.can_go_on()
+
+    def is_success(self) -> bool:
+        return self._call.is_done
+
+    def exception(self) -> Any:
+        return self._call.error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._results
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """Waits at once: C++ that waits for a future, as DDP's does, would not let other ranks run."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.result())
+        return future
+
+    def _source_rank(self) -> int:
+        return self._call.source
+
+
+@dataclass
+class Room:
+    """Where the ranks of one group meet.
+
+    `members`: the ranks by their numbers in the group. `collectives`: those that some ranks have begun and others not,
+    by their place in the group's sequence; the calls of each by group rank. `sent`, `awaited`: messages, and tensors for
+    messages, that have not met; by sender, receiver and tag.
+    """
+
+    members: dict[int, Rank] = field(default_factory=dict)
+    collectives: dict[int, dict[int, _Call]] = field(default_factory=dict)
+    sent: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
+    awaited: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
+
+
+class LocalGroup(dist.ProcessGroup):
+    """A process group of simulated ranks. Sums have the bits of gloo's, and messages between two ranks its semantics.
+
+    Only the sums of `reduce_scatter` with a list, of more than two ranks, have another order than gloo's.
+    """
+
+    is_like_gloo = True
+    """Groups of fsdp2 communicate by messages between two ranks, as over gloo."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None, **_: object) -> None:
+        super().__init__(rank, size)
+        own = this_rank("init_process_group")
+        # The nth group that this rank makes under one name meets the nth of the other ranks.
+        meeting = f"room {store.add(f'groups of rank {rank}', 1)}"
+        number = int(store.compare_set(meeting, "", str(len(own.turns.rooms))))
+        self._room: Room = own.turns.rooms.setdefault(number, Room())
+        self._room.members[rank] = own
+        self._num_begun = 0
+        self.options = SimpleNamespace()  # torch writes into it
+
+    def getBackendName(self) -> str:
+        # DDP casts the group to C++'s own class if it is named gloo.
+        return "simulated"
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Does nothing: calls are counted anyway."""
+
+    # ---- collectives
+
+    def allreduce(self, tensors: Any, options: Any = None) -> LocalWork:
+        return self._reduce("all_reduce", _of(tensors), options)
+
+    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> LocalWork:
+        return self._reduce("all_reduce_coalesced", _of(tensors), options)
+
+    def _reduce(self, name: str, tensors: list[Tensor], options: Any, root: int | None = None) -> LocalWork:
+        operation = _operation_of(options)
+
+        def run(given: list[list[Tensor]]) -> None:
+            total = reduce_in_ring([_flat(each) for each in given], operation)
+            for tensors in given if root is None else [given[root]]:
+                _fill(tensors, total)
+
+        text = f"{operation}, {_sizes(tensors)}{self._root(root)}"
+        return self._meet(name, text, tensors, run, tensors, 2 * _nbytes(tensors))
+
+    def reduce(self, tensors: Any, options: Any) -> LocalWork:
+        return self._reduce("reduce", _of(tensors), options, options.rootRank)
+
+    def broadcast(self, tensors: Any, options: Any) -> LocalWork:
+        own, root = _of(tensors), options.rootRank
+
+        def run(given: list[list[Tensor]]) -> None:
+            value = _flat(given[root])
+            for rank, tensors in enumerate(given):
+                if rank != root:
+                    _fill(tensors, value)
+
+        return self._meet("broadcast", f"{_sizes(own)}{self._root(root)}", own, run, own, _nbytes(own))
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        return self._gather("all_gather", _of(inputs), _of_list(outputs))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        # One list of outputs for each rank.
+        return self._gather("all_gather_coalesced", _of(inputs), [each for part in outputs for each in _of(part)])
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> LocalWork:
+        return self._gather("all_gather_into_tensor", _of(tensor), _of(output))
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        pairs = zip(_of(outputs), _of(inputs), strict=True)
+        return self._all([self._gather("all_gather_into_tensor", [each], [output]) for output, each in pairs])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Any, inputs: Any, options: Any) -> LocalWork:
+        return self._gather("gather", _of(inputs), _of_list(outputs), options.rootRank)
+
+    def _gather(self, name: str, own: list[Tensor], outputs: list[Tensor], root: int | None = None) -> LocalWork:
+        """Gathers `own` tensors of all ranks, one after the other, into `outputs`. `root`: of that rank only."""
+        text = f"{_sizes(own)}{self._root(root)}"
+        if root is None or root == self.rank():
+            self._require_size(f"{name}({text})", outputs, self.size() * sum(each.numel() for each in own))
+
+        def run(given: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            values = torch.cat([_flat(own) for own, _ in given])
+            for _, outputs in given if root is None else [given[root]]:
+                _fill(outputs, values)
+
+        return self._meet(name, text, (own, outputs), run, outputs, self.size() * _nbytes(own))
+
+    def scatter(self, outputs: Any, inputs: Any, options: Any) -> LocalWork:
+        own, parts, root = _of(outputs), _of_list(inputs), options.rootRank
+        text = f"{_sizes(own)}{self._root(root)}"
+        if root == self.rank():
+            self._require_size(f"scatter({text})", parts, self.size() * own[0].numel())
+
+        def run(given: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            for (outputs, _), part in zip(given, given[root][1], strict=True):
+                _fill(outputs, _flat([part]))
+
+        return self._meet("scatter", text, (own, parts), run, own, _nbytes(parts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        return self._reduce_scatter("reduce_scatter", _of(outputs), _of_list(inputs), options)
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> LocalWork:
+        parts = [*tensor.data.reshape(-1).chunk(self.size())]
+        return self._reduce_scatter("reduce_scatter_tensor", _of(output), parts, options)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return self._all([self._reduce_scatter_base(output, each, options) for output, each in pairs])
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter(self, name: str, own: list[Tensor], parts: list[Tensor], options: Any) -> LocalWork:
+        """Sums `parts` over ranks, one for each rank, and fills `own` tensor with this rank's part."""
+        operation = _operation_of(options)
+        text = f"{operation}, {_sizes(parts)}"
+        self._require_size(f"{name}({text})", own, parts[self.rank()].numel())
+
+        def run(given: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+            total = reduce_in_ring([_flat(parts) for _, parts in given], operation)
+            for (own, _), part in zip(given, total.split([each.numel() for each in given[0][1]]), strict=True):
+                _fill(own, part)
+
+        return self._meet(name, text, (own, parts), run, own, 2 * _nbytes(parts))
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, options: Any = None
+    ) -> LocalWork:
+        parts = [
+            each.data.split([*splits] if splits else each.shape[0] // self.size())
+            for each, splits in ((output, output_splits), (tensor, input_splits))
+        ]
+        return self._all_to_all("all_to_all_single", parts[0], parts[1])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+        return self._all_to_all("all_to_all", _of(outputs), _of(inputs))
+
+    def _all_to_all(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LocalWork:
+        def run(given: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+            for source, (_, sent) in enumerate(given):
+                for rank, (outputs, _) in enumerate(given):
+                    if outputs[source].numel() != sent[rank].numel():
+                        raise RuntimeError(
+                            f"{name}: {self._member(source)} sends {_sizes([sent[rank]])} to {self._member(rank)}, "
+                            f"which expects {_sizes([outputs[source]])}"
+                        )
+                    outputs[source].copy_(sent[rank].view_as(outputs[source]))
+
+        # Ranks may split their tensors differently.
+        text, alike = f"{_sizes(inputs)} to {_sizes(outputs)}", str(inputs[0].dtype)
+        return self._meet(name, text, (outputs, inputs), run, outputs, _nbytes(inputs), alike)
+
+    def barrier(self, options: Any = None) -> LocalWork:
+        return self._meet("barrier", "", None, lambda _: None, [], 0)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._meet("monitored_barrier", "", None, lambda _: None, [], 0).wait()
+
+    def _meet(
+        self,
+        name: str,
+        text: str,
+        given: Any,
+        run: Callable[[list[Any]], None],
+        results: Sequence[Tensor],
+        num_bytes: int,
+        alike: str | None = None,
+    ) -> LocalWork:
+        """Begins a collective. Of the ranks of the group the last one has it `run` on what each has `given`.
+
+        `alike`: what must be the same on all ranks. None: `text`, the arguments as reports show them. `num_bytes`: what
+        a ring sends of it, apart from the factor (n - 1) / n.
+
+        Raises:
+            RuntimeError: a rank has begun another collective as its nth of this group. All of them raise.
+        """
+        own, number = this_rank(name), self._num_begun
+        self._num_begun += 1
+        own.num_collectives += 1
+        own.num_bytes += num_bytes * (self.size() - 1) // self.size()
+        where = f"call {number} of {self._name()}"
+        calls = self._room.collectives.setdefault(number, {})
+        call = _Call(f"{name}({text})", where, given, (name, text if alike is None else alike))
+        calls[self.rank()] = call
+        first = next(iter(calls.values()))
+        if first.alike != call.alike:
+            places = ((self._room.members[rank].number, f"calls {each.shown} at {each.place}") for rank, each in calls.items())
+            _fail(calls.values(), f"ranks differ in {where}:\n{listed(places)}")
+        elif first.error is not None:
+            call.error = first.error
+        elif len(calls) == self.size():
+            del self._room.collectives[number]
+            try:
+                with torch.inference_mode():
+                    run([calls[rank].given for rank in range(self.size())])
+            except RuntimeError as error:
+                _fail(calls.values(), f"{error} (in {where})")
+            for each in calls.values():
+                each.is_done = True
+        if call.error is not None:
+            raise call.error
+        return LocalWork(own, call, results)
+
+    # ---- messages between two ranks
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> LocalWork:
+        own, (tensor,) = this_rank("send"), _of(tensors)
+        own.num_messages += 1
+        own.num_bytes += _nbytes([tensor])
+        call = self._end("send", tensor, f"to {self._member(to)}", tag)
+        call.source = self.rank()
+        room = self._room
+        for key in ((self.rank(), to, tag), (_ANY_RANK, to, tag)):
+            if room.awaited.get(key):
+                self._deliver(call, room.awaited[key].pop(0))
+                break
+        else:
+            room.sent.setdefault((self.rank(), to, tag), []).append(call)
+        return LocalWork(own, call)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> LocalWork:
+        own, (tensor,) = this_rank("recv"), _of(tensors)
+        member = "any rank" if source == _ANY_RANK else self._member(source)
+        call, room = self._end("recv", tensor, f"from {member}", tag), self._room
+        key = (source, self.rank(), tag)
+        if source == _ANY_RANK:
+            key = next((each for each, sent in room.sent.items() if each[1:] == key[1:] and sent), key)
+        if room.sent.get(key):
+            self._deliver(room.sent[key].pop(0), call)
+        else:
+            room.awaited.setdefault(key, []).append(call)
+        return LocalWork(own, call)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> LocalWork:
+        return self.recv(tensors, _ANY_RANK, tag)
+
+    def _end(self, name: str, tensor: Tensor, other: str, tag: int) -> _Call:
+        tagged = f", tag {tag:#x}" if tag else ""
+        return _Call(f"{name}({_sizes([tensor])}) {other}", f"of {self._name()}{tagged}", tensor)
+
+    def _deliver(self, sent: _Call, received: _Call) -> None:
+        """Copies a message. Over gloo it may be shorter than the tensor that waits for it."""
+        source, target = _bytes_of(sent.given), _bytes_of(received.given)
+        if source.numel() > target.numel():
+            _fail(
+                (sent, received),
+                f"a message is longer than the tensor that waits for it: {sent.shown} at {sent.place}, {received.shown} "
+                f"at {received.place}",
+            )
+            return
+        with torch.inference_mode():
+            target[: source.numel()].copy_(source)
+        received.source = sent.source
+        sent.is_done = received.is_done = True
+
+    # ---- texts
+
+    def _name(self) -> str:
+        members = sorted(each.number for each in self._room.members.values())
+        if self.size() == len(this_rank("a group").turns.ranks):
+            return "the default group" if self is dist.group.WORLD else f"group {self.group_name} of all ranks"
+        named = f" {self.group_desc}" if self.group_desc != "undefined" else ""
+        return f"the group{named} of {ranks_text(members)}"
+
+    def _member(self, rank: int) -> str:
+        member = self._room.members.get(rank)
+        return f"rank {rank} of the group" if member is None else f"rank {member.number}"
+
+    def _root(self, root: int | None) -> str:
+        return "" if root is None else f", root {self._member(root)}"
+
+    def _require_size(self, call: str, tensors: Sequence[Tensor], numel: int) -> None:
+        """Raises ValueError if these tensors of this rank have not so many elements."""
+        found = sum(each.numel() for each in tensors)
+        if found != numel:
+            own = this_rank(call).number
+            raise ValueError(f"{call} on rank {own}: expected tensors of {numel} elements, got {_sizes(tensors)}")
+
+    def _all(self, works: list[LocalWork]) -> LocalWork:
+        """Returns the last of several works, once the others are done."""
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+
+def _fail(calls: Iterable[_Call], text: str) -> None:
+    """Has the ranks that have begun these calls raise."""
+    for each in calls:
+        each.error = RuntimeError(text)
+
+
+def _operation_of(options: Any) -> str:
+    """Returns the name of the operation in the options of a call, or of the operation itself.
+
+    Raises:
+        RuntimeError: gloo has no such operation.
+    """
+    wanted = _Op.SUM if options is None else getattr(options, "reduceOp", options)
+    for name, operation, _ in _OPERATIONS:
+        if wanted == operation:
+            return name
+    names = ", ".join(name for name, _, _ in _OPERATIONS)
+    raise RuntimeError(f"expected an operation that gloo has, one of {names}; got {wanted}")
+
+
+def _of(tensors: Any) -> list[Tensor]:
+    """Returns the tensors of a call. Writes to these are unknown to autograd, as those of gloo are."""
+    return [tensors.data] if isinstance(tensors, Tensor) else [each.data for each in tensors]
+
+
+def _of_list(lists: Any) -> list[Tensor]:
+    """Returns the tensors of the one list in `lists`. Ranks that are not the root give none."""
+    return _of(lists[0]) if len(lists) else []
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    flat = [each.reshape(-1) for each in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _fill(tensors: Sequence[Tensor], values: Tensor) -> None:
+    """Copies flat values into tensors, one after the other."""
+    for tensor, part in zip(tensors, values.split([each.numel() for each in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
+
+
+def _sizes(tensors: Sequence[Tensor]) -> str:
+    """Returns "2 x 8 float32, 3 int64"."""
+    texts = (f"{each.numel()} {str(each.dtype)[6:]}" for each in tensors)
+    counted = ((text, len([*same])) for text, same in itertools.groupby(texts))
+    return ", ".join(text if count == 1 else f"{count} x {text}" for text, count in counted)

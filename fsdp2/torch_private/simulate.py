@@ -1,0 +1,94 @@
+"""Collects the private names of torch that `fsdp2.simulate` uses, each with its reason."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .lookup import Missing, load, load_module, optional
+
+_RANKS = "simulated ranks"
+# The class of the object in which torch keeps the default process group and all others of a process.
+_World = optional("torch.distributed.distributed_c10d._World", _RANKS)
+# (flag): each thread has its own table of the names by which functional collectives find their groups.
+_isolate_threads: Callable[[bool], None] = optional(
+    "torch._C._distributed_c10d._set_thread_isolation_mode", _RANKS
+)
+# What torch's class keeps in variables of its module.
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+_THREAD = "_thread_id"
+
+
+class RankWorld(_World):
+    """The process groups of one simulated rank.
+
+    torch has no public function that gives a thread a default group of its own. It calls the object that this one
+    replaces an extension point.
+    """
+
+    # They hide the properties of torch's class, so that each object can have its own.
+    group_count = 0
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _TABLES:
+            setattr(self, name, {})
+
+
+def global_objects() -> list[tuple[ModuleType, str, Callable[[], Any]]]:
+    """Returns what torch has once for a process and each rank needs for itself: modules, attributes, and functions that
+    make the first value.
+
+    Raises:
+        NotImplementedError: torch lacks one, or keeps more of its groups for the process than fsdp2 knows.
+    """
+    load("torch.distributed.distributed_c10d._world", _RANKS)
+    # DTensor's generator of random numbers, made at its first use.
+    load("torch.distributed.tensor._random._rng_tracker", _RANKS)
+    for missing in (_World, _isolate_threads):
+        if isinstance(missing, Missing):
+            missing()
+    one, two = RankWorld(), RankWorld()
+    for name in (name for name, value in vars(_World).items() if isinstance(value, property)):
+        value = None if name == "pg_config_info" else getattr(one, name)
+        if isinstance(value, dict | list) and value is getattr(two, name):
+            Missing(f"a table of its own in {_World.__name__}.{name}", _RANKS)()
+    random = load_module("torch.distributed.tensor._random", _RANKS)
+    return [(dist.distributed_c10d, "_world", RankWorld), (random, "_rng_tracker", lambda: None)]
+
+
+@contextmanager
+def threads_as_ranks() -> Iterator[None]:
+    """Context: names of process groups belong to the thread that registers them, and meshes that different threads make
+    are different ones, which share no entry in DTensor's caches.
+
+    Raises:
+        NotImplementedError: torch does not compare the threads of meshes.
+    """
+    init: Any = DeviceMesh.__init__
+    if _THREAD not in init.__code__.co_names:
+        Missing(f"torch.distributed.device_mesh.DeviceMesh.{_THREAD}", _RANKS)()
+    _isolate_threads(True)
+
+    # torch sets the attribute only where the backend is its own for tests, and to None elsewhere.
+    def note(mesh: DeviceMesh, _: object) -> None:
+        vars(mesh)[_THREAD] = threading.get_ident()
+
+    setattr(DeviceMesh, _THREAD, property(lambda mesh: vars(mesh).get(_THREAD), note))
+    try:
+        yield
+    finally:
+        delattr(DeviceMesh, _THREAD)
+        _isolate_threads(False)
