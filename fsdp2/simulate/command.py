@@ -8,13 +8,15 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, ModuleType
 
 import torch
 
-from .turns import Rank, Turns
+from .memory import PeakMemory
+from .turns import OutOfStep, Rank, Turns
 from .world import simulate
 
 _DESCRIPTION = """Runs a program that is written for torchrun on N ranks in this process, one rank at a time: with real
@@ -26,6 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command, prints what each rank has done, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fsdp2 simulate", description=_DESCRIPTION)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks to simulate")
+    parser.add_argument("--memory", action="store_true", help="count the peak of each rank's tensors, which takes time")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="the script, or the name of the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
@@ -45,18 +48,21 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path.cwd() if given.module else Path(file).resolve().parent
     sys.path[0] = str(folder)
 
-    def run(_: Rank) -> None:
+    memory: dict[Rank, PeakMemory] = {}
+
+    def run(rank: Rank) -> None:
         main_module = ModuleType("__main__")
         main_module.__dict__.update(__file__=file, __package__=package, __builtins__=__builtins__)
         sys.modules["__main__"] = main_module
         try:
-            exec(code, main_module.__dict__)
+            with memory.setdefault(rank, PeakMemory(rank)) if given.memory else nullcontext():
+                exec(code, main_module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
 
     turns = simulate(run, given.ranks, _print_error, folder)
-    print(_table(turns), file=sys.stderr)
+    print(_table(turns, memory), file=sys.stderr)
     return 1 if turns.failed is not None else 0
 
 
@@ -80,20 +86,20 @@ def _print_error(failed: Rank) -> None:
     """Prints why the first rank has failed, from its program on, and where the others are."""
     error = failed.error
     assert error is not None, "it has failed"
-    place = error.__traceback__
+    place = error.__traceback__ if not isinstance(error, SystemExit) else None
     while place is not None and place.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent)):
         place = place.tb_next
     traceback.print_exception(type(error), error, place)
-    print(f"rank {failed.number} has failed, and ends the program. Ranks:\n{failed.turns.report()}", file=sys.stderr)
+    where = "" if isinstance(error, OutOfStep) else f" Where the ranks are:\n{failed.turns.report()}"
+    print(f"rank {failed.number} has failed, and ends the program.{where}", file=sys.stderr)
 
 
-def _table(turns: Turns) -> str:
+def _table(turns: Turns, memory: Mapping[Rank, PeakMemory]) -> str:
     """Returns what each rank has done, a line for each."""
-    lines = ["rank  collectives  messages      MB sent  seconds  ended"]
+    lines = ["rank  collectives  messages      MB sent  CPU seconds" + "      peak MB" * bool(memory)]
     for rank in turns.ranks:
-        ended = "by an error" if rank is turns.failed else "stopped" if rank.is_stopped else ""
-        lines.append(
-            f"{rank.number:4}  {rank.num_collectives:11,}  {rank.num_messages:8,}  {rank.num_bytes / 1e6:11,.3f}  "
-            f"{rank.seconds:7.2f}  {ended}".rstrip()
-        )
+        cells = f"{rank.number:4}  {rank.num_collectives:11,}  {rank.num_messages:8,}  {rank.num_bytes / 1e6:11,.3f}"
+        peak = f"  {memory[rank].peak / 1e6:11,.3f}" if rank in memory else ""
+        ended = "  failed" if rank is turns.failed else "  stopped" if rank.is_stopped else ""
+        lines.append(f"{cells}  {rank.seconds:11.2f}{peak}{ended}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from .turns import Rank, Wait, listed, ranks_text, this_rank
+from .turns import ADVICE, OutOfStep, Wait, listed, ranks_text, this_rank
 
 _SEGMENT_NBYTES = 1 << 20  # gloo's
 _ANY_RANK = -1
@@ -61,7 +61,7 @@ class _Call(Wait):
     """
 
     def __init__(self, shown: str, where: str, given: Any, alike: object = None) -> None:
-        super().__init__(f"waits in {shown}, {where},")
+        super().__init__(f"in {shown}, {where},")
         self.shown, self.given, self.alike = shown, given, alike
         # The group rank that has sent a message.
         self.source = _ANY_RANK
@@ -70,12 +70,12 @@ class _Call(Wait):
 class LocalWork(dist.Work):
     """What a rank has begun, for its program to wait for."""
 
-    def __init__(self, rank: Rank, call: _Call, results: Sequence[Tensor] = ()) -> None:
+    def __init__(self, call: _Call, results: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._rank, self._call, self._results = rank, call, [*results]
+        self._call, self._results = call, [*results]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._rank.wait(self._call)
+        this_rank("wait").wait(self._call)
         return True
 
     def synchronize(self) -> None:
@@ -83,7 +83,7 @@ class LocalWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self._call.can_go_on():
-            self._rank.let_others_run()
+            this_rank("is_completed").let_others_run()
         return self._call.can_go_on()
 
     def is_success(self) -> bool:
@@ -110,12 +110,11 @@ class LocalWork(dist.Work):
 class Room:
     """Where the ranks of one group meet.
 
-    `members`: the ranks by their numbers in the group. `collectives`: those that some ranks have begun and others not,
+    `collectives`: those that some ranks have begun and others not,
     by their place in the group's sequence; the calls of each by group rank. `sent`, `awaited`: messages, and tensors for
     messages, that have not met; by sender, receiver and tag.
     """
 
-    members: dict[int, Rank] = field(default_factory=dict)
     collectives: dict[int, dict[int, _Call]] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
     awaited: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
@@ -137,7 +136,6 @@ class LocalGroup(dist.ProcessGroup):
         meeting = f"room {store.add(f'groups of rank {rank}', 1)}"
         number = int(store.compare_set(meeting, "", str(len(own.turns.rooms))))
         self._room: Room = own.turns.rooms.setdefault(number, Room())
-        self._room.members[rank] = own
         self._num_begun = 0
         self.options = SimpleNamespace()  # torch writes into it
 
@@ -157,14 +155,14 @@ class LocalGroup(dist.ProcessGroup):
 
     # ---- collectives
 
-    def allreduce(self, tensors: Any, options: Any = None) -> LocalWork:
-        return self._reduce("all_reduce", _of(tensors), options)
+    def allreduce(self, tensors: Any, opts: Any = None) -> LocalWork:
+        return self._reduce("all_reduce", _of(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> LocalWork:
-        return self._reduce("all_reduce_coalesced", _of(tensors), options)
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> LocalWork:
+        return self._reduce("all_reduce_coalesced", _of(tensors), opts)
 
-    def _reduce(self, name: str, tensors: list[Tensor], options: Any, root: int | None = None) -> LocalWork:
-        operation = _operation_of(options)
+    def _reduce(self, name: str, tensors: list[Tensor], opts: Any, root: int | None = None) -> LocalWork:
+        operation = _operation_of(opts)
 
         def run(given: list[list[Tensor]]) -> None:
             total = reduce_in_ring([_flat(each) for each in given], operation)
@@ -174,11 +172,11 @@ class LocalGroup(dist.ProcessGroup):
         text = f"{operation}, {_sizes(tensors)}{self._root(root)}"
         return self._meet(name, text, tensors, run, tensors, 2 * _nbytes(tensors))
 
-    def reduce(self, tensors: Any, options: Any) -> LocalWork:
-        return self._reduce("reduce", _of(tensors), options, options.rootRank)
+    def reduce(self, tensors: Any, opts: Any) -> LocalWork:
+        return self._reduce("reduce", _of(tensors), opts, opts.rootRank)
 
-    def broadcast(self, tensors: Any, options: Any) -> LocalWork:
-        own, root = _of(tensors), options.rootRank
+    def broadcast(self, tensors: Any, opts: Any) -> LocalWork:
+        own, root = _of(tensors), opts.rootRank
 
         def run(given: list[list[Tensor]]) -> None:
             value = _flat(given[root])
@@ -188,26 +186,26 @@ class LocalGroup(dist.ProcessGroup):
 
         return self._meet("broadcast", f"{_sizes(own)}{self._root(root)}", own, run, own, _nbytes(own))
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         return self._gather("all_gather", _of(inputs), _of_list(outputs))
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         # One list of outputs for each rank.
         return self._gather("all_gather_coalesced", _of(inputs), [each for part in outputs for each in _of(part)])
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> LocalWork:
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LocalWork:
         return self._gather("all_gather_into_tensor", _of(tensor), _of(output))
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         pairs = zip(_of(outputs), _of(inputs), strict=True)
         return self._all([self._gather("all_gather_into_tensor", [each], [output]) for output, each in pairs])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def gather(self, outputs: Any, inputs: Any, options: Any) -> LocalWork:
-        return self._gather("gather", _of(inputs), _of_list(outputs), options.rootRank)
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> LocalWork:
+        return self._gather("gather", _of(inputs), _of_list(outputs), opts.rootRank)
 
     def _gather(self, name: str, own: list[Tensor], outputs: list[Tensor], root: int | None = None) -> LocalWork:
         """Gathers `own` tensors of all ranks, one after the other, into `outputs`. `root`: of that rank only."""
@@ -222,8 +220,8 @@ class LocalGroup(dist.ProcessGroup):
 
         return self._meet(name, text, (own, outputs), run, outputs, self.size() * _nbytes(own))
 
-    def scatter(self, outputs: Any, inputs: Any, options: Any) -> LocalWork:
-        own, parts, root = _of(outputs), _of_list(inputs), options.rootRank
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> LocalWork:
+        own, parts, root = _of(outputs), _of_list(inputs), opts.rootRank
         text = f"{_sizes(own)}{self._root(root)}"
         if root == self.rank():
             self._require_size(f"scatter({text})", parts, self.size() * own[0].numel())
@@ -234,24 +232,24 @@ class LocalGroup(dist.ProcessGroup):
 
         return self._meet("scatter", text, (own, parts), run, own, _nbytes(parts))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
-        return self._reduce_scatter("reduce_scatter", _of(outputs), _of_list(inputs), options)
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
+        return self._reduce_scatter("reduce_scatter", _of(outputs), _of_list(inputs), opts)
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, options: Any = None) -> LocalWork:
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LocalWork:
         parts = [*tensor.data.reshape(-1).chunk(self.size())]
-        return self._reduce_scatter("reduce_scatter_tensor", _of(output), parts, options)
+        return self._reduce_scatter("reduce_scatter_tensor", _of(output), parts, opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._all([self._reduce_scatter_base(output, each, options) for output, each in pairs])
+        return self._all([self._reduce_scatter_base(output, each, opts) for output, each in pairs])
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _reduce_scatter(self, name: str, own: list[Tensor], parts: list[Tensor], options: Any) -> LocalWork:
+    def _reduce_scatter(self, name: str, own: list[Tensor], parts: list[Tensor], opts: Any) -> LocalWork:
         """Sums `parts` over ranks, one for each rank, and fills `own` tensor with this rank's part."""
-        operation = _operation_of(options)
+        operation = _operation_of(opts)
         text = f"{operation}, {_sizes(parts)}"
         self._require_size(f"{name}({text})", own, parts[self.rank()].numel())
 
@@ -273,7 +271,7 @@ class LocalGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    def alltoall(self, outputs: Any, inputs: Any, options: Any = None) -> LocalWork:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         return self._all_to_all("all_to_all", _of(outputs), _of(inputs))
 
     def _all_to_all(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LocalWork:
@@ -291,7 +289,7 @@ class LocalGroup(dist.ProcessGroup):
         text, alike = f"{_sizes(inputs)} to {_sizes(outputs)}", str(inputs[0].dtype)
         return self._meet(name, text, (outputs, inputs), run, outputs, _nbytes(inputs), alike)
 
-    def barrier(self, options: Any = None) -> LocalWork:
+    def barrier(self, opts: Any = None) -> LocalWork:
         return self._meet("barrier", "", None, lambda _: None, [], 0)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -325,22 +323,25 @@ class LocalGroup(dist.ProcessGroup):
         calls[self.rank()] = call
         first = next(iter(calls.values()))
         if first.alike != call.alike:
-            places = ((self._room.members[rank].number, f"calls {each.shown} at {each.place}") for rank, each in calls.items())
-            _fail(calls.values(), f"ranks differ in {where}:\n{listed(places)}")
+            places = ((self._global(rank), f"calls {each.shown} at {each.place}") for rank, each in calls.items())
+            _fail(calls.values(), f"ranks are out of step in {where}. {ADVICE}\n{listed(places)}")
         elif first.error is not None:
             call.error = first.error
         elif len(calls) == self.size():
             del self._room.collectives[number]
+            own.acts_for_others = True
             try:
                 with torch.inference_mode():
                     run([calls[rank].given for rank in range(self.size())])
             except RuntimeError as error:
                 _fail(calls.values(), f"{error} (in {where})")
+            finally:
+                own.acts_for_others = False
             for each in calls.values():
                 each.is_done = True
         if call.error is not None:
             raise call.error
-        return LocalWork(own, call, results)
+        return LocalWork(call, results)
 
     # ---- messages between two ranks
 
@@ -357,11 +358,12 @@ class LocalGroup(dist.ProcessGroup):
                 break
         else:
             room.sent.setdefault((self.rank(), to, tag), []).append(call)
-        return LocalWork(own, call)
+        return LocalWork(call)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> LocalWork:
-        own, (tensor,) = this_rank("recv"), _of(tensors)
+        (tensor,) = _of(tensors)
         member = "any rank" if source == _ANY_RANK else self._member(source)
+        this_rank("recv")
         call, room = self._end("recv", tensor, f"from {member}", tag), self._room
         key = (source, self.rank(), tag)
         if source == _ANY_RANK:
@@ -370,7 +372,7 @@ class LocalGroup(dist.ProcessGroup):
             self._deliver(room.sent[key].pop(0), call)
         else:
             room.awaited.setdefault(key, []).append(call)
-        return LocalWork(own, call)
+        return LocalWork(call)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> LocalWork:
         return self.recv(tensors, _ANY_RANK, tag)
@@ -397,15 +399,17 @@ class LocalGroup(dist.ProcessGroup):
     # ---- texts
 
     def _name(self) -> str:
-        members = sorted(each.number for each in self._room.members.values())
-        if self.size() == len(this_rank("a group").turns.ranks):
-            return "the default group" if self is dist.group.WORLD else f"group {self.group_name} of all ranks"
+        if self is dist.group.WORLD:
+            return "the default group"
         named = f" {self.group_desc}" if self.group_desc != "undefined" else ""
-        return f"the group{named} of {ranks_text(members)}"
+        return f"the group{named} of {ranks_text([self._global(rank) for rank in range(self.size())])}"
+
+    def _global(self, rank: int) -> int:
+        ranks = getattr(self.options, "global_ranks_in_group", ())  # torch sets it; empty for the default group
+        return ranks[rank] if ranks else rank
 
     def _member(self, rank: int) -> str:
-        member = self._room.members.get(rank)
-        return f"rank {rank} of the group" if member is None else f"rank {member.number}"
+        return f"rank {self._global(rank)}"
 
     def _root(self, root: int | None) -> str:
         return "" if root is None else f", root {self._member(root)}"
@@ -427,16 +431,16 @@ class LocalGroup(dist.ProcessGroup):
 def _fail(calls: Iterable[_Call], text: str) -> None:
     """Has the ranks that have begun these calls raise."""
     for each in calls:
-        each.error = RuntimeError(text)
+        each.error = OutOfStep(text)
 
 
-def _operation_of(options: Any) -> str:
+def _operation_of(opts: Any) -> str:
     """Returns the name of the operation in the options of a call, or of the operation itself.
 
     Raises:
         RuntimeError: gloo has no such operation.
     """
-    wanted = _Op.SUM if options is None else getattr(options, "reduceOp", options)
+    wanted = _Op.SUM if opts is None else getattr(opts, "reduceOp", opts)
     for name, operation, _ in _OPERATIONS:
         if wanted == operation:
             return name

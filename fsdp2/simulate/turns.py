@@ -17,8 +17,17 @@ _PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 _LIBRARIES = ("site-packages", "dist-packages", str(Path(threading.__file__).resolve().parent), "<frozen ")
 
 
+ADVICE = "All ranks of a group must make the same calls in the same order."
+
+
 class Stopped(BaseException):
     """Ends the thread of a rank after another one has failed, as torchrun ends the process."""
+
+
+class OutOfStep(RuntimeError):
+    """Is raised on all ranks concerned if they differ in a collective, or if none can go on. Its message says where each
+    one is.
+    """
 
 
 class Wait:
@@ -61,12 +70,15 @@ class Rank:
         self.result: Any = None
         # Why its thread has ended early.
         self.error: BaseException | None = None
-        self.has_ended = self.is_stopped = False
+        self.has_begun = self.has_ended = self.is_stopped = False
         # Seconds of its thread on a core, without its waits.
         self.seconds = 0.0
         # Collectives that it has begun, messages that it has sent, and bytes that left it for other ranks.
         self.num_collectives = self.num_messages = self.num_bytes = 0
+        # It does the work of a collective for all of its ranks.
+        self.acts_for_others = False
         self.waits_for: Wait | None = None
+        self._thread = 0
         # Released when the turn of this rank begins.
         self._turn = threading.Semaphore(0)
 
@@ -90,6 +102,7 @@ class Rank:
 
     def sleep_until_turn(self) -> None:
         """Waits for the turn of this rank, and gives it the state of the process."""
+        self._thread = threading.get_ident()
         self._turn.acquire()
         self.process.enter()
 
@@ -98,13 +111,16 @@ class Rank:
         self._turn.release()
 
     def state(self) -> str:
-        """Returns what the rank does, for reports."""
+        """Returns where the rank is, for reports."""
         if self.error is not None:
-            return f"has raised {type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}"
+            return f"failed with {type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}"
         if self.has_ended:
             return "has ended"
-        wait = self.waits_for
-        return "runs" if wait is None else f"{wait.text} at {wait.place}"
+        if not self.has_begun:
+            return "has not begun"
+        if self.waits_for is not None:
+            return f"{self.waits_for.text} at {self.waits_for.place}"
+        return f"runs at {place_of(sys._current_frames().get(self._thread))}"
 
 
 class _Here(threading.local):
@@ -164,9 +180,11 @@ class Turns:
     def _run(self, rank: Rank, program: Callable[[Rank], Any], on_error: Callable[[Rank], None]) -> None:
         _here.rank = rank
         rank.sleep_until_turn()
+        rank.has_begun = True
         try:
-            if self.failed is None:
-                rank.result = program(rank)
+            if self.failed is not None:
+                raise Stopped
+            rank.result = program(rank)
         except Stopped:
             rank.is_stopped = True
         except BaseException as error:
@@ -214,10 +232,10 @@ class Turns:
             if sleeping:
                 _sleep(max(0.0, min(sleeping) - time.monotonic()))
                 continue
-            text = f"no rank can go on:\n{self.report()}"
+            text = f"no rank can go on. {ADVICE}\n{self.report()}"
             for each in alive:
                 assert each.waits_for is not None, "it would run"
-                each.waits_for.error = RuntimeError(text)
+                each.waits_for.error = OutOfStep(text)
         return None
 
     def report(self) -> str:
@@ -242,7 +260,7 @@ def listed(texts: Iterable[tuple[int, str]]) -> str:
     found: dict[str, list[int]] = {}
     for rank, text in texts:
         found.setdefault(text, []).append(rank)
-    return "\n".join(f"  {ranks_text(ranks)} {text}" for text, ranks in found.items())
+    return "\n".join(f"  {ranks_text(ranks)}: {text}" for text, ranks in found.items())
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
