@@ -110,11 +110,12 @@ class LocalWork(dist.Work):
 class Room:
     """Where the ranks of one group meet.
 
-    `collectives`: those that some ranks have begun and others not,
+    `ranks`: those for which the first member has made the group. `collectives`: those that some ranks have begun and others not,
     by their place in the group's sequence; the calls of each by group rank. `sent`, `awaited`: messages, and tensors for
     messages, that have not met; by sender, receiver and tag.
     """
 
+    ranks: list[int] | None = None
     collectives: dict[int, dict[int, _Call]] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
     awaited: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
@@ -399,14 +400,27 @@ class LocalGroup(dist.ProcessGroup):
     # ---- texts
 
     def _name(self) -> str:
+        """Returns the name of the group, for reports.
+
+        Raises:
+            OutOfStep: other members have made it for other ranks.
+        """
+        own, room = [self._global(rank) for rank in range(self.size())], self._room
+        room.ranks = room.ranks or own
+        if own != room.ranks:
+            raise OutOfStep(
+                f"new_group: rank {self._global(self.rank())} has made process group {self.group_name} for "
+                f"{ranks_text(own)}, and another rank for {ranks_text(room.ranks)}. All ranks must call new_group for "
+                "each group, in the same order and also if they are no members, or pass use_local_synchronization=True."
+            )
         if self is dist.group.WORLD:
             return "the default group"
         named = f" {self.group_desc}" if self.group_desc != "undefined" else ""
-        return f"the group{named} of {ranks_text([self._global(rank) for rank in range(self.size())])}"
+        return f"the group{named} of {ranks_text(own)}"
 
     def _global(self, rank: int) -> int:
         ranks = getattr(self.options, "global_ranks_in_group", ())  # torch sets it; empty for the default group
-        return ranks[rank] if ranks else rank
+        return int(ranks[rank]) if ranks else rank
 
     def _member(self, rank: int) -> str:
         return f"rank {self._global(rank)}"
@@ -449,8 +463,25 @@ def _operation_of(opts: Any) -> str:
 
 
 def _of(tensors: Any) -> list[Tensor]:
-    """Returns the tensors of a call. Writes to these are unknown to autograd, as those of gloo are."""
-    return [tensors.data] if isinstance(tensors, Tensor) else [each.data for each in tensors]
+    """Returns the tensors of a call, with dims in the order of their memory. Autograd does not notice writes to them, as
+    it does not notice gloo's.
+
+    Raises:
+        ValueError: there are gaps in the memory of a tensor, or elements that share memory.
+    """
+    return [_in_memory(each.data) for each in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not dense.is_contiguous():
+        raise ValueError(
+            f"expected dense tensors, got one of shape {[*tensor.shape]} and strides {[*tensor.stride()]}, of which gloo "
+            "would read and write other elements. Call contiguous() before, and copy the result back."
+        )
+    return dense
 
 
 def _of_list(lists: Any) -> list[Tensor]:
