@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class LocalWork(dist.Work):
 class Room:
     """Where the ranks of one group meet.
 
-    `ranks`: those for which the first member has made the group. `collectives`: those that some ranks have begun and others not,
+    `ranks`: those for which its first member has made the group. `collectives`: those that some ranks have begun and others not,
     by their place in the group's sequence; the calls of each by group rank. `sent`, `awaited`: messages, and tensors for
     messages, that have not met; by sender, receiver and tag.
     """
@@ -119,6 +118,21 @@ class Room:
     collectives: dict[int, dict[int, _Call]] = field(default_factory=dict)
     sent: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
     awaited: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
+
+
+class _Options:
+    """The options of a group, into which torch writes the ranks for which a program makes it."""
+
+    def __init__(self, join: Callable[[list[int]], None]) -> None:
+        self.group_name, self._join = "", join
+
+    @property
+    def global_ranks_in_group(self) -> list[int]:
+        raise AttributeError("global_ranks_in_group is for torch to write")
+
+    @global_ranks_in_group.setter
+    def global_ranks_in_group(self, ranks: Sequence[int]) -> None:
+        self._join([*ranks])
 
 
 class LocalGroup(dist.ProcessGroup):
@@ -138,11 +152,27 @@ class LocalGroup(dist.ProcessGroup):
         number = int(store.compare_set(meeting, "", str(len(own.turns.rooms))))
         self._room: Room = own.turns.rooms.setdefault(number, Room())
         self._num_begun = 0
-        self.options = SimpleNamespace()  # torch writes into it
+        self._ranks = [*range(size)]
+        self.options = _Options(self._join)
 
     def getBackendName(self) -> str:
         # DDP casts the group to C++'s own class if it is named gloo.
         return "simulated"
+
+    def _join(self, ranks: list[int]) -> None:
+        """Notes for which ranks the group is; none for the default group.
+
+        Raises:
+            OutOfStep: another rank has made it for others.
+        """
+        self._ranks = ranks or self._ranks
+        self._room.ranks = self._room.ranks or self._ranks
+        if self._ranks != self._room.ranks:
+            raise OutOfStep(
+                f"new_group: {self._member(self.rank())} makes for {ranks_text(self._ranks)} what another rank has made "
+                f"for {ranks_text(self._room.ranks)}. All ranks must call new_group for each group, in the same order and "
+                "also if they are no members of it; or pass use_local_synchronization=True."
+            )
 
     @property
     def group_name(self) -> str:
@@ -324,7 +354,7 @@ class LocalGroup(dist.ProcessGroup):
         calls[self.rank()] = call
         first = next(iter(calls.values()))
         if first.alike != call.alike:
-            places = ((self._global(rank), f"calls {each.shown} at {each.place}") for rank, each in calls.items())
+            places = ((self._ranks[rank], f"calls {each.shown} at {each.place}") for rank, each in sorted(calls.items()))
             _fail(calls.values(), f"ranks are out of step in {where}. {ADVICE}\n{listed(places)}")
         elif first.error is not None:
             call.error = first.error
@@ -400,30 +430,13 @@ class LocalGroup(dist.ProcessGroup):
     # ---- texts
 
     def _name(self) -> str:
-        """Returns the name of the group, for reports.
-
-        Raises:
-            OutOfStep: other members have made it for other ranks.
-        """
-        own, room = [self._global(rank) for rank in range(self.size())], self._room
-        room.ranks = room.ranks or own
-        if own != room.ranks:
-            raise OutOfStep(
-                f"new_group: rank {self._global(self.rank())} has made process group {self.group_name} for "
-                f"{ranks_text(own)}, and another rank for {ranks_text(room.ranks)}. All ranks must call new_group for "
-                "each group, in the same order and also if they are no members, or pass use_local_synchronization=True."
-            )
         if self is dist.group.WORLD:
             return "the default group"
-        named = f" {self.group_desc}" if self.group_desc != "undefined" else ""
-        return f"the group{named} of {ranks_text(own)}"
-
-    def _global(self, rank: int) -> int:
-        ranks = getattr(self.options, "global_ranks_in_group", ())  # torch sets it; empty for the default group
-        return int(ranks[rank]) if ranks else rank
+        name = self.group_name[:8] if self.group_desc == "undefined" else self.group_desc
+        return f"group {name} of {ranks_text(self._ranks)}"
 
     def _member(self, rank: int) -> str:
-        return f"rank {self._global(rank)}"
+        return f"rank {self._ranks[rank]}"
 
     def _root(self, root: int | None) -> str:
         return "" if root is None else f", root {self._member(root)}"

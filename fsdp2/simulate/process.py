@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 
-from ..torch_private.simulate import global_objects
+try:
+    import numpy
+except ImportError:  # torch runs without it
+    numpy = None  # type: ignore[assignment]
+
+from ..torch_private.simulate import WORLD, RankWorld
 
 
 def environment_of(rank: int, num_ranks: int) -> dict[str, str]:
@@ -50,7 +55,8 @@ _FUNCTIONS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
 ]
-# Variables of modules: programs append to the lists, replace the streams, or enter `warnings.catch_warnings`.
+# Variables of modules, and how the first value of a rank is made of the caller's: programs append to the lists, replace
+# the streams, and enter `warnings.catch_warnings`, which sets three variables.
 _VARIABLES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (sys, "argv", list),
     (sys, "stdout", lambda value: value),
@@ -58,7 +64,9 @@ _VARIABLES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (sys, "excepthook", lambda value: value),
     (warnings, "filters", list),
     (warnings, "showwarning", lambda value: value),
+    (warnings, "_showwarnmsg_impl", lambda value: value),
     (logging.root, "handlers", list),
+    (*WORLD, lambda _: RankWorld()),
 ]
 
 
@@ -94,22 +102,20 @@ class ProcessState:
 
     def __init__(self, modules: OwnModules) -> None:
         self._modules, self._own_modules = modules, dict[str, ModuleType]()
-        self._functions, self._torch_objects = [*_FUNCTIONS], global_objects()
-        numpy: Any = sys.modules.get("numpy")
+        self._functions = [*_FUNCTIONS]
         if numpy is not None:
             self._functions.append((numpy.random.get_state, numpy.random.set_state))
-        self._variables = [(owner, name) for owner, name, _ in (*_VARIABLES, *self._torch_objects)]
         self._keep()
 
     def _keep(self) -> None:
         self._values = [get() for get, _ in self._functions]
-        self._objects = [getattr(owner, name) for owner, name in self._variables]
+        self._objects = [getattr(owner, name) for owner, name, _ in _VARIABLES]
 
     def enter(self) -> None:
         """Gives the process this state."""
         for (_, change), value in zip(self._functions, self._values, strict=True):
             change(value)
-        for (owner, name), value in zip(self._variables, self._objects, strict=True):
+        for (owner, name, _), value in zip(_VARIABLES, self._objects, strict=True):
             setattr(owner, name, value)
         sys.modules.update(self._own_modules)
 
@@ -127,6 +133,7 @@ class RankProcess(ProcessState):
     def __init__(self, rank: int, num_ranks: int, modules: OwnModules) -> None:
         super().__init__(modules)
         self._values[0] |= environment_of(rank, num_ranks)
-        first_objects = [copy(getattr(owner, name)) for owner, name, copy in _VARIABLES]
-        self._objects = [*first_objects, *(make() for _, _, make in self._torch_objects)]
+        self._objects = [first(value) for (_, _, first), value in zip(_VARIABLES, self._objects, strict=True)]
         self._values[_RANDOM] = random.Random(rank).getstate()
+        if numpy is not None:
+            self._values[-1] = numpy.random.RandomState(rank).get_state()

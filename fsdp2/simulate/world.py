@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from ..torch_private.simulate import threads_as_ranks
+from ..torch_private.simulate import require_rank_worlds, threads_as_ranks
 from .group import LocalGroup
 from .process import OwnModules, ProcessState, RankProcess
 from .store import LocalStore
@@ -122,6 +122,7 @@ def simulate(
     """
     if rank_of_thread() is not None:
         raise RuntimeError("simulated ranks: expected to be called by a program, got a call by one of its simulated ranks")
+    require_rank_worlds()
     store, signals, num_threads = LocalStore(), _Signals(), torch.get_num_threads()
 
     def run(rank: Rank) -> Any:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .lookup import Missing, load, load_module, optional
+from .lookup import Missing, load, optional
 
 _RANKS = "simulated ranks"
 # The class of the object in which torch keeps the default process group and all others of a process.
@@ -47,16 +46,17 @@ class RankWorld(_World):
             setattr(self, name, {})
 
 
-def global_objects() -> list[tuple[ModuleType, str, Callable[[], Any]]]:
-    """Returns what torch has once for a process and each rank needs for itself: modules, attributes, and functions that
-    make the first value.
+WORLD = (dist.distributed_c10d, "_world")
+"""The module and the name of torch's object, in the place of which a RankWorld is put."""
+
+
+def require_rank_worlds() -> None:
+    """Checks that a RankWorld holds all that torch keeps about process groups.
 
     Raises:
-        NotImplementedError: torch lacks one, or keeps more of its groups for the process than fsdp2 knows.
+        NotImplementedError: torch lacks a name, or keeps more of its groups for the process than fsdp2 knows.
     """
     load("torch.distributed.distributed_c10d._world", _RANKS)
-    # DTensor's generator of random numbers, made at its first use.
-    load("torch.distributed.tensor._random._rng_tracker", _RANKS)
     for missing in (_World, _isolate_threads):
         if isinstance(missing, Missing):
             missing()
@@ -65,8 +65,6 @@ def global_objects() -> list[tuple[ModuleType, str, Callable[[], Any]]]:
         value = None if name == "pg_config_info" else getattr(one, name)
         if isinstance(value, dict | list) and value is getattr(two, name):
             Missing(f"a table of its own in {_World.__name__}.{name}", _RANKS)()
-    random = load_module("torch.distributed.tensor._random", _RANKS)
-    return [(dist.distributed_c10d, "_world", RankWorld), (random, "_rng_tracker", lambda: None)]
 
 
 @contextmanager
