@@ -354,7 +354,9 @@ class LocalGroup(dist.ProcessGroup):
         calls[self.rank()] = call
         first = next(iter(calls.values()))
         if first.alike != call.alike:
-            places = ((self._ranks[rank], f"calls {each.shown} at {each.place}") for rank, each in sorted(calls.items()))
+            places = (
+                (self._ranks[rank], f"calls {each.shown} at {each.place}") for rank, each in sorted(calls.items())
+            )
             _fail(calls.values(), f"ranks are out of step in {where}. {ADVICE}\n{listed(places)}")
         elif first.error is not None:
             call.error = first.error

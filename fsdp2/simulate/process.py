@@ -28,8 +28,18 @@ from ..torch_private.simulate import WORLD, RankWorld
 def environment_of(rank: int, num_ranks: int) -> dict[str, str]:
     """Returns the variables that torchrun sets for a rank, on one machine."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
-    sizes = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "ROLE_WORLD_SIZE": num_ranks, "GROUP_WORLD_SIZE": 1}
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "simulated"}
+    sizes = {
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "ROLE_WORLD_SIZE": num_ranks,
+        "GROUP_WORLD_SIZE": 1,
+    }
+    names = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29500,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": "simulated",
+    }
     restarts = {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
     return {name: str(value) for name, value in (local | sizes | names | restarts).items()}
 

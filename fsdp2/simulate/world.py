@@ -121,7 +121,9 @@ def simulate(
     has modules of its own from below it, and a `__main__` of its own.
     """
     if rank_of_thread() is not None:
-        raise RuntimeError("simulated ranks: expected to be called by a program, got a call by one of its simulated ranks")
+        raise RuntimeError(
+            "simulated ranks: expected to be called by a program, got a call by one of its simulated ranks"
+        )
     require_rank_worlds()
     store, signals, num_threads = LocalStore(), _Signals(), torch.get_num_threads()
 

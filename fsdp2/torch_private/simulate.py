@@ -16,9 +16,7 @@ _RANKS = "simulated ranks"
 # The class of the object in which torch keeps the default process group and all others of a process.
 _World = optional("torch.distributed.distributed_c10d._World", _RANKS)
 # (flag): each thread has its own table of the names by which functional collectives find their groups.
-_isolate_threads: Callable[[bool], None] = optional(
-    "torch._C._distributed_c10d._set_thread_isolation_mode", _RANKS
-)
+_isolate_threads: Callable[[bool], None] = optional("torch._C._distributed_c10d._set_thread_isolation_mode", _RANKS)
 # What torch's class keeps in variables of its module.
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 _THREAD = "_thread_id"

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,7 +84,10 @@ def test_unequal_collectives() -> None:
         (lambda rank: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM), "MAX"),
         (lambda rank: dist.broadcast(torch.ones(2), rank), "root rank 1"),
         (lambda rank: dist.all_reduce(torch.ones(2, dtype=torch.float64 if rank else torch.float32)), "float64"),
-        (lambda rank: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [2, 1] if rank else [1, 2]), "expects"),
+        (
+            lambda rank: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [2, 1] if rank else [1, 2]),
+            "expects",
+        ),
         (lambda rank: dist.send(torch.ones(3), 0) if rank else dist.recv(torch.ones(2), 1), "longer than the tensor"),
     ],
 )

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import fully_shard, testing
+from fsdp2 import checkpoint, fully_shard, testing
 from fsdp2.simulate.memory import PeakMemory
 from fsdp2.simulate.turns import this_rank
 
@@ -245,6 +245,22 @@ def test_the_first_error_stops_the_others() -> None:
         testing.run(run, 3)
     assert sorted(ended) == [0, 1, 2]
     assert "rank 1: failed with KeyError: 'the first'" in raised.value.__notes__[0]
+
+
+def test_saves_of_ranks(tmp_path: Path) -> None:
+    """Each rank keeps what its saves share, although it does not know the process groups of the others."""
+
+    def run(rank: int) -> list[float]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 5))
+        for name in ("first", "second"):
+            with torch.no_grad():
+                model.weight.to_local().fill_(rank + len(name))  # type: ignore[union-attr,operator]
+            checkpoint.save(tmp_path / name, model, None)
+        checkpoint.load(tmp_path / "first", model, None)
+        return model.weight.to_local().flatten().tolist()  # type: ignore[union-attr,operator,no-any-return]
+
+    assert testing.run(run, 2) == [[5.0] * 9, [6.0] * 6]
 
 
 def test_many_ranks_take_part() -> None:
