@@ -1,5 +1,8 @@
 """Provides the process group of simulated ranks, in place of gloo's."""
 
+# torch declares several signatures for each collective, of which its Python calls one.
+# mypy: disable-error-code="override, assignment"
+
 from __future__ import annotations
 
 import itertools
@@ -109,13 +112,13 @@ class LocalWork(dist.Work):
 class Room:
     """Where the ranks of one group meet.
 
-    `ranks`: those for which its first member has made the group. `collectives`: those that some ranks have begun and others not,
-    by their place in the group's sequence; the calls of each by group rank. `sent`, `awaited`: messages, and tensors for
-    messages, that have not met; by sender, receiver and tag.
+    `ranks`: the global ranks for which the first member has made the group.
     """
 
     ranks: list[int] | None = None
+    # Those that some ranks have begun and others not: number in the group's sequence -> group rank -> its call.
     collectives: dict[int, dict[int, _Call]] = field(default_factory=dict)
+    # Messages that nobody has received, and tensors that wait for one: (sender, receiver, tag) -> in their order.
     sent: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
     awaited: dict[tuple[int, int, int], list[_Call]] = field(default_factory=dict)
 
@@ -145,7 +148,7 @@ class LocalGroup(dist.ProcessGroup):
     """Groups of fsdp2 communicate by messages between two ranks, as over gloo."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None, **_: object) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         own = this_rank("init_process_group")
         # The nth group that this rank makes under one name meets the nth of the other ranks.
         meeting = f"room {store.add(f'groups of rank {rank}', 1)}"
@@ -169,9 +172,9 @@ class LocalGroup(dist.ProcessGroup):
         self._room.ranks = self._room.ranks or self._ranks
         if self._ranks != self._room.ranks:
             raise OutOfStep(
-                f"new_group: {self._member(self.rank())} makes for {ranks_text(self._ranks)} what another rank has made "
-                f"for {ranks_text(self._room.ranks)}. All ranks must call new_group for each group, in the same order and "
-                "also if they are no members of it; or pass use_local_synchronization=True."
+                f"new_group: {self._member(self.rank())} makes a group of {ranks_text(self._ranks)} where another "
+                f"rank makes one of {ranks_text(self._room.ranks)}. All ranks must call new_group for each group, in "
+                "the same order, also if they are no members of it; or pass use_local_synchronization=True."
             )
 
     @property
@@ -420,8 +423,8 @@ class LocalGroup(dist.ProcessGroup):
         if source.numel() > target.numel():
             _fail(
                 (sent, received),
-                f"a message is longer than the tensor that waits for it: {sent.shown} at {sent.place}, {received.shown} "
-                f"at {received.place}",
+                f"a message is longer than the tensor that waits for it: {sent.shown} at {sent.place}, "
+                f"{received.shown} at {received.place}",
             )
             return
         with torch.inference_mode():
@@ -478,8 +481,7 @@ def _operation_of(opts: Any) -> str:
 
 
 def _of(tensors: Any) -> list[Tensor]:
-    """Returns the tensors of a call, with dims in the order of their memory. Autograd does not notice writes to them, as
-    it does not notice gloo's.
+    """Returns the tensors of a call, with dims in the order of memory. Writes to them are unknown to autograd.
 
     Raises:
         ValueError: there are gaps in the memory of a tensor, or elements that share memory.
@@ -493,8 +495,8 @@ def _in_memory(tensor: Tensor) -> Tensor:
     dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not dense.is_contiguous():
         raise ValueError(
-            f"expected dense tensors, got one of shape {[*tensor.shape]} and strides {[*tensor.stride()]}, of which gloo "
-            "would read and write other elements. Call contiguous() before, and copy the result back."
+            f"expected dense tensors, got one of shape {[*tensor.shape]} and strides {[*tensor.stride()]}: gloo would "
+            "read and write elements between. Call contiguous() before, and copy the result back."
         )
     return dense
 

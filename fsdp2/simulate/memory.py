@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from ..torch_private.rare_internals import TorchDispatchMode
 from .turns import Rank
@@ -31,7 +30,8 @@ class PeakMemory(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls operations on its local tensor, which come here
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result) if not self._rank.acts_for_others else ():
+        results = result if isinstance(result, tuple | list) else (result,)
+        for each in results if not self._rank.acts_for_others else ():
             if isinstance(each, Tensor) and each.device.type == "cpu":
                 storage = each.untyped_storage()
                 self._alive[storage._cdata] = weakref.ref(storage)

@@ -17,11 +17,6 @@ from typing import Any
 
 import torch
 
-try:
-    import numpy
-except ImportError:  # torch runs without it
-    numpy = None  # type: ignore[assignment]
-
 from ..torch_private.simulate import WORLD, RankWorld
 
 
@@ -80,6 +75,11 @@ _VARIABLES: list[tuple[Any, str, Callable[[Any], Any]]] = [
 ]
 
 
+def _numpy() -> Any:
+    """Returns NumPy, which torch imports where it is installed."""
+    return sys.modules.get("numpy")
+
+
 class OwnModules(MetaPathFinder):
     """Finds the modules of the user's program, of which each rank has its own: those below one folder.
 
@@ -112,7 +112,7 @@ class ProcessState:
 
     def __init__(self, modules: OwnModules) -> None:
         self._modules, self._own_modules = modules, dict[str, ModuleType]()
-        self._functions = [*_FUNCTIONS]
+        self._functions, numpy = [*_FUNCTIONS], _numpy()
         if numpy is not None:
             self._functions.append((numpy.random.get_state, numpy.random.set_state))
         self._keep()
@@ -136,8 +136,9 @@ class ProcessState:
 
 
 class RankProcess(ProcessState):
-    """The state of the process as a simulated rank has it: the environment that torchrun gives it, no process group, and
-    generators of Python and NumPy that differ between ranks.
+    """The state of the process as a simulated rank has it. It begins with torchrun's environment, and no process group.
+
+    Python's and NumPy's generators of random numbers differ between ranks, as those of processes do.
     """
 
     def __init__(self, rank: int, num_ranks: int, modules: OwnModules) -> None:
@@ -145,5 +146,5 @@ class RankProcess(ProcessState):
         self._values[0] |= environment_of(rank, num_ranks)
         self._objects = [first(value) for (_, _, first), value in zip(_VARIABLES, self._objects, strict=True)]
         self._values[_RANDOM] = random.Random(rank).getstate()
-        if numpy is not None:
+        if (numpy := _numpy()) is not None:
             self._values[-1] = numpy.random.RandomState(rank).get_state()

@@ -25,9 +25,7 @@ class Stopped(BaseException):
 
 
 class OutOfStep(RuntimeError):
-    """Is raised on all ranks concerned if they differ in a collective, or if none can go on. Its message says where each
-    one is.
-    """
+    """The error of ranks that differ in a collective, or of which none can go on. It says where each one is."""
 
 
 class Wait:

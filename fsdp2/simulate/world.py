@@ -1,4 +1,4 @@
-"""Runs a program on simulated ranks. Replaces what of torch and Python would reach other processes, or block them all."""
+"""Runs a program on simulated ranks. Replaces meanwhile what would reach other processes, or block all ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class _Prefixed:
             if self._unfinished is not None and self._unfinished is not rank:
                 self._stream.write("\n")
                 self._unfinished = None
-            is_new = rank is not None and self._unfinished is None
-            self._stream.write(f"[{rank.number}] {line}" if is_new else line)
+            prefix = "" if rank is None or self._unfinished is not None else f"[{rank.number}] "
+            self._stream.write(prefix + line)
             self._unfinished = None if line.endswith("\n") else rank
         return len(text)
 
@@ -50,7 +50,7 @@ class _Prefixed:
 
 
 class _Signals:
-    """Calls the signal handlers of all ranks when the process gets a signal. Python lets only its main thread set them."""
+    """Calls the signal handlers of all ranks when the process gets a signal. Only its main thread may set handlers."""
 
     def __init__(self) -> None:
         self._usual = signal.signal
@@ -121,9 +121,7 @@ def simulate(
     has modules of its own from below it, and a `__main__` of its own.
     """
     if rank_of_thread() is not None:
-        raise RuntimeError(
-            "simulated ranks: expected to be called by a program, got a call by one of its simulated ranks"
-        )
+        raise RuntimeError("simulated ranks: expected a call by a program, got one by a simulated rank of it")
     require_rank_worlds()
     store, signals, num_threads = LocalStore(), _Signals(), torch.get_num_threads()
 

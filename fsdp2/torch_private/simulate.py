@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .lookup import Missing, load, optional
 
 _RANKS = "simulated ranks"
-# The class of the object in which torch keeps the default process group and all others of a process.
-_World = optional("torch.distributed.distributed_c10d._World", _RANKS)
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import _World
+else:
+    # The class of the object in which torch keeps the default process group and all others of a process.
+    _World = optional("torch.distributed.distributed_c10d._World", _RANKS)
 # (flag): each thread has its own table of the names by which functional collectives find their groups.
 _isolate_threads: Callable[[bool], None] = optional("torch._C._distributed_c10d._set_thread_isolation_mode", _RANKS)
 # What torch's class keeps in variables of its module.

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def note_digests(folder: Path) -> Any:
-    """Has each optimizer of this process write a digest of what a rank holds of its parameters to a file, at each step."""
+    """Has optimizers of this process write a digest of a rank's parameters to its file, at each step."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         digest = hashlib.sha256()

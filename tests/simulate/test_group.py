@@ -202,7 +202,7 @@ def test_writes_are_unknown_to_autograd() -> None:
 
 def test_operations_that_gloo_lacks() -> None:
     def run(_: int) -> None:
-        with pytest.raises(RuntimeError, match="one of SUM, AVG, .*; got"):
+        with pytest.raises(RuntimeError, match=r"one of SUM, AVG, .*; got"):
             dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))
         with pytest.raises(ValueError, match=r"on rank \d: expected tensors of 8 elements, got 2 x 3 float32"):
             dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(4))
