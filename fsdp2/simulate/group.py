@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -178,11 +178,23 @@ class LocalGroup(dist.ProcessGroup):
             )
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
     def group_name(self) -> str:
         return self._group_name
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
+
+    def _get_backend(self, device: torch.device) -> LocalGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"simulated ranks: expected tensors on the CPU, got some on {device}")
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Does nothing: no rank waits in vain."""
 
     def _set_sequence_number_for_group(self) -> None:
         """Does nothing: calls are counted anyway."""
@@ -357,10 +369,7 @@ class LocalGroup(dist.ProcessGroup):
         calls[self.rank()] = call
         first = next(iter(calls.values()))
         if first.alike != call.alike:
-            places = (
-                (self._ranks[rank], f"calls {each.shown} at {each.place}") for rank, each in sorted(calls.items())
-            )
-            _fail(calls.values(), f"ranks are out of step in {where}. {ADVICE}\n{listed(places)}")
+            _fail(calls.values(), f"ranks are out of step in {where}. {ADVICE}\n{self._report(calls)}")
         elif first.error is not None:
             call.error = first.error
         elif len(calls) == self.size():
@@ -433,6 +442,12 @@ class LocalGroup(dist.ProcessGroup):
         sent.is_done = received.is_done = True
 
     # ---- texts
+
+    def _report(self, calls: Mapping[int, _Call]) -> str:
+        """Returns what the ranks call that have come to a collective, and where all others are."""
+        texts = {self._ranks[rank]: f"calls {each.shown} at {each.place}" for rank, each in sorted(calls.items())}
+        others = ((each.number, each.state()) for each in this_rank("a report").turns.ranks)
+        return listed([*texts.items(), *((rank, state) for rank, state in others if rank not in texts)])
 
     def _name(self) -> str:
         if self is dist.group.WORLD:

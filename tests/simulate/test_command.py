@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from documents import code_blocks
 from fsdp2.simulate.command import main
 from helpers import world_sizes
 from programs import run_forked
@@ -218,3 +219,14 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     assert "(Pdb) 41" in ended.stdout
     assert "[1] SystemExit: 1" in ended.stderr
     assert ended.returncode == 1
+
+
+GUIDE = ROOT / "examples/guides/one-process.md"
+
+
+def test_the_guide_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of `examples/guides/one-process.md`."""
+    (program,), (report,) = code_blocks(GUIDE, "py"), code_blocks(GUIDE, "text")
+    assert simulate(tmp_path, program.source) == 1
+    printed = capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    assert f"OutOfStep: {report.source}" in re.sub(r"^\[\d\] ", "", printed, flags=re.MULTILINE)
