@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..torch_private.simulate import end_thread
 from .process import RankProcess
 
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
@@ -192,6 +193,7 @@ class Turns:
                 on_error(rank)
         rank.has_ended, rank.seconds = True, time.thread_time()
         self.hand_on(rank)
+        end_thread()
 
     def hand_on(self, rank: Rank) -> None:
         """Ends the turn of `rank`, and begins that of the next rank that can go on. Returns at the next turn of `rank`,

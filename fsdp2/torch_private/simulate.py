@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,6 +46,14 @@ class RankWorld(_World):
         super().__init__()
         for name in _TABLES:
             setattr(self, name, {})
+
+
+def end_thread() -> None:
+    """Ends the thread of a rank. With torch 2.11 it waits for the end of the process instead: what that release keeps for
+    a thread of DTensor's plans it destroys too late, and later operations crash.
+    """
+    if torch.__version__.startswith(("2.11.", "2.12.")):
+        threading.Event().wait()
 
 
 WORLD = (dist.distributed_c10d, "_world")
