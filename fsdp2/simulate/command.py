@@ -23,12 +23,16 @@ _DESCRIPTION = """Runs a program that is written for torchrun on N ranks in this
 numbers, gloo's semantics, and a debugger, profiler or coverage that sees all ranks. Ranks that wait for each other in
 vain are named at once. The exit code is 0, or 1 if a rank fails, as torchrun's."""
 
+_KEEP_THEIR_RANK = ("accelerate",)
+"""Packages that keep the rank in a variable of a module, which ranks of one process must not share."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command, prints what each rank has done, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m fsdp2 simulate", description=_DESCRIPTION)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks to simulate")
     parser.add_argument("--memory", action="store_true", help="count the peak of each rank's tensors, which takes time")
+    parser.add_argument("--own", action="append", default=[], metavar="PACKAGE", help="each rank imports it for itself")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
     parser.add_argument("program", help="the script, or the name of the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
@@ -61,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
             if end.code not in (None, 0):
                 raise
 
-    turns = simulate(run, given.ranks, _print_error, folder)
+    turns = simulate(run, given.ranks, _print_error, folder, [*_KEEP_THEIR_RANK, *given.own])
     print(_table(turns, memory), file=sys.stderr)
     return 1 if turns.failed is not None else 0
 

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -81,13 +81,13 @@ def _numpy() -> Any:
 
 
 class OwnModules(MetaPathFinder):
-    """Finds the modules of the user's program, of which each rank has its own: those below one folder.
+    """Finds the modules of which each rank has its own: those below the folder of the program, and some packages.
 
-    Packages that were imported before the program starts are shared, and so is what is installed.
+    What was imported before the program starts is shared, and so are other installed packages.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = None if folder is None else folder.resolve()
+    def __init__(self, folder: Path | None, packages: Collection[str]) -> None:
+        self._folder, self._packages = None if folder is None else folder.resolve(), packages
         self._shared = {name.partition(".")[0] for name in sys.modules}
         self.names = set() if folder is None else {"__main__"}
 
@@ -99,10 +99,11 @@ class OwnModules(MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec is not None else []
-        if any(self._folder in Path(each).resolve().parents and "site-packages" not in each for each in places):
-            self.names.add(name)
-            return spec
-        return None
+        is_own = any(self._folder in Path(each).resolve().parents and "site-packages" not in each for each in places)
+        if not is_own and name.partition(".")[0] not in self._packages:
+            return None
+        self.names.add(name)
+        return spec
 
 
 class ProcessState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -113,12 +113,16 @@ def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def simulate(
-    program: Callable[[Rank], Any], num_ranks: int, on_error: Callable[[Rank], None], folder: Path | None = None
+    program: Callable[[Rank], Any],
+    num_ranks: int,
+    on_error: Callable[[Rank], None],
+    folder: Path | None = None,
+    packages: Collection[str] = (),
 ) -> Turns:
     """Runs `program(rank)` on simulated ranks until all have ended. The state of the process is then as before.
 
     `on_error`: called for the first rank that fails, in its thread, before the others are stopped. `folder`: each rank
-    has modules of its own from below it, and a `__main__` of its own.
+    has modules of its own from below it, and a `__main__` of its own; also of `packages`.
     """
     if rank_of_thread() is not None:
         raise RuntimeError("simulated ranks: expected a call by a program, got one by a simulated rank of it")
@@ -139,7 +143,7 @@ def simulate(
         (sys, "stderr", _Prefixed(sys.stderr)),
     )
     with threads_as_ranks(), replaced:
-        modules = OwnModules(folder)
+        modules = OwnModules(folder, packages)
         turns = Turns([RankProcess(rank, num_ranks, modules) for rank in range(num_ranks)])
         caller = ProcessState(modules)
         caller.leave()

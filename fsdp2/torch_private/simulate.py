@@ -49,8 +49,8 @@ class RankWorld(_World):
 
 
 def end_thread() -> None:
-    """Ends the thread of a rank. With torch 2.11 it waits for the end of the process instead: what that release keeps for
-    a thread of DTensor's plans it destroys too late, and later operations crash.
+    """Ends the thread of a rank. With torch 2.11 it waits for the end of the process instead: after the end of a thread
+    that has used DTensors, operations of other threads crash with that release.
     """
     if torch.__version__.startswith(("2.11.", "2.12.")):
         threading.Event().wait()

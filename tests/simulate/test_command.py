@@ -90,6 +90,29 @@ def test_each_rank_has_its_own_program(tmp_path: Path, capsys: pytest.CaptureFix
     assert [row.split()[:3] for row in table[1:]] == [[str(rank), "2", "0"] for rank in range(3)]
 
 
+@pytest.mark.parametrize(("options", "expected"), [((), [1, 2]), (("--own", "of_others"), [1, 1])])
+def test_a_library_that_keeps_its_rank(
+    options: tuple[str, ...],
+    expected: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "program").mkdir()
+    (tmp_path / "library/of_others").mkdir(parents=True)
+    (tmp_path / "library/of_others/__init__.py").write_text("from .state import ranks")
+    (tmp_path / "library/of_others/state.py").write_text("ranks = []")
+    monkeypatch.syspath_prepend(str(tmp_path / "library"))
+    script = tmp_path / "program/train.py"
+    script.write_text("import of_others\nof_others.ranks.append(0)\nprint(len(of_others.ranks))")
+    try:
+        assert main(["--ranks", "2", *options, str(script)]) == 0
+    finally:
+        for name in [name for name in sys.modules if name.startswith("of_others")]:
+            del sys.modules[name]
+    assert capsys.readouterr().out.splitlines() == [f"[{rank}] {number}" for rank, number in enumerate(expected)]
+
+
 def test_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "of_user_program"
     package.mkdir()
