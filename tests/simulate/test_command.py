@@ -102,7 +102,7 @@ def test_a_library_that_keeps_its_rank(
     (tmp_path / "library/of_others").mkdir(parents=True)
     (tmp_path / "library/of_others/__init__.py").write_text("from .state import ranks")
     (tmp_path / "library/of_others/state.py").write_text("ranks = []")
-    monkeypatch.syspath_prepend(str(tmp_path / "library"))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "library")])
     script = tmp_path / "program/train.py"
     script.write_text("import of_others\nof_others.ranks.append(0)\nprint(len(of_others.ranks))")
     try:
