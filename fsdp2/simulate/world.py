@@ -121,8 +121,12 @@ def simulate(
 ) -> Turns:
     """Runs `program(rank)` on simulated ranks until all have ended. The state of the process is then as before.
 
-    `on_error`: called for the first rank that fails, in its thread, before the others are stopped. `folder`: each rank
-    has modules of its own from below it, and a `__main__` of its own; also of `packages`.
+    At Ctrl-C it prints where each rank is.
+
+    Args:
+        on_error: called for the first rank that fails, in its thread, before the others are stopped.
+        folder: each rank has its own copy of the modules below it, and its own `__main__`.
+        packages: each rank has its own copy of these, too.
     """
     if rank_of_thread() is not None:
         raise RuntimeError("simulated ranks: expected a call by a program, got one by a simulated rank of it")
@@ -152,6 +156,9 @@ def simulate(
             turns.start(run, on_error)
             while not turns.join(_SECONDS_BETWEEN_LOOKS):
                 signals.follow()
+        except KeyboardInterrupt:
+            print(f"Interrupted. Where the ranks are:\n{turns.report()}", file=sys.stderr)
+            raise
         finally:
             sys.meta_path.remove(modules)
             signals.restore()

@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -242,6 +243,25 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     assert "(Pdb) 41" in ended.stdout
     assert "[1] SystemExit: 1" in ended.stderr
     assert ended.returncode == 1
+
+
+def test_ctrl_c_says_where_ranks_are(tmp_path: Path) -> None:
+    """Also of a rank that does not wait, and lets no other run."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\ndist.init_process_group()\nif dist.get_rank() == 0:\n    dist.barrier()\n"
+        "print('here', flush=True)\nwhile True:\n    pass\n"
+    )
+    command = [sys.executable, "-m", "fsdp2", "simulate", "--ranks", "3", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[1] here\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert re.search(r"rank 0: in barrier\(\), call 0 of the default group, at .*train.py:4 ", err)
+    assert re.search(r"rank 1: runs at .*train.py:[67] ", err)
+    assert "rank 2: has not begun" in err
 
 
 GUIDE = ROOT / "examples/guides/one-process.md"
