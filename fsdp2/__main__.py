@@ -18,6 +18,10 @@ Says where the digests of two runs differ first (`fsdp2.DigestLog`), or those of
 
     python -m fsdp2 diff run1 run2
 
+Runs a program that is written for torchrun on many ranks in one process, one at a time:
+
+    python -m fsdp2 simulate --ranks 16 script.py ARGUMENTS
+
 Prints releases, devices, variables and switches, for reports of bugs:
 
     python -m fsdp2 env
@@ -78,6 +82,12 @@ def _diff(arguments: list[str]) -> None:
     raise SystemExit(main(arguments))
 
 
+def _simulate(arguments: list[str]) -> None:
+    from .simulate.command import main
+
+    raise SystemExit(main(arguments))
+
+
 def _env(arguments: list[str]) -> None:
     from . import __version__
     from .environment import main
@@ -101,6 +111,7 @@ COMMANDS = {
     "plan": _plan,
     "merge": _merge,
     "diff": _diff,
+    "simulate": _simulate,
     "env": _env,
     "help": _help,
     "--help": _help,

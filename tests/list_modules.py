@@ -15,7 +15,19 @@ ROOMS = ("collectives", "codecs", "devices", "parameters", "calls", "ranks")
 """The folders around the engine that its files may import."""
 FOLDERS = (
     *("engine", *ROOMS, "torch_private"),
-    *("features", "checks", "dtensor", "shards", "tools", "optim", "checkpoint", "hf", "planning", "bridge"),
+    *(
+        "features",
+        "checks",
+        "dtensor",
+        "shards",
+        "tools",
+        "optim",
+        "checkpoint",
+        "hf",
+        "planning",
+        "bridge",
+        "simulate",
+    ),
 )
 HEAD = """# Modules
 

@@ -60,6 +60,7 @@ REFERENCE: dict[str, tuple[str, ...]] = {
     "checkpoint": (),
     "hugging_face": (),
     "compression": (),
+    "testing": (),
     "planning": ("planning",),
     "tools": (),
 }

@@ -309,6 +309,8 @@ class _Session:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.team = Team(group)
+        # Ranks may be threads: each knows of its own process groups which are destroyed.
+        self.thread = threading.get_ident()
         self.count = 0
         self.running: Saving | None = None
         self.buffer: Tensor | None = None
@@ -470,8 +472,10 @@ _sessions: dict[Any, _Session] = {}
 def session_of(group: dist.ProcessGroup | None) -> _Session:
     """Returns what the saves of a process group share; of all ranks for None. Every rank of it must call it."""
     key = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    for each in [each for each in _sessions if each is not key and not _is_alive(each)]:
-        del _sessions[each]
+    own = [each for each, session in _sessions.items() if session.thread == threading.get_ident()]
+    for each in own:
+        if each is not key and not _is_alive(each):
+            del _sessions[each]
     if key not in _sessions:
         _sessions[key] = _Session(group)
     return _sessions[key]

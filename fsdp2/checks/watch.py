@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from ..engine.comm import CommLabel
 from ..torch_private.checks import can_watch, default_store, group_of_name, is_collective, recorded_collectives
-from ..torch_private.internals import backend_name
+from ..torch_private.internals import backend_name, is_like_gloo
 from ..torch_private.rare_internals import has_backend
 from .conversation import PLACE, Conversation, Waiting, place_of
 from .headers import BLOCKED, without_sizes
@@ -324,7 +324,7 @@ _running: dict[threading.Thread, threading.Event] = {}
 def start() -> None:
     """Starts the thread that looks for this rank, unless it runs. It ends with the default process group."""
     world = dist.group.WORLD
-    if world is None or world in _started or world.size() == 1:
+    if world is None or world in _started or world.size() == 1 or is_like_gloo(world):  # which needs no watch
         return
     _started.add(world)
     if not can_watch():

@@ -390,12 +390,15 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Returns 'gloo', 'nccl', 'fake', ...: `get_backend` names the default device's only, a group may have several.
 
     Returns '' for a group written in Python that has no backend, or has gloo: messages between pairs of ranks, which
-    the engine sends over gloo, would bypass the collectives that such a group has of its own.
+    the engine sends over gloo, would bypass the collectives that such a group has of its own. Returns 'gloo' if the
+    group says that it `is_like_gloo`.
 
     Raises:
         RuntimeError: any other group that has no backend for `device`.
     """
     is_python = is_python_group(group)
+    if is_like_gloo(group):
+        return "gloo"
     try:
         name = group._get_backend(device).name().lower()
     except RuntimeError as error:
@@ -407,6 +410,13 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
             "it with one for each device: init_process_group('cpu:gloo,cuda:nccl'), for example."
         ) from error
     return "" if is_python and name == "gloo" else name
+
+
+def is_like_gloo(group: dist.ProcessGroup) -> bool:
+    """Returns True if a Python class implements `group` and says that messages between its ranks are as good as gloo's:
+    that of simulated ranks.
+    """
+    return getattr(group, "is_like_gloo", False)
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:

@@ -11,6 +11,7 @@ from advised import library_programs as library_programs
 from advised import plan_programs as plan_programs
 from advised import refusal_programs as refusal_programs
 from advised import row_programs as row_programs
+from advised import simulate_programs as simulate_programs
 from advised import skip_programs as skip_programs
 from advised import tensor_programs as tensor_programs
 from advised import tool_programs as tool_programs

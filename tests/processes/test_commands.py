@@ -14,7 +14,7 @@ from fsdp2.__main__ import main
 from fsdp2.environment import facts
 from fsdp2.tools.columns import aligned, ruled, wrapped
 
-NAMES = ("plan", "merge", "diff", "env")
+NAMES = ("plan", "merge", "diff", "simulate", "env")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -51,7 +51,7 @@ def test_unknown_words(
 ) -> None:
     assert call(monkeypatch, word, "--lr", "1") == 2
     text = capsys.readouterr().err
-    assert re.search(f"expected a script, or one of plan, merge, diff, env, help; got '{word}', which is no file", text)
+    assert re.search(f"expected a script, or one of plan, .*simulate, env, help; got '{word}', which is no file", text)
     assert ("Did you mean" in text) == (meant is not None)
     if meant:
         assert f"`python -m fsdp2 {meant}`" in text

@@ -18,6 +18,7 @@ import pytest
 
 import fsdp2
 import fsdp2.compression
+import fsdp2.testing
 from documents import GUIDES, PATHS, ROOT, code_blocks, results
 from fsdp2.module import public_methods
 from helpers import NIGHTLY
@@ -61,6 +62,7 @@ def test_the_site_has_all_public_names_and_no_others(tmp_path: Path) -> None:
     assert captions[:2] == ["Start", "Reference"]
     names = {*fsdp2.__all__, *(f"hf.{each}" for each in fsdp2.hf.__all__)}
     names |= {f"checkpoint.{each}" for each in fsdp2.checkpoint.__all__}
+    names |= {f"testing.{each}" for each in fsdp2.testing.__all__}
     names |= {*(f"compression.{each}" for each in fsdp2.compression.__all__), *itertools.chain(*results().values())}
     assert sorted(name for name in shown if name.rpartition(".")[0] not in names) == sorted(names)
     assert {f"FSDPModule.{name}" for name in public_methods()} <= shown

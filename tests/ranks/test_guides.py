@@ -247,6 +247,16 @@ def overlaps_forward(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))
 
 
+@guide("Test code that uses process groups")
+def simulated_ranks(names: Names) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 2)
+    plain(torch.stack([torch.full((8,), float(rank)) for rank in range(4)])).sum().div(4).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for weight in names["testing"].run(names["one_step"], 4):
+        torch.testing.assert_close(weight, plain.weight.detach())
+
+
 @guide("Look up rows of a vocabulary-parallel embedding")
 def vocab_parallel_lookups(names: Names) -> None:
     assert_equal(names["model"], trained(names, steps=3))

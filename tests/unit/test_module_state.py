@@ -76,6 +76,7 @@ ALLOWED = {
     "features._in_pass": OF_TORCH,
     "features._lock": THREADS,
     "features._replaced": OF_TORCH,
+    "simulate._here": THREADS,
     "tools._numbers": "a number that is never given twice",
     "tools._prepared": CACHE,
     "tools._ranges": "a profiler is one for each process",

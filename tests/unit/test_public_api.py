@@ -16,7 +16,7 @@ from typing import Any
 
 import fsdp2
 from documents import ROOT, results
-from fsdp2 import checkpoint, compression, hf
+from fsdp2 import checkpoint, compression, hf, testing
 from fsdp2.module import public_methods
 
 LIST = Path(__file__).with_name("public_api.txt")
@@ -50,6 +50,7 @@ def describe(prefix: str, value: Any) -> Iterator[str]:
 
 def public_api() -> list[str]:
     modules = {"fsdp2": fsdp2, "fsdp2.checkpoint": checkpoint, "fsdp2.compression": compression, "fsdp2.hf": hf}
+    modules["fsdp2.testing"] = testing
     paths = [f"{path}.{name}" for path, module in modules.items() for name in sorted(module.__all__)]
     paths += sorted(f"fsdp2.{path}" for path in itertools.chain(*results().values()))
     return [line for path in paths for line in describe(path, pkgutil.resolve_name(path))]

@@ -21,6 +21,7 @@ COMMS = {
     "collectives/coalesced.py",
     "collectives/any_group.py",
     "collectives/gloo.py",
+    "simulate/group.py",
     "ranks/rank_facts.py",
     "checks/named_comm.py",
     "features/vocab_parallel.py",
