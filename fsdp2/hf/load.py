@@ -22,6 +22,7 @@ from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
+from .scales import DEQUANTISE, Scales, find_scales, find_packed
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
 from .views import Leaf, Names, NameTable, as_view, pattern_of
 
@@ -30,6 +31,8 @@ BUCKET_NBYTES = 32 * 1024 * 1024
 # Where the parts of a shard that lie together in the file are shorter, what is between them is read, too: a read of a
 # few bytes takes as long as one of a page.
 LEAST_RUN_NBYTES = 512
+# Elements that are dequantised at a time: their values, and their scales, take four bytes each meanwhile.
+SCALED_NUMEL = 1024 * 1024
 
 
 @dataclass
@@ -159,14 +162,17 @@ def load_model(
     convert = convert and not table.is_function
     find_converter = partial(converter_of, model, tensors, without_adapters=True)
     converter = ranks.run(lambda: find_converter() if convert else None, doing)
-    sources = ranks.run(
-        lambda: _find_sources(model, tensors, checkpoint.tensors, table, converter, may_be, report), doing
-    )
+    matching = ranks.run(lambda: _find_sources(model, tensors, checkpoint, table, converter, may_be, report), doing)
     if strict and (report.missing or report.unexpected):
+        packed = find_packed(report.unexpected) if report.missing else None
+        if packed is not None:
+            raise NotImplementedError(
+                f"load_model: {folder} lacks {report.missing[0]}, and has packed values as {packed}. {DEQUANTISE}"
+            )
         raise ValueError(f"load_model: {folder} {_contradictions(report)}")
-    ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
-    reader = _Reader(checkpoint, ranks, bar)
-    ranks.run(lambda: reader.load(sources), doing)
+    ranks.run(lambda: _materialise(model, tensors, matching.sources, ranks.device, init, strict, report), doing)
+    reader = _Reader(checkpoint, matching.scales, ranks, bar)
+    ranks.run(lambda: reader.load(matching.sources), doing)
     report.bytes_read = reader.bytes_read
     if converter is not None:
         converter.note(model)
@@ -207,22 +213,22 @@ def _contradictions(report: LoadReport) -> str:
 def _find_sources(
     model: nn.Module,
     tensors: list[ModelTensor],
-    files: Mapping[str, FileTensor],
+    checkpoint: Checkpoint,
     table: NameTable,
     converter: Converter | None,
     may_be: Sequence[re.Pattern[str]],
     report: LoadReport,
-) -> _Sources:
-    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
+) -> _Matching:
+    """Finds what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
 
     `may_be`: patterns of tensors in the files that the model lacks on purpose.
     """
-    reading = None if converter is None else converter.read(files)
+    reading = None if converter is None else converter.read(checkpoint.tensors)
     adapters: set[ModelTensor] = set()
     if reading is not None:
         table.converted, adapters = reading.sources, reading.adapters
         add_copies(model, tensors, reading.sources)
-    matching = _Matching(files, table, report)
+    matching = _Matching(checkpoint, table, report)
     for tensor in tensors:
         matching.match(tensor, may_lack=tensor in adapters)
     table.refuse_unused()
@@ -234,7 +240,7 @@ def _find_sources(
         missing = re.compile("|".join(reading.missing) or "(?!)")
         report.missing = [name for name in report.missing if not missing.search(name)]
     matching.note_unused(ignored)
-    return matching.sources
+    return matching
 
 
 class _OtherShape(NamedTuple):
@@ -247,22 +253,22 @@ class _OtherShape(NamedTuple):
 class _Matching:
     """Matches the tensors of a model with those of files.
 
-    `sources`: what is loaded from where.
+    `sources`: what is loaded from where. `scales`: name of a tensor in the files that is dequantised -> its scales.
 
     Args:
-        files: all tensors in the files, by name.
+        checkpoint: the files.
         table: says what a tensor is called there.
         report: gets what is missing, converted, tied, unexpected and ignored.
     """
 
-    def __init__(self, files: Mapping[str, FileTensor], table: NameTable, report: LoadReport) -> None:
-        self._files, self._table, self._report = files, table, report
+    def __init__(self, checkpoint: Checkpoint, table: NameTable, report: LoadReport) -> None:
+        self._files, self._quantization = checkpoint.tensors, checkpoint.quantization
+        self._table, self._report = table, report
         self.sources: _Sources = {}
+        self.scales: dict[str, Scales] = {}
         # Names in the files from which something is loaded; and those that the user leaves out.
         self._used, self._left_out = set[str](), set[str]()
         self._wrong: dict[str, _OtherShape] = {}
-        # Tensors of quantised checkpoints -> that with their scales.
-        self._scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
 
     def match(self, tensor: ModelTensor, may_lack: bool) -> None:
         """Finds one tensor of the model, under each of its names. `may_lack`: it need not be there."""
@@ -310,17 +316,17 @@ class _Matching:
             self._used.add(leaf.name)
             stored = self._files[leaf.name]
             if stored.dtype != tensor.dtype:
+                scales = find_scales(stored, self._files, self._quantization)
+                if scales is not None and leaf.seen not in (None, stored.shape):
+                    raise NotImplementedError(
+                        f"{tensor.name}: {stored.file} has it quantised, with scales for shape {list(stored.shape)}, and "
+                        f"it is read as shape {list(leaf.seen)}. {DEQUANTISE}"
+                    )
+                if scales is not None:
+                    self.scales[stored.name] = scales
+                    self._used.add(scales.file.name)
                 _refuse_conversion(tensor, stored)
-                self._refuse_quantised(tensor, stored)
                 self._report.converted[tensor.name] = (stored.dtype, tensor.dtype)
-
-    def _refuse_quantised(self, tensor: ModelTensor, stored: FileTensor) -> None:
-        if stored.name in self._scaled and stored.dtype.itemsize == 1:
-            raise NotImplementedError(
-                f"{tensor.name}: {stored.file} has it quantised ({stored.dtype}, with {self._scaled[stored.name]}), "
-                "and fsdp2.hf moves values only. Dequantise the files before: load them by from_pretrained with "
-                "dequantize=True in the quantization_config, and save that."
-            )
 
     def refuse_shapes(self) -> None:
         """Raises ValueError if some tensors have other shapes in the files."""
@@ -442,9 +448,10 @@ def _initialise(module: nn.Module, below: Mapping[nn.Module, str], init: Callabl
 class _Reader:
     """Reads boxes of tensors in files through one bucket. `bytes_read` counts what it has read on this rank."""
 
-    def __init__(self, checkpoint: Checkpoint, ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, scales: Mapping[str, Scales], ranks: Ranks, progress: Progress) -> None:
         self.bytes_read = 0
-        self._files, self._sizes, self._ranks, self._progress = *checkpoint, ranks, progress
+        self._files, self._sizes, self._scales = checkpoint.tensors, checkpoint.sizes, scales
+        self._ranks, self._progress = ranks, progress
         self._opened: dict[str, int] = {}
         largest = max((each.nbytes for each in self._files.values()), default=0)
         self._memory = bytearray(min(BUCKET_NBYTES, max(largest, 1)))
@@ -509,23 +516,35 @@ class _Reader:
             if not target.numel:
                 continue
             file, wanted = self._files[leaf.name], leaf.in_tensor(target)
+            scales = self._scales.get(leaf.name) if file.dtype != tensor.dtype else None
             if leaf.seen is not None:
                 file = file._replace(shape=leaf.seen)
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
-            for piece in around.pieces(max(1, most_nbytes // itemsize)):
+            most = most_nbytes // itemsize if scales is None else SCALED_NUMEL
+            for piece in around.pieces(max(1, most)):
                 memory, turn = self._bucket[: piece.numel * itemsize], number % (replicas.size if replicas else 1)
                 if replicas is None or turn == replicas.index:
-                    self._read(file, piece)
+                    self._read(file, piece, self._memory)
                 if replicas is not None:
                     memory = self._exchange(memory, replicas, turn)
                 number += 1
                 inner = piece.intersection(wanted)
                 if inner.numel:
                     values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
+                    if scales is not None:
+                        values = scales.multiply(values, self._read_scales(scales, inner), inner)
                     belongs = leaf.in_view(inner)
                     assert belongs is not None, "it has elements"
                     yield leaf.arrange(values), belongs.of(tensor.local, tensor.box.starts)
+
+    def _read_scales(self, scales: Scales, box: Box) -> Tensor:
+        """Returns the scales of a box. They are few, and each replica reads them."""
+        wanted, file = scales.around(box), scales.file
+        piece = wanted.widened(file.shape, LEAST_RUN_NBYTES // file.dtype.itemsize)
+        memory = bytearray(piece.numel * file.dtype.itemsize)
+        self._read(file, piece, memory)
+        return wanted.of(torch.frombuffer(memory, dtype=file.dtype).view(piece.sizes), piece.starts)
 
     def _exchange(self, memory: Tensor, replicas: Replicas, source: int) -> Tensor:
         """Returns the bytes that one of the replicas has read, where ranks communicate."""
@@ -536,8 +555,8 @@ class _Reader:
         replicas.broadcast(memory, source)
         return memory
 
-    def _read(self, file: FileTensor, piece: Box) -> None:
-        """Reads a box of a tensor into the bucket. An error waits until the ranks have met."""
+    def _read(self, file: FileTensor, piece: Box, memory: bytearray) -> None:
+        """Reads a box of a tensor into memory. An error waits until the ranks have met."""
         try:
             starts, length = piece.runs(file.shape)
             itemsize, done = file.dtype.itemsize, 0
@@ -545,7 +564,7 @@ class _Reader:
                 end = done + length * itemsize
                 position = file.start + start * itemsize - done
                 while done < end:
-                    count = os.preadv(self._open(file.file), [memoryview(self._memory)[done:end]], position + done)
+                    count = os.preadv(self._open(file.file), [memoryview(memory)[done:end]], position + done)
                     if count == 0:
                         raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
                     done += count

@@ -191,6 +191,8 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
         return
     config: Any = copy.deepcopy(original)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    if hasattr(config, "quantization_config") and not any(each.dtype.itemsize == 1 for each in model.parameters()):
+        del config.quantization_config  # load_model has dequantised the files
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(str(folder))
     generation: Any = getattr(model, "generation_config", None)
