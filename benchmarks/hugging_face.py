@@ -5,10 +5,11 @@
 
 Gloo ranks hold a Llama of --width in bf16, fully sharded. In each round all ways take turns on one disk, so that each
 meets the same disturbances. `dd`: each rank reads, or writes and syncs, an equal part of the bytes, in pieces of
-16 MiB. Loads run twice: the first time the files were dropped from the page cache (as far as posix_fadvise does that;
-what a host behind a virtual disk keeps, nobody here can drop), then they are in it. Times are wall seconds, from the
-files to a sharded model. Memory is the peak of what a rank has over the time before the call, counted in a round that
-is not timed: `anonymous` without mapped pages of files. Bytes from the disk are those of all ranks in the cold load.
+16 MiB, from and to one piece of memory; "to new memory" needs new pages for each, as a model does. Loads run twice: the
+first time the files were dropped from the page cache (as far as posix_fadvise does that; what a host behind a virtual
+disk keeps, nobody here can drop), then they are in it. Times are wall seconds, from the files to a sharded model.
+Memory is the peak of what a rank has over the time before the call, counted in a round that is not timed: `anonymous`
+without mapped pages of files. Bytes from the disk are those of all ranks in the cold load.
 
 It needs transformers and safetensors. `transformers` loads the whole model on each rank and shards it then; it saves
 the whole model, gathered, on the first rank, without a sync.
@@ -27,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp2 import fully_shard, hf
+from fsdp2.checkpoint.parts import bytes_in
 
 PIECE = 16 << 20
 
@@ -57,13 +60,18 @@ def make(folder: Path | None, config: Any, is_meta: bool) -> Any:
     return fully_shard(model)
 
 
-def read_like_dd(files: list[Path], rank: int, ranks: int) -> None:
-    memory = bytearray(PIECE)
+def read_like_dd(files: list[Path], rank: int, ranks: int, keeps: bool) -> None:
+    """Reads an equal part of each file; `keeps`: into new memory, of which each page must be made once."""
+    memory = None
     for path in files:
         descriptor, size = os.open(path, os.O_RDONLY), path.stat().st_size
         at, end = size * rank // ranks, size * (rank + 1) // ranks
+        kept = []
         while at < end:
-            at += os.preadv(descriptor, [memoryview(memory)[: end - at]], at)
+            if keeps or memory is None:
+                memory = torch.empty(PIECE, dtype=torch.uint8)
+            kept.append(memory)
+            at += os.preadv(descriptor, [bytes_in(memory)[: end - at]], at)
         os.close(descriptor)
 
 
@@ -185,7 +193,8 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         return result
 
     loads: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "dd": (lambda: None, lambda _: read_like_dd(files, rank, ranks)),
+        "dd": (lambda: None, lambda _: read_like_dd(files, rank, ranks, keeps=False)),
+        "dd to new memory": (lambda: None, lambda _: read_like_dd(files, rank, ranks, keeps=True)),
         "fsdp2": (lambda: make(None, config, is_meta=True), load_by_fsdp2),
         "torch": (lambda: make(None, config, is_meta=True), lambda model: load_by_torch(model, source)),
         "transformers": (lambda: None, lambda _: make(source, config, is_meta=False)),
@@ -204,14 +213,14 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
                 dist.barrier()
                 if rank == 0 and heat == "cold":
                     drop(files)
-                result = run(f"load, {name}, {heat}", lambda: load(prepared), number)  # noqa: B023
-                if name != "dd":
+                result = run(f"load, {name}, {heat}", partial(load, prepared), number)
+                if not name.startswith("dd"):
                     check(prepared if prepared is not None else result)
-                del prepared, result
+                prepared = result = None
         for name, save in saves.items():
             here = folder / f"{number}-{name}"
             here.mkdir(exist_ok=True)
-            run(f"save, {name}", lambda: save(here / "files"), number)  # noqa: B023
+            run(f"save, {name}", partial(save, here / "files"), number)
             if rank == 0:
                 shutil.rmtree(here)
             dist.barrier()

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ..checkpoint.folders import check_path, path_text
+from ..checkpoint.parts import bytes_in
 from ..shards.find import before_write, groups_managing, shards_of
 from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function, require_module
 from .adapters import add_copies, initialise
@@ -22,7 +24,7 @@ from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
 from .progress import Progress
 from .ranks import Ranks, Replicas
-from .scales import DEQUANTISE, Scales, find_scales, find_packed
+from .scales import DEQUANTISE, Scales, find_packed, find_scales
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
 from .views import Leaf, Names, NameTable, as_view, pattern_of
 
@@ -319,8 +321,8 @@ class _Matching:
                 scales = find_scales(stored, self._files, self._quantization)
                 if scales is not None and leaf.seen not in (None, stored.shape):
                     raise NotImplementedError(
-                        f"{tensor.name}: {stored.file} has it quantised, with scales for shape {list(stored.shape)}, and "
-                        f"it is read as shape {list(leaf.seen)}. {DEQUANTISE}"
+                        f"{tensor.name}: {stored.file} has it quantised, with scales for shape {list(stored.shape)}, "
+                        f"and it is read as shape {list(leaf.seen)}. {DEQUANTISE}"
                     )
                 if scales is not None:
                     self.scales[stored.name] = scales
@@ -453,9 +455,7 @@ class _Reader:
         self._files, self._sizes, self._scales = checkpoint.tensors, checkpoint.sizes, scales
         self._ranks, self._progress = ranks, progress
         self._opened: dict[str, int] = {}
-        largest = max((each.nbytes for each in self._files.values()), default=0)
-        self._memory = bytearray(min(BUCKET_NBYTES, max(largest, 1)))
-        self._bucket = self._sent = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bucket = self._sent = torch.empty(0, dtype=torch.uint8)
         # What went wrong while other ranks waited for this one.
         self._error: Exception | None = None
 
@@ -484,9 +484,12 @@ class _Reader:
 
     def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], i: int) -> None:
         """Loads the tensor number `i`. Replicas take turns from one tensor to the next, too."""
-        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i):
+        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i, in_place=True):
             try:
-                if self._error is None:
+                if source is target:
+                    if not target.is_inference():
+                        increment_version(target)
+                elif self._error is None:
                     with torch.inference_mode(target.is_inference()):
                         target.copy_(source)
             except RuntimeError as error:  # raised once all pieces were exchanged
@@ -504,13 +507,15 @@ class _Reader:
                 )
 
     def _pieces(
-        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int
+        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int, in_place: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (values in the files, the part of this rank's shard where they belong), piece by piece.
 
-        `number`: says with which replica the turns begin.
+        `number`: says with which replica the turns begin. `in_place`: what the shard can hold as it is in the file is
+        read to its place there, and both are one tensor.
         """
-        replicas = Replicas(tensor.groups) if tensor.groups else None
+        replicas, local = Replicas(tensor.groups) if tensor.groups else None, tensor.local
+        may_stay = in_place and local.is_cpu and (replicas is None or self._ranks.device.type == "cpu")
         for leaf in leaves:
             target = leaf.box.intersection(tensor.box)
             if not target.numel:
@@ -522,49 +527,59 @@ class _Reader:
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
             most = most_nbytes // itemsize if scales is None else SCALED_NUMEL
+            same = scales is None and file.dtype == tensor.dtype and leaf.dims == (*range(len(file.shape)),)
             for piece in around.pieces(max(1, most)):
-                memory, turn = self._bucket[: piece.numel * itemsize], number % (replicas.size if replicas else 1)
+                inner, turn = piece.intersection(wanted), number % (replicas.size if replicas else 1)
+                number += 1
+                belongs = leaf.in_view(inner) if inner.numel else None
+                region = local if belongs is None else belongs.of(local, tensor.box.starts)
+                stays = may_stay and same and inner == piece and region.is_contiguous()
+                memory = _as_bytes(region) if stays else self._bucket_of(piece.numel * itemsize)
                 if replicas is None or turn == replicas.index:
-                    self._read(file, piece, self._memory)
+                    self._read(file, piece, memory)
                 if replicas is not None:
                     memory = self._exchange(memory, replicas, turn)
-                number += 1
-                inner = piece.intersection(wanted)
-                if inner.numel:
+                if stays:
+                    yield region, region
+                elif belongs is not None:
                     values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
                     if scales is not None:
                         values = scales.multiply(values, self._read_scales(scales, inner), inner)
-                    belongs = leaf.in_view(inner)
-                    assert belongs is not None, "it has elements"
-                    yield leaf.arrange(values), belongs.of(tensor.local, tensor.box.starts)
+                    yield leaf.arrange(values), region
+
+    def _bucket_of(self, nbytes: int) -> Tensor:
+        """Returns the first bytes of the bucket, which grows when a piece needs it."""
+        if self._bucket.numel() < nbytes:
+            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bucket[:nbytes]
 
     def _read_scales(self, scales: Scales, box: Box) -> Tensor:
         """Returns the scales of a box. They are few, and each replica reads them."""
         wanted, file = scales.around(box), scales.file
         piece = wanted.widened(file.shape, LEAST_RUN_NBYTES // file.dtype.itemsize)
-        memory = bytearray(piece.numel * file.dtype.itemsize)
-        self._read(file, piece, memory)
-        return wanted.of(torch.frombuffer(memory, dtype=file.dtype).view(piece.sizes), piece.starts)
+        found = torch.empty(piece.sizes, dtype=file.dtype)
+        self._read(file, piece, _as_bytes(found))
+        return wanted.of(found, piece.starts)
 
     def _exchange(self, memory: Tensor, replicas: Replicas, source: int) -> Tensor:
         """Returns the bytes that one of the replicas has read, where ranks communicate."""
         if self._ranks.device.type != "cpu":
-            if self._sent.device != self._ranks.device:
-                self._sent = torch.empty_like(self._bucket, device=self._ranks.device)
+            if self._sent.numel() < memory.numel():
+                self._sent = torch.empty_like(memory, device=self._ranks.device)
             memory = self._sent[: memory.numel()].copy_(memory)
         replicas.broadcast(memory, source)
         return memory
 
-    def _read(self, file: FileTensor, piece: Box, memory: bytearray) -> None:
+    def _read(self, file: FileTensor, piece: Box, memory: Tensor) -> None:
         """Reads a box of a tensor into memory. An error waits until the ranks have met."""
         try:
             starts, length = piece.runs(file.shape)
-            itemsize, done = file.dtype.itemsize, 0
+            itemsize, done, view = file.dtype.itemsize, 0, bytes_in(memory)
             for start in starts if self._error is None else ():
                 end = done + length * itemsize
                 position = file.start + start * itemsize - done
                 while done < end:
-                    count = os.preadv(self._open(file.file), [memoryview(memory)[done:end]], position + done)
+                    count = os.preadv(self._open(file.file), [view[done:end]], position + done)
                     if count == 0:
                         raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
                     done += count
@@ -580,3 +595,8 @@ class _Reader:
                 what = f"expected {self._sizes[path]} bytes, as the first rank has found, got {size}"
                 raise ValueError(f"{path}: {what}. All ranks must see the same files.")
         return self._opened[path]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
