@@ -22,7 +22,6 @@ from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
-from .progress import Progress
 from .ranks import Ranks, Replicas
 from .scales import DEQUANTISE, Scales, find_packed, find_scales
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
@@ -83,7 +82,6 @@ def load_model(
     unexpected: Sequence[str] = (),
     convert: bool = True,
     init: Callable[[nn.Module], object] | None = None,
-    progress: bool | None = None,
 ) -> LoadReport:
     """Loads safetensors files into a model, of which each rank reads the bytes of its own shards.
 
@@ -131,7 +129,6 @@ def load_model(
             anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
             of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
             numbers.
-        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
         A report of what was loaded, missing, unexpected, converted, tied and initialised.
@@ -157,7 +154,7 @@ def load_model(
     ranks.require_same("load_model", {"folder": path_text(folder), "strict": strict, "convert": convert})
     check_path("folder", folder)
     path = Path(folder)
-    doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
+    doing = "fsdp2.hf.load_model"
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
@@ -173,7 +170,7 @@ def load_model(
             )
         raise ValueError(f"load_model: {folder} {_contradictions(report)}")
     ranks.run(lambda: _materialise(model, tensors, matching.sources, ranks.device, init, strict, report), doing)
-    reader = _Reader(checkpoint, matching.scales, ranks, bar)
+    reader = _Reader(checkpoint, matching.scales, ranks)
     ranks.run(lambda: reader.load(matching.sources), doing)
     report.bytes_read = reader.bytes_read
     if converter is not None:
@@ -450,10 +447,10 @@ def _initialise(module: nn.Module, below: Mapping[nn.Module, str], init: Callabl
 class _Reader:
     """Reads boxes of tensors in files through one bucket. `bytes_read` counts what it has read on this rank."""
 
-    def __init__(self, checkpoint: Checkpoint, scales: Mapping[str, Scales], ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, scales: Mapping[str, Scales], ranks: Ranks) -> None:
         self.bytes_read = 0
         self._files, self._sizes, self._scales = checkpoint.tensors, checkpoint.sizes, scales
-        self._ranks, self._progress = ranks, progress
+        self._ranks = ranks
         self._opened: dict[str, int] = {}
         self._bucket = self._sent = torch.empty(0, dtype=torch.uint8)
         # What went wrong while other ranks waited for this one.
@@ -467,10 +464,9 @@ class _Reader:
         """
         order = {name: i for i, name in enumerate(self._files)}
         ordered = sorted(sources.items(), key=lambda item: order[item[1][0][0].name])
-        nbytes = sum(each.box.numel * each.dtype.itemsize for each in sources)
         before_write()
         try:
-            with torch.no_grad(), no_torch_function(), self._progress.begin(nbytes):
+            with torch.no_grad(), no_torch_function():
                 for i, (tensor, found) in enumerate(ordered):
                     self._load_tensor(tensor, found[0], i)
                 for tensor, found in ordered:
@@ -494,7 +490,6 @@ class _Reader:
                         target.copy_(source)
             except RuntimeError as error:  # raised once all pieces were exchanged
                 self._error = error
-            self._progress.add(target.nbytes)
 
     def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf]) -> None:
         """Compares another source of a tied parameter with what was loaded."""
