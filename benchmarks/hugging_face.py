@@ -7,7 +7,8 @@ Gloo ranks hold a Llama of --width in bf16, fully sharded. In each round all way
 meets the same disturbances. `dd`: each rank reads, or writes and syncs, an equal part of the bytes, in pieces of
 16 MiB, from and to one piece of memory; "to new memory" needs new pages for each, as a model does. Loads run twice: the
 first time the files were dropped from the page cache (as far as posix_fadvise does that; what a host behind a virtual
-disk keeps, nobody here can drop), then they are in it. Times are wall seconds, from the files to a sharded model.
+disk keeps, nobody here can drop), then they are in it. Times are wall seconds of all ranks and CPU seconds of
+the first, from the files to a sharded model.
 Memory is the peak of what a rank has over the time before the call, counted in a round that is not timed: `anonymous`
 without mapped pages of files. Bytes from the disk are those of all ranks in the cold load.
 
@@ -164,7 +165,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
     shard_nbytes = sum(each.nbytes for each in expected)
     files = sorted(source.glob("*.safetensors"))
     nbytes = sum(path.stat().st_size for path in files)
-    times: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     memory: dict[str, dict[str, int]] = defaultdict(dict)
 
     def load_by_fsdp2(model: Any) -> None:
@@ -179,15 +180,16 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         gc.collect()
         is_memory = round_number == 0
         dist.barrier()
-        read, began = io_count("read_bytes"), time.perf_counter()
+        read, began, cpu = io_count("read_bytes"), time.perf_counter(), time.process_time()
         if is_memory:
             with peaks(memory[name]):
                 result = call()
         else:
             result = call()
+        cpu = time.process_time() - cpu
         dist.barrier()
         if not is_memory:
-            times[name].append(time.perf_counter() - began)
+            times[name].append((time.perf_counter() - began, cpu))
         elif name.endswith("cold"):
             memory[name]["disk"] = io_count("read_bytes") - read
         return result
@@ -261,19 +263,22 @@ def main() -> None:
         f"load {load[0]:.1f} to {load[1]:.1f}\n"
     )
     print(
-        "| what | wall s, median (least to most) | MB/s | of dd | read from the disk, of the files "
-        "| peak, anonymous, of the shard | peak, resident |\n|---|---|---|---|---|---|---|"
+        "| what | wall s, median (least to most) | CPU s a rank | MB/s | of dd | read from the disk, of the files "
+        "| peak, anonymous, of the shard | peak, resident |\n|---|---|---|---|---|---|---|---|"
     )
-    for name, walls in times.items():
+    for name, pairs in times.items():
+        walls, cpu = [wall for wall, _ in pairs], statistics.median(cpu for _, cpu in pairs)
         median = statistics.median(walls)
         kind, _, rest = name.partition(", ")
-        dd = times[f"{kind}, dd, cold" if "cold" in rest else f"{kind}, dd, warm" if "warm" in rest else f"{kind}, dd"]
+        heat = next((f", {each}" for each in ("cold", "warm") if each in rest), "")
+        dd = statistics.median(wall for wall, _ in times[f"{kind}, dd{heat}"])
         memories = [memory[name] for *_, memory in found]
         disk = f"{sum(each['disk'] for each in memories) / nbytes:.2f}" if "disk" in memories[0] else ""
+        speed = nbytes / 1e6 / median
         peak = [f"{max(each[key] for each in memories) / shard:.2f}" for key in ("anonymous", "resident")]
         print(
-            f"| {name} | {median:.2f} ({min(walls):.2f} to {max(walls):.2f}) | {nbytes / 1e6 / median:,.0f} "
-            f"| {statistics.median(dd) / median:.2f}x | {disk} | {' | '.join(peak)} |"
+            f"| {name} | {median:.2f} ({min(walls):.2f} to {max(walls):.2f}) | {cpu:.2f} | {speed:,.0f} "
+            f"| {dd / median:.2f}x | {disk} | {' | '.join(peak)} |"
         )
     read = [memory["load, fsdp2"]["read"] for *_, memory in found]
     print(f"\nfsdp2 has read {sum(read) / (shard * args.ranks):.4f} of the bytes of all shards")
