@@ -86,10 +86,15 @@ def load_model(
     """Loads safetensors files into a model, of which each rank reads the bytes of its own shards.
 
     The model may be sharded in any way that fsdp2 or torch's FSDP2 offers, on meta or with memory. What is on meta gets
-    memory: for this rank's shards only. Values are converted to the model's dtypes on the way, through one bucket
-    (`BUCKET_NBYTES`, two on an accelerator), which is all the memory that is needed besides the shards; where the model
-    is on meta, each group of fsdp2 also has its unsharded memory for a moment, as in `to_empty`. Every rank must call
-    it, between steps.
+    memory: for this rank's shards only. What needs no conversion is read to its place in a shard on the CPU. All else
+    goes through one bucket (`BUCKET_NBYTES`, two for replicas on an accelerator), which is all the memory that is
+    needed besides the shards; where the model is on meta, each group of fsdp2 also has its unsharded memory for a
+    moment, as in `to_empty`. Every rank must call it, between steps.
+
+    Values are converted to the model's dtypes on the way. Files in FP8 may have scales for blocks (`<name>_scale_inv`,
+    with `weight_block_size` in the `quantization_config` of the config.json beside the files), or for each row or
+    tensor (`<name>_scale`): each rank reads its values and the scales that these need, multiplies them in fp32, and
+    rounds once. A model that has parameters in FP8 gets the values and the scales as they are.
 
     Which bytes are read: replicas (HSDP, `replicate`) read each byte once, in turns, and broadcast it. Of shards along
     another dim than the first, ranks read each row's part, or, where that is shorter than 512 bytes, whole rows.
@@ -136,10 +141,11 @@ def load_model(
     Raises:
         TypeError: an argument, or a dtype that can't be converted without loss of meaning (integers, float to bool).
         FileNotFoundError: the folder, or a file of the index, is not there.
-        ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
-            parameters that differ in the files; a row of `names` that matches nothing; another folder on some rank.
-        NotImplementedError: quantised parameters or files, and other tensor subclasses; a parameter that Transformers
-            computes from tensors in the files.
+        ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's, or scales of
+            another shape than config.json says; `strict`; tied parameters that differ in the files; a row of `names`
+            that matches nothing; another folder on some rank.
+        NotImplementedError: quantised parameters, and other tensor subclasses; files that are quantised in another way
+            than FP8 (MXFP8, 4 bits); a parameter that Transformers computes from tensors in the files.
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
