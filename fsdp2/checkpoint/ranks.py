@@ -101,7 +101,7 @@ class Team:
 
     def raise_together(self, error: BaseException | None) -> NoReturn:
         """Raises `error`, or on ranks that have none the first one of others."""
-        found = self.gather(None if error is None else _portable(error))
+        found = self.gather(None if error is None else portable(error))
         if error is not None:
             raise error
         rank, (kind, text) = next((rank, each) for rank, each in zip(self.members, found, strict=True) if each)
@@ -116,7 +116,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _portable(error: BaseException) -> tuple[type[Exception], str]:
+def portable(error: BaseException) -> tuple[type[Exception], str]:
     """Returns a class and a text for an error, from which it can be made on another rank."""
     return next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError), str(error)
 

@@ -1,7 +1,7 @@
 """Hugging Face files: loads and saves sharded models as safetensors, without a gather and without a whole model.
 
-`import fsdp2.hf`, or `from fsdp2 import hf`. It needs nothing but torch; the extra `hf` brings tqdm, for bars, and the
-package safetensors, by which others read the files.
+`import fsdp2.hf`, or `from fsdp2 import hf`. It needs nothing but torch; the extra `hf` brings the package safetensors,
+by which others read the files.
 """
 
 from .load import load_model

@@ -55,10 +55,18 @@ class FileTensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Describes all tensors of a checkpoint, in the order of its files. `sizes`: bytes of each file, by its path."""
+    """All tensors of a checkpoint, in the order of its files.
+
+    Args:
+        tensors: name -> tensor.
+        sizes: path of a file -> its bytes.
+        quantization: the `quantization_config` of the config.json beside the files, if they have tensors of one byte
+            an element; else empty.
+    """
 
     tensors: dict[str, FileTensor]
     sizes: dict[str, int]
+    quantization: dict[str, Any]
 
 
 # ---- reading
@@ -87,7 +95,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             raise ValueError(f"{name}: {index} says that {where.name} has it, but {place}. One of them is stale.")
     if listed is not None and (more := next((each for each in tensors if each not in listed), None)):
         raise ValueError(f"{more}: {tensors[more].file} has it, but {index} does not list it. One of them is stale.")
-    return Checkpoint(tensors, sizes)
+    config = (folder if folder.is_dir() else folder.parent) / "config.json"
+    has_config = config.is_file() and any(each.dtype.itemsize == 1 for each in tensors.values())
+    settings = _read_json(config, config.read_bytes()).get("quantization_config") if has_config else None
+    return Checkpoint(tensors, sizes, settings if isinstance(settings, dict) else {})
 
 
 def _files_of(folder: Path) -> tuple[Path | None, list[Path]]:
@@ -242,7 +253,7 @@ def plan_files(
     if current or not parts:
         parts.append(current)
     names = [f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    made = NewFiles(Checkpoint({}, {}), {}, None)
+    made = NewFiles(Checkpoint({}, {}, {}), {}, None)
     for name, part in zip(names if len(parts) > 1 else [f"{stem}.safetensors"], parts, strict=True):
         _plan_file(name, part, made)
     if len(parts) == 1:

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ..checkpoint.folders import check_path, path_text
+from ..checkpoint.parts import bytes_in
 from ..shards.find import before_write, groups_managing, shards_of
 from ..shards.tensors import check_bool, fqn, is_marked, mark, no_torch_function, require_module
 from .adapters import add_copies, initialise
 from .conversion import Converter, converter_of
 from .files import Box, Checkpoint, FileTensor, read_checkpoint
-from .progress import Progress
 from .ranks import Ranks, Replicas
+from .scales import DEQUANTISE, Scales, find_packed, find_scales
 from .tensors import ModelTensor, find_tensors, meshes_of, registered, settle, some
 from .views import Leaf, Names, NameTable, as_view, pattern_of
 
@@ -30,6 +32,8 @@ BUCKET_NBYTES = 32 * 1024 * 1024
 # Where the parts of a shard that lie together in the file are shorter, what is between them is read, too: a read of a
 # few bytes takes as long as one of a page.
 LEAST_RUN_NBYTES = 512
+# Elements that are dequantised at a time: their values, and their scales, take four bytes each meanwhile.
+SCALED_NUMEL = 1024 * 1024
 
 
 @dataclass
@@ -78,15 +82,19 @@ def load_model(
     unexpected: Sequence[str] = (),
     convert: bool = True,
     init: Callable[[nn.Module], object] | None = None,
-    progress: bool | None = None,
 ) -> LoadReport:
     """Loads safetensors files into a model, of which each rank reads the bytes of its own shards.
 
     The model may be sharded in any way that fsdp2 or torch's FSDP2 offers, on meta or with memory. What is on meta gets
-    memory: for this rank's shards only. Values are converted to the model's dtypes on the way, through one bucket
-    (`BUCKET_NBYTES`, two on an accelerator), which is all the memory that is needed besides the shards; where the model
-    is on meta, each group of fsdp2 also has its unsharded memory for a moment, as in `to_empty`. Every rank must call
-    it, between steps.
+    memory: for this rank's shards only. What needs no conversion is read to its place in a shard on the CPU. All else
+    goes through one bucket (`BUCKET_NBYTES`, two for replicas on an accelerator), which is all the memory that is
+    needed besides the shards; where the model is on meta, each group of fsdp2 also has its unsharded memory for a
+    moment, as in `to_empty`. Every rank must call it, between steps.
+
+    Values are converted to the model's dtypes on the way. Files in FP8 may have scales for blocks (`<name>_scale_inv`,
+    with `weight_block_size` in the `quantization_config` of the config.json beside the files), or for each row or
+    tensor (`<name>_scale`): each rank reads its values and the scales that these need, multiplies them in fp32, and
+    rounds once. A model that has parameters in FP8 gets the values and the scales as they are.
 
     Which bytes are read: replicas (HSDP, `replicate`) read each byte once, in turns, and broadcast it. Of shards along
     another dim than the first, ranks read each row's part, or, where that is shorter than 512 bytes, whole rows.
@@ -126,7 +134,6 @@ def load_model(
             anything is loaded, and must give these values. None: `_init_weights(module)` of the model, as those
             of Transformers have it, or else `reset_parameters()` of the module. Seed all ranks alike if it draws random
             numbers.
-        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
         A report of what was loaded, missing, unexpected, converted, tied and initialised.
@@ -134,10 +141,11 @@ def load_model(
     Raises:
         TypeError: an argument, or a dtype that can't be converted without loss of meaning (integers, float to bool).
         FileNotFoundError: the folder, or a file of the index, is not there.
-        ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's; `strict`; tied
-            parameters that differ in the files; a row of `names` that matches nothing; another folder on some rank.
-        NotImplementedError: quantised parameters or files, and other tensor subclasses; a parameter that Transformers
-            computes from tensors in the files.
+        ValueError: a damaged file, a tensor in two files, a wrong index; another shape than the model's, or scales of
+            another shape than config.json says; `strict`; tied parameters that differ in the files; a row of `names`
+            that matches nothing; another folder on some rank.
+        NotImplementedError: quantised parameters, and other tensor subclasses; files that are quantised in another way
+            than FP8 (MXFP8, 4 bits); a parameter that Transformers computes from tensors in the files.
         RuntimeError: a forward or backward runs.
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
@@ -152,21 +160,24 @@ def load_model(
     ranks.require_same("load_model", {"folder": path_text(folder), "strict": strict, "convert": convert})
     check_path("folder", folder)
     path = Path(folder)
-    doing, bar = "fsdp2.hf.load_model", Progress("loading", progress, ranks.is_first)
+    doing = "fsdp2.hf.load_model"
     ranks.run(lambda: settle(groups, "load_model"), doing)
     checkpoint = ranks.from_first(lambda: read_checkpoint(path))
     tensors, report = find_tensors(model), LoadReport()
     convert = convert and not table.is_function
     find_converter = partial(converter_of, model, tensors, without_adapters=True)
     converter = ranks.run(lambda: find_converter() if convert else None, doing)
-    sources = ranks.run(
-        lambda: _find_sources(model, tensors, checkpoint.tensors, table, converter, may_be, report), doing
-    )
+    matching = ranks.run(lambda: _find_sources(model, tensors, checkpoint, table, converter, may_be, report), doing)
     if strict and (report.missing or report.unexpected):
+        packed = find_packed(report.unexpected) if report.missing else None
+        if packed is not None:
+            raise NotImplementedError(
+                f"load_model: {folder} lacks {report.missing[0]}, and has packed values as {packed}. {DEQUANTISE}"
+            )
         raise ValueError(f"load_model: {folder} {_contradictions(report)}")
-    ranks.run(lambda: _materialise(model, tensors, sources, ranks.device, init, strict, report), doing)
-    reader = _Reader(checkpoint, ranks, bar)
-    ranks.run(lambda: reader.load(sources), doing)
+    ranks.run(lambda: _materialise(model, tensors, matching.sources, ranks.device, init, strict, report), doing)
+    reader = _Reader(checkpoint, matching.scales, ranks)
+    ranks.run(lambda: reader.load(matching.sources), doing)
     report.bytes_read = reader.bytes_read
     if converter is not None:
         converter.note(model)
@@ -207,22 +218,22 @@ def _contradictions(report: LoadReport) -> str:
 def _find_sources(
     model: nn.Module,
     tensors: list[ModelTensor],
-    files: Mapping[str, FileTensor],
+    checkpoint: Checkpoint,
     table: NameTable,
     converter: Converter | None,
     may_be: Sequence[re.Pattern[str]],
     report: LoadReport,
-) -> _Sources:
-    """Returns what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
+) -> _Matching:
+    """Finds what is loaded from where, and adds to the report what is missing, unexpected, converted and tied.
 
     `may_be`: patterns of tensors in the files that the model lacks on purpose.
     """
-    reading = None if converter is None else converter.read(files)
+    reading = None if converter is None else converter.read(checkpoint.tensors)
     adapters: set[ModelTensor] = set()
     if reading is not None:
         table.converted, adapters = reading.sources, reading.adapters
         add_copies(model, tensors, reading.sources)
-    matching = _Matching(files, table, report)
+    matching = _Matching(checkpoint, table, report)
     for tensor in tensors:
         matching.match(tensor, may_lack=tensor in adapters)
     table.refuse_unused()
@@ -234,7 +245,7 @@ def _find_sources(
         missing = re.compile("|".join(reading.missing) or "(?!)")
         report.missing = [name for name in report.missing if not missing.search(name)]
     matching.note_unused(ignored)
-    return matching.sources
+    return matching
 
 
 class _OtherShape(NamedTuple):
@@ -247,22 +258,22 @@ class _OtherShape(NamedTuple):
 class _Matching:
     """Matches the tensors of a model with those of files.
 
-    `sources`: what is loaded from where.
+    `sources`: what is loaded from where. `scales`: name of a tensor in the files that is dequantised -> its scales.
 
     Args:
-        files: all tensors in the files, by name.
+        checkpoint: the files.
         table: says what a tensor is called there.
         report: gets what is missing, converted, tied, unexpected and ignored.
     """
 
-    def __init__(self, files: Mapping[str, FileTensor], table: NameTable, report: LoadReport) -> None:
-        self._files, self._table, self._report = files, table, report
+    def __init__(self, checkpoint: Checkpoint, table: NameTable, report: LoadReport) -> None:
+        self._files, self._quantization = checkpoint.tensors, checkpoint.quantization
+        self._table, self._report = table, report
         self.sources: _Sources = {}
+        self.scales: dict[str, Scales] = {}
         # Names in the files from which something is loaded; and those that the user leaves out.
         self._used, self._left_out = set[str](), set[str]()
         self._wrong: dict[str, _OtherShape] = {}
-        # Tensors of quantised checkpoints -> that with their scales.
-        self._scaled = {name.rpartition("_scale")[0]: name for name in files if "_scale" in name}
 
     def match(self, tensor: ModelTensor, may_lack: bool) -> None:
         """Finds one tensor of the model, under each of its names. `may_lack`: it need not be there."""
@@ -310,17 +321,17 @@ class _Matching:
             self._used.add(leaf.name)
             stored = self._files[leaf.name]
             if stored.dtype != tensor.dtype:
+                scales = find_scales(stored, self._files, self._quantization)
+                if scales is not None and leaf.seen not in (None, stored.shape):
+                    raise NotImplementedError(
+                        f"{tensor.name}: {stored.file} has it quantised, with scales for shape {list(stored.shape)}, "
+                        f"and it is read as shape {list(leaf.seen)}. {DEQUANTISE}"
+                    )
+                if scales is not None:
+                    self.scales[stored.name] = scales
+                    self._used.add(scales.file.name)
                 _refuse_conversion(tensor, stored)
-                self._refuse_quantised(tensor, stored)
                 self._report.converted[tensor.name] = (stored.dtype, tensor.dtype)
-
-    def _refuse_quantised(self, tensor: ModelTensor, stored: FileTensor) -> None:
-        if stored.name in self._scaled and stored.dtype.itemsize == 1:
-            raise NotImplementedError(
-                f"{tensor.name}: {stored.file} has it quantised ({stored.dtype}, with {self._scaled[stored.name]}), "
-                "and fsdp2.hf moves values only. Dequantise the files before: load them by from_pretrained with "
-                "dequantize=True in the quantization_config, and save that."
-            )
 
     def refuse_shapes(self) -> None:
         """Raises ValueError if some tensors have other shapes in the files."""
@@ -442,13 +453,12 @@ def _initialise(module: nn.Module, below: Mapping[nn.Module, str], init: Callabl
 class _Reader:
     """Reads boxes of tensors in files through one bucket. `bytes_read` counts what it has read on this rank."""
 
-    def __init__(self, checkpoint: Checkpoint, ranks: Ranks, progress: Progress) -> None:
+    def __init__(self, checkpoint: Checkpoint, scales: Mapping[str, Scales], ranks: Ranks) -> None:
         self.bytes_read = 0
-        self._files, self._sizes, self._ranks, self._progress = *checkpoint, ranks, progress
+        self._files, self._sizes, self._scales = checkpoint.tensors, checkpoint.sizes, scales
+        self._ranks = ranks
         self._opened: dict[str, int] = {}
-        largest = max((each.nbytes for each in self._files.values()), default=0)
-        self._memory = bytearray(min(BUCKET_NBYTES, max(largest, 1)))
-        self._bucket = self._sent = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bucket = self._sent = torch.empty(0, dtype=torch.uint8)
         # What went wrong while other ranks waited for this one.
         self._error: Exception | None = None
 
@@ -460,10 +470,9 @@ class _Reader:
         """
         order = {name: i for i, name in enumerate(self._files)}
         ordered = sorted(sources.items(), key=lambda item: order[item[1][0][0].name])
-        nbytes = sum(each.box.numel * each.dtype.itemsize for each in sources)
         before_write()
         try:
-            with torch.no_grad(), no_torch_function(), self._progress.begin(nbytes):
+            with torch.no_grad(), no_torch_function():
                 for i, (tensor, found) in enumerate(ordered):
                     self._load_tensor(tensor, found[0], i)
                 for tensor, found in ordered:
@@ -477,14 +486,16 @@ class _Reader:
 
     def _load_tensor(self, tensor: ModelTensor, leaves: Sequence[Leaf], i: int) -> None:
         """Loads the tensor number `i`. Replicas take turns from one tensor to the next, too."""
-        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i):
+        for source, target in self._pieces(tensor, leaves, BUCKET_NBYTES, number=i, in_place=True):
             try:
-                if self._error is None:
+                if source is target:
+                    if not target.is_inference():
+                        increment_version(target)
+                elif self._error is None:
                     with torch.inference_mode(target.is_inference()):
                         target.copy_(source)
             except RuntimeError as error:  # raised once all pieces were exchanged
                 self._error = error
-            self._progress.add(target.nbytes)
 
     def _compare_tied(self, tensor: ModelTensor, leaves: Sequence[Leaf]) -> None:
         """Compares another source of a tied parameter with what was loaded."""
@@ -497,55 +508,79 @@ class _Reader:
                 )
 
     def _pieces(
-        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int
+        self, tensor: ModelTensor, leaves: Sequence[Leaf], most_nbytes: int, number: int, in_place: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (values in the files, the part of this rank's shard where they belong), piece by piece.
 
-        `number`: says with which replica the turns begin.
+        `number`: says with which replica the turns begin. `in_place`: what the shard can hold as it is in the file is
+        read to its place there, and both are one tensor.
         """
-        replicas = Replicas(tensor.groups) if tensor.groups else None
+        replicas, local = Replicas(tensor.groups) if tensor.groups else None, tensor.local
+        may_stay = in_place and local.is_cpu and (replicas is None or self._ranks.device.type == "cpu")
         for leaf in leaves:
             target = leaf.box.intersection(tensor.box)
             if not target.numel:
                 continue
             file, wanted = self._files[leaf.name], leaf.in_tensor(target)
+            scales = self._scales.get(leaf.name) if file.dtype != tensor.dtype else None
             if leaf.seen is not None:
                 file = file._replace(shape=leaf.seen)
             itemsize = file.dtype.itemsize
             around = wanted.widened(file.shape, LEAST_RUN_NBYTES // itemsize)
-            for piece in around.pieces(max(1, most_nbytes // itemsize)):
-                memory, turn = self._bucket[: piece.numel * itemsize], number % (replicas.size if replicas else 1)
+            most = most_nbytes // itemsize if scales is None else SCALED_NUMEL
+            same = scales is None and file.dtype == tensor.dtype and leaf.dims == (*range(len(file.shape)),)
+            for piece in around.pieces(max(1, most)):
+                inner, turn = piece.intersection(wanted), number % (replicas.size if replicas else 1)
+                number += 1
+                belongs = leaf.in_view(inner) if inner.numel else None
+                region = local if belongs is None else belongs.of(local, tensor.box.starts)
+                stays = may_stay and same and inner == piece and region.is_contiguous()
+                memory = _as_bytes(region) if stays else self._bucket_of(piece.numel * itemsize)
                 if replicas is None or turn == replicas.index:
-                    self._read(file, piece)
+                    self._read(file, piece, memory)
                 if replicas is not None:
                     memory = self._exchange(memory, replicas, turn)
-                number += 1
-                inner = piece.intersection(wanted)
-                if inner.numel:
+                if stays:
+                    yield region, region
+                elif belongs is not None:
                     values = inner.of(memory.view(file.dtype).view(piece.sizes), piece.starts)
-                    belongs = leaf.in_view(inner)
-                    assert belongs is not None, "it has elements"
-                    yield leaf.arrange(values), belongs.of(tensor.local, tensor.box.starts)
+                    if scales is not None:
+                        values = scales.multiply(values, self._read_scales(scales, inner), inner)
+                    yield leaf.arrange(values), region
+
+    def _bucket_of(self, nbytes: int) -> Tensor:
+        """Returns the first bytes of the bucket, which grows when a piece needs it."""
+        if self._bucket.numel() < nbytes:
+            self._bucket = torch.empty(nbytes, dtype=torch.uint8)
+        return self._bucket[:nbytes]
+
+    def _read_scales(self, scales: Scales, box: Box) -> Tensor:
+        """Returns the scales of a box. They are few, and each replica reads them."""
+        wanted, file = scales.around(box), scales.file
+        piece = wanted.widened(file.shape, LEAST_RUN_NBYTES // file.dtype.itemsize)
+        found = torch.empty(piece.sizes, dtype=file.dtype)
+        self._read(file, piece, _as_bytes(found))
+        return wanted.of(found, piece.starts)
 
     def _exchange(self, memory: Tensor, replicas: Replicas, source: int) -> Tensor:
         """Returns the bytes that one of the replicas has read, where ranks communicate."""
         if self._ranks.device.type != "cpu":
-            if self._sent.device != self._ranks.device:
-                self._sent = torch.empty_like(self._bucket, device=self._ranks.device)
+            if self._sent.numel() < memory.numel():
+                self._sent = torch.empty_like(memory, device=self._ranks.device)
             memory = self._sent[: memory.numel()].copy_(memory)
         replicas.broadcast(memory, source)
         return memory
 
-    def _read(self, file: FileTensor, piece: Box) -> None:
-        """Reads a box of a tensor into the bucket. An error waits until the ranks have met."""
+    def _read(self, file: FileTensor, piece: Box, memory: Tensor) -> None:
+        """Reads a box of a tensor into memory. An error waits until the ranks have met."""
         try:
             starts, length = piece.runs(file.shape)
-            itemsize, done = file.dtype.itemsize, 0
+            itemsize, done, view = file.dtype.itemsize, 0, bytes_in(memory)
             for start in starts if self._error is None else ():
                 end = done + length * itemsize
                 position = file.start + start * itemsize - done
                 while done < end:
-                    count = os.preadv(self._open(file.file), [memoryview(self._memory)[done:end]], position + done)
+                    count = os.preadv(self._open(file.file), [view[done:end]], position + done)
                     if count == 0:
                         raise ValueError(f"{file.file}: {file.name}: the file has become shorter while it was read")
                     done += count
@@ -561,3 +596,8 @@ class _Reader:
                 what = f"expected {self._sizes[path]} bytes, as the first rank has found, got {size}"
                 raise ValueError(f"{path}: {what}. All ranks must see the same files.")
         return self._opened[path]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.folders import NewFolder, check_path, naming
+from ..checkpoint.folders import check_path
 from ..checkpoint.stored import Checkpoint, StoredTensor
-from .files import CODES, FileTensor, NewFiles, parse_size, plan_files
-from .load import BUCKET_NBYTES
-from .progress import Progress
-from .tensors import some
+from .files import Box, parse_size
+from .ranks import Ranks
+from .save import Turns, plan_save, write_files
+from .tensors import ModelTensor, some
 from .views import NameTable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What is a file of weights, and not copied beside those that are written.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".distcp", ".gguf")
 
 
 class MergeReport(NamedTuple):
@@ -46,32 +43,28 @@ def merge_checkpoint(
     *,
     key: str | None = None,
     names: Mapping[str, str] | Callable[[str], str | None] | None = None,
-    config: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
 ) -> MergeReport:
     """Writes the model of a checkpoint, of fsdp2 or `torch.distributed.checkpoint`, as safetensors files.
 
     It runs in one process, with no process group and no device, and needs no model. Any number of ranks may have saved
-    the checkpoint. Memory holds one tensor. The files are those of
-    `save_model`: `model.safetensors`, or several and their index. They take the place of `folder` in one step, when all
-    are written.
+    the checkpoint. Memory holds pieces of one tensor. The files are those of `save_model`: `model.safetensors`, or
+    several and their index. They take the place of `folder` in one step, when all are written; other files in it, such
+    as `config.json` and tokenizers, stay.
 
     Example:
         ```python
-        fsdp2.hf.merge_checkpoint("checkpoints/step-1000", "trained", torch.bfloat16, config="Qwen/Qwen3-8B-folder")
+        fsdp2.hf.merge_checkpoint("checkpoints/step-1000", "trained", torch.bfloat16)
         ```
 
     Args:
         checkpoint: a folder with `.metadata`.
-        folder: is made, with its parents, or replaced. Other files in it stay.
+        folder: is made, with its parents, or replaced.
         dtype: the dtype of floating-point tensors in the files. None: that of the checkpoint.
         max_shard_size: bytes of tensors in a file, as a number or a text such as "5GB".
         key: under which key of the saved dict the model's state dict is: "model", or "app.model" for a dict in a dict.
             None: the only one that is called "model"; or the whole dict, if it has no dicts inside.
         names: names in the checkpoint -> names in the files; None or "" leaves a tensor out, and others keep their
             names. In the first ones `{x}` is one part between dots, and `{x*}` any number: {"module.{x*}": "{x}"}.
-        config: a folder, of which all files but those of weights are copied: `config.json`, tokenizers.
-        progress: show a bar (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Raises:
         FileNotFoundError: `checkpoint` is no folder of a checkpoint, or lacks a file.
@@ -84,43 +77,41 @@ def merge_checkpoint(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
-    for name, value in (("checkpoint", checkpoint), ("folder", folder), ("config", config)):
-        if not (name == "config" and value is None):
-            check_path(name, value)
+    check_path("checkpoint", checkpoint)
+    check_path("folder", folder)
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key: expected a str or None, got {key!r}")
-    most = parse_size(max_shard_size)
-    table, bar = NameTable(names), Progress("merging", progress, is_first=True)
+    most, table = parse_size(max_shard_size), NameTable(names)
     reader = Checkpoint(Path(checkpoint))
     try:
         chosen, left_out = _model_of(reader, key)
         stored = _named(chosen, table, left_out)
-        files = plan_files(
-            [
-                FileTensor(name, _saved_dtype(name, each.dtype, dtype), each.shape, "", 0)
-                for name, (_, each) in stored.items()
-            ],
-            "model",
-            most,
-        )
-        more = _files_beside(config)
-        reader.check(name for name, _ in stored.values())
-        new, nbytes = NewFolder(Path(folder)), sum(each.nbytes for each in files.checkpoint.tensors.values())
-        try:
-            with naming(Path(folder), nbytes):
-                with torch.no_grad(), bar.begin(nbytes):
-                    _write(files, stored, reader, new.path, bar)
-                if files.index_text is not None:
-                    (new.path / "model.safetensors.index.json").write_bytes(files.index_text)
-                for path in more:
-                    shutil.copy2(path, new.path / path.name)
-                new.publish("model")
-        except BaseException:
-            new.remove()
-            raise
+        sources: list[ModelTensor] = [_Stored(reader, name, each) for name, each in stored.values()]
+        names_of = {new: name for new, (name, _) in stored.items()}
+        plan = plan_save(sources, names_of, dtype, most, "model", only=True)
+        reader.check(names_of.values())
+        turns = dict.fromkeys(sources, Turns(0, 1))
+        nbytes = write_files(plan, Path(folder), Ranks(None), turns, "model", lambda _: None)
     finally:
         reader.close()
-    return MergeReport((*files.headers,), len(stored), nbytes, tuple(left_out))
+    return MergeReport((*plan.files.headers,), len(stored), nbytes, tuple(left_out))
+
+
+class _Stored(ModelTensor):
+    """A tensor of a checkpoint, all of which this process can read."""
+
+    def __init__(self, reader: Checkpoint, name: str, stored: StoredTensor) -> None:
+        super().__init__(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), None)
+        self.names, self._reader = [name], reader
+
+    def locate(self, to_save: bool = False) -> None:
+        """Does nothing: this process has all of it."""
+
+    def values(self, box: Box) -> Tensor:
+        """Returns the values of a box, which it reads."""
+        found = torch.empty(box.sizes, dtype=self.dtype)
+        self._reader.read(self.name, found, box.starts)
+        return found
 
 
 # ---- the checkpoint
@@ -175,58 +166,6 @@ def _named(
     return found
 
 
-def _saved_dtype(name: str, own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    chosen = wanted if wanted is not None and own.is_floating_point else own
-    if chosen not in CODES:
-        raise NotImplementedError(f"{name}: safetensors files hold no {chosen}. Pass dtype= or names=.")
-    return chosen
-
-
-# ---- the files
-
-
-def _write(
-    files: NewFiles,
-    stored: Mapping[str, tuple[str, StoredTensor]],
-    reader: Checkpoint,
-    folder: Path,
-    bar: Progress,
-) -> None:
-    memory = bytearray(BUCKET_NBYTES)
-    for file, header in files.headers.items():
-        own = [each for each in files.checkpoint.tensors.values() if each.file == file]
-        with (folder / file).open("xb") as opened:
-            opened.write(header)
-            for each in own:
-                name, found = stored[each.name]
-                value = torch.empty(found.shape, dtype=found.dtype)
-                reader.read(name, value, [0] * len(found.shape))
-                for part in _bytes(value, each.dtype, memory):
-                    opened.write(part)
-                    bar.add(len(part))
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype, memory: bytearray) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor in a dtype, as many at a time as `memory` has."""
-    flat, most = tensor.reshape(-1), len(memory) // dtype.itemsize
-    bucket = torch.frombuffer(memory, dtype=torch.uint8)
-    for start in range(0, flat.numel(), most):
-        part = flat[start : start + most]
-        nbytes = part.numel() * dtype.itemsize
-        bucket[:nbytes].view(dtype).copy_(part)
-        yield memoryview(memory)[:nbytes]
-
-
-def _files_beside(config: str | os.PathLike[str] | None) -> list[Path]:
-    """Returns the files of a folder that are none of weights."""
-    if config is None:
-        return []
-    folder = Path(config)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"config: expected a folder with config.json, got {folder}, which is none")
-    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.endswith(_WEIGHTS)]
-
-
 # ---- the command
 
 
@@ -239,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2 merge",
         description="Writes the model of a folder that torch.distributed.checkpoint has saved, on any number of ranks, "
-        "as safetensors files for from_pretrained. It needs one process, no device, and memory for one tensor.",
-        epilog="For example: python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16 --config base-model "
+        "as safetensors files for from_pretrained. It needs one process, no device, and little memory.",
+        epilog="For example: python -m fsdp2 merge checkpoints/step-1000 trained --dtype bfloat16 "
         "--rename 'module.{x*}={x}'",
     )
     add = parser.add_argument
@@ -256,7 +195,6 @@ def main(arguments: Sequence[str]) -> int:
         metavar="OLD=NEW",
         help="the name in the files; in OLD {x} is one part between dots, {x*} any number; without NEW, it is left out",
     )
-    add("--config", help="a folder of which all files but those of weights are copied: config.json, tokenizers")
     given = parser.parse_args([*arguments])
     if wrong := [each for each in given.rename if "=" not in each]:
         parser.error(f"--rename: expected OLD=NEW, got {wrong[0]!r}")
@@ -268,7 +206,6 @@ def main(arguments: Sequence[str]) -> int:
             given.max_shard_size,
             key=given.key,
             names=dict(each.split("=", 1) for each in given.rename) or None,
-            config=given.config,
         )
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError is also NotImplementedError
         parser.error(f"{error}")

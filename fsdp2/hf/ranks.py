@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..checkpoint.ranks import attempt, portable
 from ..shards.ranks import CommLabel, all_reduce_over, broadcast_over, default_mesh, gather_objects
 
 T = TypeVar("T")
-# The classes of errors that are raised on other ranks, too; any other becomes a RuntimeError there.
-_ERRORS = (FileNotFoundError, FileExistsError, OSError, NotImplementedError, ValueError, TypeError, ImportError)
 
 
 class Replicas:
@@ -36,14 +35,15 @@ class Replicas:
 
 
 class Ranks(Replicas):
-    """The ranks that hold one model, each a part of it: those of the largest of `meshes`; without one, all ranks.
+    """The ranks that hold one model, each a part of it: those of the largest of `meshes`; without one, all ranks; of
+    None, this process alone.
 
     `index`: the number of this rank among the `size` ranks. `device`: where they communicate.
     """
 
-    def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
-        mesh: DeviceMesh | None = max(meshes, key=lambda each: each.mesh.numel(), default=None)
-        if mesh is None and dist.is_initialized():
+    def __init__(self, meshes: Sequence[DeviceMesh] | None) -> None:
+        mesh: DeviceMesh | None = max(meshes or (), key=lambda each: each.mesh.numel(), default=None)
+        if meshes is not None and mesh is None and dist.is_initialized():
             mesh = default_mesh()
         axes = [] if mesh is None else [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         super().__init__([mesh.get_group(axis) for axis in axes] if mesh is not None else [])
@@ -81,28 +81,19 @@ class Ranks(Replicas):
 
     def run(self, function: Callable[[], T], doing: str) -> T:
         """Returns `function()`; what it raises on any rank is raised on all of them."""
-        failed: Exception | None = None
-        value: Any = None
-        try:
-            value = function()
-        except Exception as raised:
-            failed = raised
+        value, failed = attempt(function)
         if not self.all(failed is None, doing):
-            errors = self.gather(_portable(failed))
+            errors = self.gather(None if failed is None else portable(failed))
             if failed is not None:
                 raise failed
             index, (kind, text) = next((i, each) for i, each in enumerate(errors) if each is not None)
             raise kind(f"rank {index}: {text}")
-        return value  # type: ignore[no-any-return]
+        return value  # type: ignore[return-value]
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Returns what `make()` returns on the first rank, or raises what it raises there."""
-        data = b""
-        if self.is_first:
-            try:
-                data = pickle.dumps((None, make()))
-            except Exception as error:
-                data = pickle.dumps((_portable(error), None))
+        value, failed = attempt(make) if self.is_first else (None, None)
+        data = pickle.dumps((None if failed is None else portable(failed), value))
         failed, value = pickle.loads(self.broadcast_bytes(data, 0))
         if failed is not None:
             kind, text = failed
@@ -120,10 +111,3 @@ class Ranks(Replicas):
             self.broadcast(sent, source)
             memory.copy_(sent)
         return bytes(received)
-
-
-def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
-    """Returns a class and a text for an error, from which it can be made on another rank."""
-    if error is None:
-        return None
-    return next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError), str(error)

@@ -23,7 +23,6 @@ from .adapters import find_adapter, gather
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
 from .load import BUCKET_NBYTES
-from .progress import Progress
 from .ranks import Ranks, Replicas
 from .tensors import ModelTensor, find_tensors, meshes_of, settle, some
 from .views import Leaf, View, as_view
@@ -40,7 +39,6 @@ def save_model(
     *,
     names: Mapping[str, str | View] | None = None,
     convert: bool = True,
-    progress: bool | None = None,
 ) -> int:
     """Saves a model as safetensors files in a folder, which `from_pretrained` of Transformers loads.
 
@@ -75,7 +73,6 @@ def save_model(
         convert: convert names and shapes of a model of Transformers as its `save_pretrained` does: experts that the
             model has in one parameter are apart in the files. False: other parameters than those in `names` keep their
             names and shapes, which `from_pretrained` reads as well, unless it converts tensors with these names.
-        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
         The number of bytes of tensors that this rank has written.
@@ -103,16 +100,16 @@ def save_model(
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
 
-    def make_plan(ranks: Ranks) -> _Plan:
+    def make_plan(ranks: Ranks) -> Plan:
         tensors = find_tensors(model)
 
-        def plan() -> _Plan:
+        def plan() -> Plan:
             converter = converter_of(model, tensors) if convert else None
-            return _plan(tensors, names or {}, dtype, most, "model", converter)
+            return plan_save(tensors, names or {}, dtype, most, "model", converter)
 
         return ranks.run(plan, "fsdp2.hf.save_model")
 
-    return _save(model, folder, dtype, make_plan, "model", add_files, progress)
+    return _save(model, folder, dtype, make_plan, "model", add_files)
 
 
 def save_adapter(
@@ -121,7 +118,6 @@ def save_adapter(
     dtype: torch.dtype | None = None,
     *,
     adapter_name: str = "default",
-    progress: bool | None = None,
 ) -> int:
     """Saves an adapter of a model alone, in peft's layout, as `save_model` saves a whole model.
 
@@ -137,7 +133,6 @@ def save_adapter(
         folder: is made, with its parents, or replaced.
         dtype: the dtype of floating-point tensors in the file. None: that of the parameters.
         adapter_name: the adapter to save, if peft has several.
-        progress: show a bar on the first rank (needs tqdm). None: for 4 GiB or more, if tqdm is installed.
 
     Returns:
         The number of bytes of tensors that this rank has written.
@@ -164,7 +159,7 @@ def save_adapter(
                 config.auto_mapping = {"base_model_class": name, "parent_library": type(base).__module__}
             config.save_pretrained(str(target))
 
-    def make_plan(ranks: Ranks) -> _Plan:
+    def make_plan(ranks: Ranks) -> Plan:
         tensors, doing = find_tensors(model), "fsdp2.hf.save_adapter"
         if not configs:
             lora = {name: name for tensor in tensors for name in tensor.names if "lora_" in name}
@@ -172,16 +167,16 @@ def save_adapter(
                 raise ValueError(
                     "save_adapter: expected parameters with lora_ in their names, found none. Use save_model."
                 )
-            return ranks.run(lambda: _plan(tensors, lora, dtype, None, "adapter_model", only=True), doing)
+            return ranks.run(lambda: plan_save(tensors, lora, dtype, None, "adapter_model", only=True), doing)
         values: dict[str, torch.Tensor] = {}
         find = partial(find_adapter, model, tensors, adapter_name, values)
         while (found := ranks.run(find, doing)).missing:
             values.update(gather(found.missing))  # on all ranks: what peft computes is computed on each
         names = {**found.names, **{each.name: as_view(each.name) for each in found.computed}}
         every = [*tensors, *found.computed]
-        return ranks.run(lambda: _plan(every, names, dtype, None, "adapter_model", only=True), doing)
+        return ranks.run(lambda: plan_save(every, names, dtype, None, "adapter_model", only=True), doing)
 
-    return _save(model, folder, dtype, make_plan, "adapter_model", add_files, progress)
+    return _save(model, folder, dtype, make_plan, "adapter_model", add_files)
 
 
 def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -191,6 +186,8 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
         return
     config: Any = copy.deepcopy(original)
     config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+    if hasattr(config, "quantization_config") and not any(each.dtype.itemsize == 1 for each in model.parameters()):
+        del config.quantization_config  # load_model has dequantised the files
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(str(folder))
     generation: Any = getattr(model, "generation_config", None)
@@ -201,7 +198,7 @@ def _save_config(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
 # ---- what is saved where
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Says which files there are, of which parameters each tensor in them consists, and which these are, by name."""
 
     files: NewFiles
@@ -209,7 +206,7 @@ class _Plan(NamedTuple):
     sources: dict[str, ModelTensor]
 
 
-def _plan(
+def plan_save(
     tensors: Sequence[ModelTensor],
     names: Mapping[str, str | View],
     dtype: torch.dtype | None,
@@ -217,7 +214,7 @@ def _plan(
     stem: str,
     converter: Converter | None = None,
     only: bool = False,
-) -> _Plan:
+) -> Plan:
     """Plans the files. `only`: of the parameters that `names` has, and no others."""
     by_name = {name: tensor for tensor in tensors for name in tensor.names}
 
@@ -251,16 +248,14 @@ def _plan(
     for leaf in (leaf for leaves in leaves_of.values() for leaf in leaves):
         numels[by_name[leaf.name]] = numels.get(by_name[leaf.name], 0) + leaf.box.numel
     for tensor, numel in numels.items():
-        tensor.locate()
-        if tensor.tensor.is_meta:
-            raise RuntimeError(f"{tensor.name} is on meta: it has no values. Load or initialise the model first.")
+        tensor.locate(to_save=True)
         if not only and numel != math.prod(tensor.shape):
             what = f"each of its {math.prod(tensor.shape)} elements to be saved once, got {numel}"
             raise ValueError(f"names: {tensor.name}: expected {what} in {some(used_in[tensor])}")
     if layout is not None:  # what `names` has is in blocks of its own
         own = {name: (-i, math.prod(new[name].shape)) for i, name in enumerate(new) if name not in layout.blocks}
         layout = layout._replace(blocks={**own, **layout.blocks})
-    return _Plan(plan_files([*new.values()], stem, most_nbytes, layout), leaves_of, by_name)
+    return Plan(plan_files([*new.values()], stem, most_nbytes, layout), leaves_of, by_name)
 
 
 def _saved_dtype(
@@ -279,30 +274,50 @@ def _save(
     model: nn.Module,
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None,
-    make_plan: Callable[[Ranks], _Plan],
+    make_plan: Callable[[Ranks], Plan],
     stem: str,
     add_files: Callable[[Path], None],
-    progress: bool | None,
 ) -> int:
     """Saves what is planned of a model. `add_files` is called with the new folder on the first rank."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_managing(model)
     ranks = Ranks(meshes_of(model, groups))
-    doing, bar = "fsdp2.hf.save_model", Progress("saving", progress, ranks.is_first)
-    ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), doing)
+    ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), "fsdp2.hf.save_model")
     ranks.require_same("save_model", {"folder": path_text(folder), "dtype": str(dtype)})
     check_path("folder", folder)
     plan = make_plan(ranks)
     ranks.require_same("save_model", {_PLANNED: _digest_of(plan)})
-    turns = _find_turns(plan, ranks)
-    nbytes = sum(plan.files.checkpoint.sizes.values())
-    named = naming(Path(folder), nbytes)
+    return write_files(plan, Path(folder), ranks, _find_turns(plan, ranks), stem, add_files)
+
+
+def write_files(
+    plan: Plan,
+    folder: Path,
+    ranks: Ranks,
+    turns: Mapping[ModelTensor, Turns],
+    stem: str,
+    add_files: Callable[[Path], None],
+) -> int:
+    """Writes what is planned into a new folder, which takes the place of `folder` then. Every rank must call it.
+
+    Args:
+        plan: the files, and of what they consist.
+        folder: is made, with its parents, or replaced.
+        ranks: the ranks that write.
+        turns: a tensor of the plan -> which of its pieces this rank writes.
+        stem: how the names of the files begin.
+        add_files: is called with the new folder on the first rank.
+
+    Returns:
+        The bytes of tensors that this rank has written.
+    """
+    doing, named = "fsdp2.hf.save_model", naming(folder, sum(plan.files.checkpoint.sizes.values()))
     made: list[NewFolder] = []
 
     @named
     def begin() -> str:
-        made.append(NewFolder(Path(folder)))
+        made.append(NewFolder(folder))
         for name, header in plan.files.headers.items():
             with (made[0].path / name).open("xb") as file:
                 file.write(header)
@@ -320,8 +335,8 @@ def _save(
 
     try:
         path = Path(ranks.from_first(begin))
-        writer, pieces = _Writer(bar), _pieces(plan, turns, path)
-        with torch.no_grad(), no_torch_function(), bar.begin(nbytes // ranks.size):
+        writer, pieces = _Writer(), _pieces(plan, turns, path)
+        with torch.no_grad(), no_torch_function():
             if _can_share_writes(path / "probe", ranks):
                 ranks.run(named(lambda: writer.write_all(pieces)), doing)
             else:
@@ -334,7 +349,7 @@ def _save(
     return writer.bytes_written
 
 
-def _digest_of(plan: _Plan) -> str:
+def _digest_of(plan: Plan) -> str:
     """Returns a text that is equal on all ranks that plan the same files of the same parameters."""
     return hashlib.sha256(repr((plan.files.headers, plan.files.index_text, plan.leaves)).encode()).hexdigest()[:8]
 
@@ -343,7 +358,7 @@ def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
     """Returns True if all ranks can write to one file, and the first sees all that they have written."""
     own = _Piece(str(probe), [ranks.index], 1, memoryview(b"\1"))
     try:
-        _Writer(None).write_all(iter([own]))
+        _Writer().write_all(iter([own]))
         could = True
     except OSError:
         could = False
@@ -360,14 +375,14 @@ def _can_share_writes(probe: Path, ranks: Ranks) -> bool:
 # ---- who writes what
 
 
-class _Turns(NamedTuple):
+class Turns(NamedTuple):
     """Says that this rank writes the pieces `own`, `own + size`, ... of a tensor's part; -1: none."""
 
     own: int
     size: int
 
 
-def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
+def _find_turns(plan: Plan, ranks: Ranks) -> dict[ModelTensor, Turns]:
     """Returns with how many ranks this one shares the writes of each tensor. All ranks must call it.
 
     Raises:
@@ -379,7 +394,7 @@ def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
         mesh: Any = getattr(tensor.tensor, "device_mesh", None)
         if tensor.groups is not None and mesh.mesh.numel() == ranks.size:
             replicas = Replicas(tensor.groups)
-            turns[tensor] = _Turns(replicas.index, replicas.size)
+            turns[tensor] = Turns(replicas.index, replicas.size)
         else:  # which ranks hold the same part, their meshes don't tell
             others.append(tensor)
     if others:
@@ -394,7 +409,7 @@ def _find_turns(plan: _Plan, ranks: Ranks) -> dict[ModelTensor, _Turns]:
                 )
             holders = [rank for rank, (box, _) in enumerate(facts) if box == tensor.box]
             own_turn = holders.index(ranks.index)
-            turns[tensor] = _Turns(own_turn, len(holders)) if tensor.is_parameter else _Turns(own_turn and -1, 1)
+            turns[tensor] = Turns(own_turn, len(holders)) if tensor.is_parameter else Turns(own_turn and -1, 1)
     return turns
 
 
@@ -415,7 +430,7 @@ class _Piece(NamedTuple):
     data: memoryview
 
 
-def _pieces(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> Iterator[_Piece]:
+def _pieces(plan: Plan, turns: Mapping[ModelTensor, Turns], folder: Path) -> Iterator[_Piece]:
     """Yields all that this rank writes, in the order of the files."""
     memory = bytearray(BUCKET_NBYTES)
     bucket = torch.frombuffer(memory, dtype=torch.uint8)
@@ -427,7 +442,7 @@ def _pieces(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> I
             for i, piece in enumerate(box.pieces(len(memory) // itemsize) if box is not None else (), number):
                 if i % turns[tensor].size == turns[tensor].own:
                     nbytes = piece.numel * itemsize
-                    values = leaf.arrange(leaf.in_tensor(piece).of(tensor.local, tensor.box.starts))
+                    values = leaf.arrange(tensor.values(leaf.in_tensor(piece)))
                     bucket[:nbytes].view(file.dtype).view(piece.sizes).copy_(values)
                     starts, length = piece.runs(file.shape)
                     offsets = [file.start + start * itemsize for start in starts]
@@ -437,9 +452,8 @@ def _pieces(plan: _Plan, turns: Mapping[ModelTensor, _Turns], folder: Path) -> I
 class _Writer:
     """Writes pieces into files that exist. `bytes_written` counts them."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self) -> None:
         self.bytes_written = 0
-        self._progress = progress
         self._opened: dict[str, int] = {}
 
     def write_all(self, pieces: Iterator[_Piece]) -> None:
@@ -460,8 +474,6 @@ class _Writer:
             while done < end:
                 done += os.pwrite(self._opened[piece.path], piece.data[done:end], offset + done - first)
         self.bytes_written += done
-        if self._progress is not None:
-            self._progress.add(done)
 
     def close(self) -> None:
         """Closes the files, when the disk has them."""

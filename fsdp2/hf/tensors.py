@@ -67,13 +67,20 @@ class ModelTensor:
         """This rank's part: a plain tensor over its memory."""
         return local_if_any(self.tensor).detach()
 
-    def locate(self) -> None:
-        """Finds out which part of it this rank holds, and who holds the same.
+    def values(self, box: Box) -> Tensor:
+        """Returns the values of a box, which must lie in `box` of this tensor."""
+        return box.of(self.local, self.box.starts)
+
+    def locate(self, to_save: bool = False) -> None:
+        """Finds out which part of it this rank holds, and who holds the same. `to_save`: it must have values.
 
         Raises:
             NotImplementedError: it is a tensor subclass, or distributed in a way whose indices are not known.
+            RuntimeError: it has no values.
         """
         tensor = self.tensor
+        if to_save and tensor.is_meta:
+            raise RuntimeError(f"{self.name} is on meta: it has no values. Load or initialise the model first.")
         local = local_if_any(tensor)
         if is_packed(tensor):
             raise NotImplementedError(

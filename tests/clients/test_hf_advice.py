@@ -187,7 +187,7 @@ def saves_in_full(model: Any, text: str, folder: Path, save: Callable[[], None])
 BLOCK = 8
 
 
-def quantise_files(folder: Path) -> None:
+def quantise_files(folder: Path, scale_dtype: torch.dtype = torch.float32) -> None:
     """Makes float8 numbers with scales of blocks of what a folder has, as such checkpoints are distributed."""
     stored = safetensors_torch.load_file(folder / "model.safetensors")
     made = {}
@@ -195,8 +195,8 @@ def quantise_files(folder: Path) -> None:
         if "_proj" in name:
             rows, columns = value.shape
             blocks = value.view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-            scales = blocks.abs().amax((1, 3)) / 448
-            made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+            scales = (blocks.abs().amax((1, 3)) / 448).to(scale_dtype)
+            made[name] = (blocks / scales.float()[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
             made[f"{name}_scale_inv"] = scales
         else:
             made[name] = value
@@ -206,12 +206,31 @@ def quantise_files(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
+def dequantised(folder: Path) -> Any:
+    settings = transformers.FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), dequantize=True)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings)
+
+
+def files_in_fp8(folder: Path) -> None:
+    """Parameters are those that Transformers makes of the files, and are saved as files of a plain model."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    fully_shard(model)
+    report = hf.load_model(model, folder)
+    assert (report.missing, report.unexpected) == ([], [])
+    assert all(old is torch.float8_e4m3fn for old, _ in report.converted.values())
+    plain = dequantised(folder)
+    same_parameters(model, plain)
+    hf.save_model(model, folder.parent / "plain")
+    assert "quantization_config" not in json.loads((folder.parent / "plain" / "config.json").read_text())
+    same_parameters(model, transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "plain"))
+
+
 def quantised_files(folder: Path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24}
     text = refused(lambda: hf.load_model(on_meta(**sizes), folder), NotImplementedError)
     assert "load them by from_pretrained with dequantize=True in the quantization_config, and save that" in text
-    settings = transformers.FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), dequantize=True)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings)
+    plain = dequantised(folder)
     target = folder.parent / "dequantised"
     if dist.get_rank() == 0:
         plain.save_pretrained(target)
@@ -229,8 +248,12 @@ def test_files_of_transformers(tmp_path: Path) -> None:
 
     folder = tmp_path / "quantised"
     tiny_llama.save(config(hidden_size=16, intermediate_size=24), folder)
-    quantise_files(folder)
+    quantise_files(folder, torch.float8_e8m0fnu)
+    in_fp8 = tmp_path / "in FP8"
+    tiny_llama.save(config(hidden_size=16, intermediate_size=24), in_fp8)
+    quantise_files(in_fp8)
     checks: list[tuple[str, Callable[[], None]]] = [
+        ("in FP8", partial(files_in_fp8, in_fp8)),
         ("quantised", partial(quantised_files, folder)),
         ("another configuration", partial(files_of_another_configuration, tmp_path / "another")),
         ("computed", partial(computed_values, tmp_path / "computed")),

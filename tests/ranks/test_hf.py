@@ -549,11 +549,6 @@ def wrong_contents(folder: Path) -> None:
             r"wide\.weight: expected a dtype that .*int32",
         ),
         ({"wide.bias": torch.ones(7, dtype=torch.complex64)}, TypeError, r"wide\.bias: expected a dtype that converts"),
-        (
-            {"wide.weight": torch.ones(7, 5, dtype=torch.float8_e4m3fn), "wide.weight_scale_inv": torch.ones(1, 1)},
-            NotImplementedError,
-            r"wide\.weight: .* quantised \(torch\.float8_e4m3fn, with wide\.weight_scale_inv\).* dequantize=True",
-        ),
     ]
     for i, (changes, kind, expected) in enumerate(cases):
         with pytest.raises(kind, match=expected):

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import fully_shard, hf
 from fsdp2.__main__ import main
 from fsdp2.checkpoint.stored import Checkpoint
-from fsdp2.hf import merge
+from fsdp2.hf import save
 from fsdp2.hf.files import read_checkpoint
 from helpers import full, run_ranks
 from models import MixedDtypes, OddMLP, TinyGPT
@@ -109,7 +109,7 @@ def test_replicas_and_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 def test_several_files_and_another_dtype(tmp_path: Path) -> None:
-    """As save_model writes them; memory holds one tensor at a time, and pieces of it."""
+    """As save_model writes them; memory holds one piece of a tensor at a time."""
     expected = saved(tmp_path / "checkpoint", lambda: TinyGPT(depth=2))
     most = max(each.nbytes for each in expected.values())
     read: list[int] = []
@@ -120,13 +120,13 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
         function(reader, name, target, starts)
 
     with (
-        mock.patch.object(merge, "BUCKET_NBYTES", 256),
+        mock.patch.object(save, "BUCKET_NBYTES", 256),
         mock.patch.object(Checkpoint, "read", counted),
     ):
         report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", torch.bfloat16, most)
     assert len(report.files) > 1
     assert len(read) > 1
-    assert max(read) <= most
+    assert max(read) <= 2 * 256, "a bucket of bfloat16 is read as float32"
     assert sum(read) == sum(each.nbytes for each in expected.values())
     assert_equal(in_files(tmp_path / "out"), {name: each.bfloat16() for name, each in expected.items()})
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -140,14 +140,14 @@ def test_several_files_and_another_dtype(tmp_path: Path) -> None:
         assert path.suffix in (".json", ".safetensors")
 
 
-def test_names_and_files_beside(tmp_path: Path) -> None:
+def test_names_and_other_files(tmp_path: Path) -> None:
     expected = saved(tmp_path / "checkpoint", OddMLP)
-    (tmp_path / "base").mkdir()
+    (tmp_path / "out").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
-        (tmp_path / "base" / name).write_text(name)
+        (tmp_path / "out" / name).write_text(name)
     first, *_ = expected
     names = {first: "", "{x*}": "model.{x}"}
-    report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", names=names, config=tmp_path / "base")
+    report = hf.merge_checkpoint(tmp_path / "checkpoint", tmp_path / "out", names=names)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json",
         "tokenizer.json",
@@ -177,7 +177,6 @@ def test_load_model_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"names": lambda name: None}, ValueError, "got none for all of them"),
         ({"dtype": torch.int8}, TypeError, "expected a floating-point torch.dtype"),
         ({"max_shard_size": "much"}, ValueError, "max_shard_size"),
-        ({"config": "no/such/folder"}, FileNotFoundError, "config: expected a folder"),
     ],
 )
 def test_errors_leave_the_folder(arguments: Any, error: type[Exception], text: str, tmp_path: Path) -> None:

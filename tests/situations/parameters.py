@@ -554,16 +554,16 @@ def step_after_an_error(side: Side) -> None:
 
 
 class Float8Layer(nn.Module):
-    """A layer whose weight is float8, with a scale beside it."""
+    """A layer whose weight is MXFP8: float8, with the exponents of scales beside it."""
 
     def __init__(self) -> None:
         super().__init__()
         weight = torch.ones(3, 5, dtype=torch.float8_e4m3fn)
         self.weight, self.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(torch.ones(3))
-        self.weight_scale_inv = nn.Parameter(torch.full((1, 1), 0.5))
+        self.weight_scale_inv = nn.Parameter(torch.full((3, 1), 127, dtype=torch.uint8), requires_grad=False)
 
 
-@ends(LOUD, "and fsdp2.hf moves values only", only_ours=True)
+@ends(LOUD, "expected FP8 values with floating-point scales", only_ours=True)
 def quantised_files(side: Side) -> None:
     """Files of float8 weights with scales, loaded into plain weights by `fsdp2.hf`, whatever else is in the files"""
     model = side.fully_shard(nn.Linear(5, 3))

@@ -19,7 +19,6 @@ from torch import Tensor
 from fsdp2 import hf
 from fsdp2.checkpoint.folders import HOST, NewFolder
 from fsdp2.hf.files import DTYPES, Box, FileTensor, parse_size, plan_files, read_checkpoint, whole_box
-from fsdp2.hf.progress import Progress
 from fsdp2.hf.views import Names, NameTable, as_view
 from safetensors_files import file_bytes
 
@@ -456,21 +455,3 @@ def test_folders_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.Mon
             NewFolder(folder)
     with pytest.raises(ValueError, match="a mount"):
         NewFolder(Path("/proc"))
-
-
-# ---- progress
-
-
-@pytest.mark.parametrize(
-    ("wanted", "is_first", "nbytes", "is_shown"),
-    [(True, True, 10, True), (True, False, 10, False), (None, True, 10, False), (None, True, 5 << 30, True)],
-)
-def test_progress(
-    wanted: bool | None, is_first: bool, nbytes: int, is_shown: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the first rank, if it is asked for, or takes long."""
-    pytest.importorskip("tqdm")
-    bar = Progress("loading", wanted, is_first)
-    with bar.begin(nbytes):
-        bar.add(nbytes)
-    assert ("loading: 100%" in capsys.readouterr().err) == is_shown
