@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from ..shards import codec_state
 from ..shards.find import before_write
-from ..shards.tensors import some_of
+from ..shards.tensors import check_bool, some_of
 from .folders import check_path
 from .layout import box_of
+from .ranks import attempt
 from .saving import CODECS, session_of, state_of
 from .state import MODEL, OPTIMIZER, PER_RANK, Optimizers, State, check_arguments, cuts_of, nest, states_of
 from .stored import Checkpoint
@@ -78,17 +79,19 @@ def load(
         All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
         was. After one that a read meets, the model has some of the new weights: load another checkpoint.
     """
-    session = session_of(process_group)
-    team = session.team
 
-    def begin() -> tuple[Checkpoint, tuple[torch.optim.Optimizer, ...]]:
+    def check() -> tuple[torch.optim.Optimizer, ...]:
         check_path("folder", folder)
         for name, values in (("extra", extra), ("per_rank", per_rank)):
             _require_loadable(name, values)
-        optimizers = check_arguments("load", model, optimizer)
-        return Checkpoint(Path(folder).absolute()), optimizers
+        for name, value in (("weights", weights), ("strict", strict), ("trainable_only", trainable_only)):
+            check_bool(name, value)
+        return check_arguments("load", model, optimizer)
 
-    stored, optimizers = team.run(begin)
+    checked, failed = attempt(check)
+    team = session_of("load", process_group, failed).team
+    stored = team.run(lambda: Checkpoint(Path(folder).absolute()), failed)
+    optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:

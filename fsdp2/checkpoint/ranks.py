@@ -92,9 +92,14 @@ class Team:
         dist.all_gather(rows, own, group=self._group)
         return [pickle.loads(bytes_in(row)) for row in rows]
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them."""
-        value, failed = attempt(function)
+    def run(self, function: Callable[[], T], failed: Exception | None = None) -> T:
+        """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them.
+
+        Args:
+            function: is not called on a rank that has failed before.
+            failed: what this rank has met before.
+        """
+        value, failed = (None, failed) if failed is not None else attempt(function)
         if self.decide([failed is not None, *[0] * (NUMBERS - 1)], lambda rows: int(any(row[0] for row in rows))):
             self.raise_together(failed)
         return value  # type: ignore[return-value]

@@ -6,11 +6,9 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,9 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..shards import codec_state
-from ..shards.tensors import tensors_in
-from .folders import JobLock, check_path, remove_folder, replace_folder
+from ..shards.ranks import moves_data
+from ..shards.tensors import check_bool, tensors_in
+from .folders import JobLock, check_path, replace_folder
 from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, Place, file_of
+from .listing import remove_old
+from .memory import machine, make_memory, memory_of
 from .parts import bytes_in, file_head, lengths_around, write_file, write_parts
 from .pickled import StoredObject, metadata_chunks
 from .ranks import NUMBERS, Team, attempt
@@ -43,7 +44,8 @@ class _Agreed(NamedTuple):
     """What all ranks know alike.
 
     `digest`: a number that is equal where all is. `kind`: of this rank. `kinds`: the index of the kind of each rank.
-    `places`: what this rank writes. `around`: see `lengths_around`, on the first rank.
+    `places`: what this rank writes. `around`: see `lengths_around`, on the first rank. `memory`: the place in memory of
+    the folder around the checkpoint, where the checkpoint is to be in memory.
     """
 
     layout: Layout
@@ -52,6 +54,7 @@ class _Agreed(NamedTuple):
     kinds: list[int]
     places: list[Place]
     around: dict[str, tuple[Tensor, Tensor]]
+    memory: Path | None
 
 
 class _Record(NamedTuple):
@@ -108,11 +111,12 @@ class Saving:
             self._thread.join()
         return self._error
 
-    def _run(self, session: _Session, attempt_: _Attempt, snapshot: Snapshot) -> None:
+    def _run(self, session: _Session, made: _Attempt, snapshot: Snapshot | None) -> None:
         try:
-            failed = attempt_.failed or attempt(snapshot.finish)[1]
+            if snapshot is not None:
+                _, made.failed = attempt(snapshot.finish)
             self._is_copied.set()
-            session.finish(self, attempt_, failed)
+            session.finish(self, made)
         except BaseException as error:
             self._error = error
         finally:
@@ -138,6 +142,7 @@ def save(
     wait: bool = True,
     keep_last: int | None = None,
     trainable_only: bool = False,
+    in_memory: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """Saves a checkpoint that any number of ranks can load, with `load` or with torch.distributed.checkpoint.
@@ -170,6 +175,10 @@ def save(
         keep_last: remove all checkpoints of fsdp2 beside it but the last `keep_last`, this one included, when it is
             complete. None: remove none.
         trainable_only: leave out frozen parameters: of LoRA, the adapters remain.
+        in_memory: save into the memory of this machine (`/dev/shm`) instead of the disk. `latest` and `load` find the
+            checkpoint there as if it were in `folder`, also after ranks were killed, until the machine ends. The next
+            save beside it, to memory or the disk, replaces it. It takes as much memory as the shards and the states,
+            and twice as much during a save. All ranks must be on one machine.
         process_group: the ranks that save together. None: all.
 
     Returns:
@@ -179,28 +188,28 @@ def save(
         ValueError: ranks differ in an argument, or share a tensor in different ways; a name in `extra` is taken; plain
             tensors of the optimizer differ between ranks.
         TypeError: an argument; a value that can't be loaded without running code.
-        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks.
+        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; `in_memory` on
+            several machines.
         FileExistsError: `folder` is there, and is no checkpoint.
         OSError: the disk is full, read-only or not there. The error names the file.
         RuntimeError: another job saves into the folder around `folder`; an earlier save has failed.
         All errors are raised on all ranks, and leave earlier checkpoints as they are.
     """
-    session = session_of(process_group)
-    session.end_previous()
-    session.count += 1
-    made, failed = attempt(
-        lambda: _Attempt(folder, model, optimizer, extra, per_rank, keep_last, trainable_only, session)
+    made = _Attempt()
+    _, made.failed = attempt(
+        lambda: made.check(folder, model, optimizer, extra, per_rank, wait, keep_last, trainable_only, in_memory)
     )
-    if made is None:
-        made = _Attempt.failing(failed, session)
+    session = session_of("save", process_group, made.failed)
+    session.begin(made)
+    if made.failed is None:
+        _, made.failed = attempt(lambda: made.collect(model, extra, per_rank, trainable_only))
     saving = Saving(made.final)
-    if wait:
-        session.finish(saving, made, made.failed)
+    if wait is not False:
+        session.finish(saving, made)
         return saving
-    snapshot, failed = attempt(made.take_snapshot)
-    made.failed = made.failed or failed
-    if snapshot is None:  # ranks meet in the thread, which raises in `wait`
-        snapshot = Snapshot(State({}), (), {}, None)
+    snapshot = None
+    if made.failed is None:
+        snapshot, made.failed = attempt(lambda: made.take_snapshot(session))
     session.running = saving
     saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in made.optimizers]
     saving._thread = threading.Thread(target=saving._run, args=(session, made, snapshot), name="fsdp2.checkpoint")
@@ -209,99 +218,104 @@ def save(
 
 
 class _Attempt:
-    """What one rank is about to save. Whatever it raises is told to all ranks at the end of the save."""
+    """What one rank is about to save. Whatever its methods raise, `failed`, is told to all ranks at the end."""
 
-    def __init__(
+    def __init__(self) -> None:
+        self.failed: Exception | None = None
+        self.final, self.new, self.save_id = Path(), Path(), ""
+        """The folder of the checkpoint, the hidden one that will take its place, and the name of the save."""
+        self.in_memory = False
+        self.keep_last: int | None = None
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self.state, self.kind = State({}), Kind((), (), ())
+        self.plain: dict[str, int] = {}
+        """Checksums of the optimizer's plain tensors, which must be alike on all ranks."""
+        self.per_rank = b""
+        self.objects: dict[str, bytes] = {}
+        self.values: Callable[[str], Tensor] = self.state.local
+        """Returns this rank's part of a tensor, or of its copy."""
+        self.later: dict[str, Callable[[], int]] = {}
+        """See `State.may_be_copied_later`."""
+
+    def check(
         self,
         folder: Any,
-        model: nn.Module,
-        optimizer: Optimizers | None,
-        extra: Mapping[str, Any] | None,
-        per_rank: Mapping[str, Any] | None,
-        keep_last: int | None,
-        trainable_only: bool,
-        session: _Session,
+        model: Any,
+        optimizer: Any,
+        extra: Any,
+        per_rank: Any,
+        wait: Any,
+        keep_last: Any,
+        trainable_only: Any,
+        in_memory: Any,
     ) -> None:
+        """Checks the arguments of `save`. It does not communicate."""
         check_path("folder", folder)
         self.optimizers = check_arguments("save", model, optimizer)
+        _check_values("extra", extra)
+        _check_values("per_rank", per_rank)
+        for name, value in (("wait", wait), ("trainable_only", trainable_only), ("in_memory", in_memory)):
+            check_bool(name, value)
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"keep_last: expected a number from 1 on, or None, got {keep_last!r}")
-        self.failed: Exception | None = None
-        self.final, self.keep_last, self.model = Path(folder).absolute(), keep_last, model
-        self.team, self.session = session.team, session
-        self.save_id = f"{self.team.run_id}-{session.count}"
-        self.new: Path | None = self.final.with_name(f".{self.final.name}.fsdp2-{self.team.run_id}-{session.count}")
+        self.final, self.in_memory, self.keep_last = Path(folder).absolute(), in_memory, keep_last
+
+    def collect(
+        self,
+        model: nn.Module,
+        extra: Mapping[str, Any] | None,
+        per_rank: Mapping[str, Any] | None,
+        trainable_only: bool,
+    ) -> None:
+        """Finds out what this rank holds."""
         nested = states_of(model, self.optimizers, trainable_only=trainable_only, keep_empty=True)
-        self.state = State(nested | _values_of("extra", extra))
-        own = _values_of("per_rank", per_rank)
+        self.state = State(nested | {name: state_of(value) for name, value in (extra or {}).items()})
+        self.later = self.state.may_be_copied_later(model)
+        own = {name: state_of(value) for name, value in (per_rank or {}).items()}
         if codecs := codec_state.state_dict(model):
             own[CODECS] = codecs
         self.per_rank = pickled("per_rank", own) if own else b""
         self.objects = {name: pickled(name, value) for name, value in self.state.objects.items()}
         self.kind = self.state.kind()
-        self.plain = self._checksums()
-        self.values: Callable[[str], Tensor] = self.state.local
-
-    @staticmethod
-    def failing(error: Exception | None, session: _Session) -> _Attempt:
-        """Returns what a rank brings to the end of a save that it can't begin."""
-        made = object.__new__(_Attempt)
-        made.failed, made.final, made.new, made.save_id = error, Path(), None, ""
-        made.team, made.session, made.keep_last, made.optimizers = session.team, session, None, ()
-        made.state, made.kind, made.plain = State({}), Kind((), (), ()), {}
-        return made
-
-    def _checksums(self) -> dict[str, int]:
-        """Returns a checksum of each plain tensor of the optimizer, which must be alike on all ranks."""
-        found = {}
         for name, tensor in self.state.tensors.items():
             if self.state.paths[name][0] == OPTIMIZER and not isinstance(tensor, DTensor):
-                found[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
-        return found
+                self.plain[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
+        self.values = self.state.local
 
     def arguments(self) -> int:
         """Returns a number that is equal on ranks that save the same."""
-        return _number(f"{self.final}\n{self.keep_last}\n{self.save_id}".encode())
+        return _number(f"{self.final}\n{self.keep_last}\n{self.in_memory}\n{self.save_id}".encode())
 
-    def take_snapshot(self) -> Snapshot:
+    def take_snapshot(self, session: _Session) -> Snapshot:
         """Copies into host memory what the next forward may change, and prepares to copy the rest."""
-        agreed = self.session.known.get(self.kind)
+        agreed = session.known.get(self.key)
         # Where this rank does not know what it will write, it copies all that it has.
         names = [*self.state.tensors] if agreed is None else [place.name for place in agreed.places]
-        snapshot = Snapshot(self.state, names, self.state.may_be_copied_later(self.model), self.session.buffer)
-        self.session.buffer, self.values = snapshot.buffer, snapshot.value
+        snapshot = Snapshot(self.state, names, self.later, session.buffer)
+        session.buffer, self.values = snapshot.buffer, snapshot.value
         return snapshot
 
-    def write(self, agreed: _Agreed) -> tuple[int, int]:
+    @property
+    def key(self) -> tuple[Kind, Path | None]:
+        """What ranks have to agree on: what this rank holds, and a place in memory for a folder."""
+        return self.kind, self.final.parent if self.in_memory else None
+
+    def write(self, agreed: _Agreed, rank: int) -> tuple[int, int]:
         """Writes the file of this rank. Returns its bytes, and those of the index of its objects."""
-        team = self.team
-        assert self.new is not None
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        if team.is_first:
-            self.session.prepare(self)
         self.new.mkdir(exist_ok=True)
-        path = self.new / file_of(team.rank)
+        path = self.new / file_of(rank)
         path.unlink(missing_ok=True)
         end, index, written = Layout.end_of(agreed.places), {}, []
         for name, data in self.objects.items():
-            if agreed.layout.objects[name] == team.rank:
+            if agreed.layout.objects[name] == rank:
                 index[name] = [end, len(data)]
                 written.append(data)
                 end += len(data)
         listed = json.dumps(index).encode() if index else b""
         dtypes = {name: parts.dtype for name, parts in agreed.layout.tensors.items()}
-        nbytes = write_parts(
-            path,
-            file_head(self.save_id, team.rank),
-            agreed.places,
-            self._value,
-            dtypes,
-            b"".join((*written, listed, self.per_rank)),
-        )
-        return nbytes, len(listed)
-
-    def _value(self, place: Place) -> Tensor:
-        return self.values(place.name).cpu().contiguous()
+        more, head = b"".join((*written, listed, self.per_rank)), file_head(self.save_id, rank)
+        values = lambda place: self.values(place.name).cpu().contiguous()  # noqa: E731
+        return write_parts(path, head, agreed.places, values, dtypes, more), len(listed)
 
 
 class _Session:
@@ -312,11 +326,16 @@ class _Session:
         self.count = 0
         self.running: Saving | None = None
         self.buffer: Tensor | None = None
-        self.known: dict[Kind, _Agreed] = {}
+        self.known: dict[tuple[Kind, Path | None], _Agreed] = {}
         self._locks: dict[Path, JobLock] = {}
 
-    def end_previous(self) -> None:
-        """Waits for the save that runs. Raises what it has met, on all ranks, unless each has got that from `wait`."""
+    def begin(self, made: _Attempt) -> None:
+        """Names a save, and waits for the one that runs.
+
+        Raises what that has met, on all ranks, unless each has got it from `wait`.
+        """
+        self.count += 1
+        made.save_id = f"{self.team.run_id}-{self.count}"
         previous, self.running = self.running, None
         if previous is None:
             return
@@ -328,57 +347,96 @@ class _Session:
 
     def prepare(self, made: _Attempt) -> None:
         """Checks on the first rank that this job may save there, and removes what killed jobs have left."""
-        parent = made.final.parent
-        if parent not in self._locks:
-            self._locks[parent] = JobLock(parent)
-            self._locks[parent].clean(parent, self.team.run_id)
+        made.final.parent.mkdir(parents=True, exist_ok=True)
+        self.lock(made.final.parent)
         if made.final.exists() and not (made.final / METADATA).is_file():
             what = "a folder with other files" if made.final.is_dir() else "a file"
             if not (made.final.is_dir() and not any(made.final.iterdir())):
                 raise FileExistsError(f"{made.final}: expected a checkpoint, an empty folder or none, got {what}")
 
-    def finish(self, saving: Saving, made: _Attempt, failed: Exception | None) -> None:
+    def lock(self, folder: Path) -> None:
+        """Keeps other jobs from saving into a folder until this process ends."""
+        if folder not in self._locks:
+            self._locks[folder] = JobLock(folder)
+            self._locks[folder].clean(folder, self.team.run_id)
+
+    def write(self, made: _Attempt, agreed: _Agreed) -> tuple[int, int]:
+        """Writes the file of this rank; see `_Attempt.write`."""
+        if agreed.memory is not None:
+            made.final = agreed.memory / made.final.name
+        made.new = made.final.with_name(f".{made.final.name}.fsdp2-{made.save_id}")
+        if self.team.is_first:
+            self.prepare(made)
+        made.final.parent.mkdir(parents=True, exist_ok=True)
+        return made.write(agreed, self.team.rank)
+
+    def finish(self, saving: Saving, made: _Attempt) -> None:
         """Writes, meets the other ranks, and commits on the first one. Raises what any rank has met, on all ranks."""
-        team, verdict = self.team, _AGREE
+        team, verdict, arguments, home = self.team, _AGREE, made.arguments(), made.final.parent
         while verdict == _AGREE:
-            agreed = self.known.get(made.kind)
+            agreed = self.known.get(made.key)
             nbytes = index_nbytes = 0
-            if agreed is not None and failed is None:
-                written, failed = attempt(lambda agreed=agreed: made.write(agreed))  # type: ignore[misc]
+            if agreed is not None and made.failed is None:
+                written, made.failed = attempt(lambda agreed=agreed: self.write(made, agreed))  # type: ignore[misc]
                 nbytes, index_nbytes = written or (0, 0)
             record = _Record(
-                int(failed is not None),
+                int(made.failed is not None),
                 0 if agreed is None else agreed.digest,
-                0 if failed is not None else made.arguments(),
+                arguments,
                 _number(json.dumps(made.plain).encode()),
                 nbytes,
                 index_nbytes,
-                0 if failed is not None else len(made.per_rank),
+                len(made.per_rank),
                 0 if agreed is None else agreed.kind,
             )
-            commit = _Commit(made, agreed)
+            commit = _Commit(made, agreed, team)
             verdict = team.decide(record, commit.choose)
             if verdict == _AGREE:
-                self._agree(made.kind)
+                self._agree(made)
         if verdict == _DIFFER:
             every = team.gather(made.plain)
             names = sorted({n for own in every for n in own if own[n] != every[0].get(n, own[n])})
-            failed = ValueError(
+            made.failed = ValueError(
                 f"save: {', '.join(names[:5])}: expected plain tensors of the optimizer that are equal on all ranks, "
                 "of which a checkpoint keeps one, got others on some ranks. An optimizer that computes on local rows "
                 "must make its states DTensors; or save its state_dict() in per_rank=."
             )
         if verdict != _DONE:
-            if made.new is not None:
+            if made.new.name:
                 shutil.rmtree(made.new, ignore_errors=True)
-            team.raise_together(failed or commit.failed)
-        saving.nbytes = nbytes
-        if team.is_first and made.keep_last is not None:
-            _remove_old(made.final.parent, made.keep_last, team.run_id)
+            team.raise_together(made.failed or commit.failed)
+        saving.nbytes, saving.path = nbytes, made.final
+        if not team.is_first:
+            return
+        if made.keep_last is not None:
+            remove_old(home, made.keep_last, team.run_id)
+        if (memory := memory_of(home)) is not None:
+            remove_old(memory, int(made.in_memory), team.run_id)
 
-    def _agree(self, own: Kind) -> None:
+    def _memory(self, home: Path) -> Path:
+        """Returns the place in memory of a folder, the same on all ranks, and locks both."""
+        if len({*self.team.gather(machine())}) > 1:  # on all ranks alike
+            raise NotImplementedError(
+                "save: in_memory: expected ranks on one machine, got ranks on several, which do not share memory. Save "
+                "with in_memory=False."
+            )
+
+        def make() -> Path | None:
+            if not self.team.is_first:
+                return None
+            place = make_memory(home)
+            self.lock(home)
+            return place
+
+        self.team.run(make)
+        return self.team.run(lambda: make_memory(home))
+
+    def _agree(self, made: _Attempt) -> None:
         """Tells all ranks what each kind of them holds. Two collectives, and one broadcast for each kind."""
-        team, text = self.team, own.to_json().encode()
+        own, team, memory = made.kind, self.team, None
+        if made.in_memory:
+            memory = self._memory(made.final.parent)
+        text = own.to_json().encode()
         numbers = team.gather(_number(text))
         kinds: list[tuple[list[int], Kind]] = []
         of_rank = [0] * team.size
@@ -392,18 +450,19 @@ class _Session:
         if layout is None:  # on all ranks alike
             assert failed is not None
             raise failed
-        digest = _number(repr((numbers, torch.__version__)).encode())
+        digest = _number(repr((numbers, torch.__version__, str(memory))).encode())
         while len(self.known) >= _MOST_KNOWN:
             del self.known[next(iter(self.known))]
         around = lengths_around(layout.tensors) if team.is_first else {}
-        self.known[own] = _Agreed(layout, digest, of_rank[team.index] + 1, of_rank, layout.places_of(team.rank), around)
+        places = layout.places_of(team.rank)
+        self.known[made.key] = _Agreed(layout, digest, of_rank[team.index] + 1, of_rank, places, around, memory)
 
 
 class _Commit:
     """What the first rank does at the end of a save. `failed`: what it has met."""
 
-    def __init__(self, made: _Attempt, agreed: _Agreed | None) -> None:
-        self._made, self._agreed = made, agreed
+    def __init__(self, made: _Attempt, agreed: _Agreed | None, team: Team) -> None:
+        self._made, self._agreed, self._team = made, agreed, team
         self.failed: Exception | None = None
 
     def choose(self, rows: list[list[int]]) -> int:
@@ -413,7 +472,7 @@ class _Commit:
             return _FAILED
         if len({each.arguments for each in records}) > 1:
             self.failed = ValueError(
-                "save: expected the same folder, keep_last and number of earlier saves on all ranks, got "
+                "save: expected the same folder, keep_last, in_memory and number of earlier saves on all ranks, got "
                 f"{self._made.final} and keep_last={self._made.keep_last} on the first rank, and others on other ranks"
             )
             return _FAILED
@@ -427,8 +486,7 @@ class _Commit:
     def _commit(self, records: list[_Record]) -> None:
         made, agreed = self._made, self._agreed
         assert agreed is not None
-        assert made.new is not None
-        layout, members = agreed.layout, made.team.members
+        layout, members = agreed.layout, self._team.members
         objects: dict[str, StoredObject] = {}
         for rank, record in zip(members, records, strict=True):
             path = made.new / file_of(rank)
@@ -461,14 +519,27 @@ class _Commit:
         write_file(made.new / LAYOUT, [json.dumps(content, separators=(",", ":")).encode()])
         chunks = metadata_chunks(layout.tensors, layout.offsets, agreed.around, objects, paths, made.save_id)
         write_file(made.new / METADATA, chunks)
-        replace_folder(made.new, made.final, made.team.run_id)
+        replace_folder(made.new, made.final, self._team.run_id)
 
 
 _sessions: dict[Any, _Session] = {}
 
 
-def session_of(group: dist.ProcessGroup | None) -> _Session:
-    """Returns what the saves of a process group share; of all ranks for None. Every rank of it must call it."""
+def session_of(function: str, group: dist.ProcessGroup | None, failed: Exception | None) -> _Session:
+    """Returns what the saves of a process group share; of all ranks for None. Every rank of it must call it.
+
+    Raises:
+        TypeError: `group` is no process group.
+        RuntimeError: the ranks are simulated; or `failed`, which there are no others to tell.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{function}: process_group: expected a process group or None, got {type(group).__name__}")
+    groups: list[Any] = [group or dist.group.WORLD]
+    if dist.is_initialized() and not moves_data(groups, torch.device("cpu")):
+        raise failed or RuntimeError(
+            f"{function}: expected ranks that communicate, got a simulated process group, whose other ranks have no "
+            "shards"
+        )
     key = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     for each in [each for each in _sessions if each is not key and not _is_alive(each)]:
         del _sessions[each]
@@ -493,14 +564,13 @@ def _number(data: bytes) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1 | 1
 
 
-def _values_of(argument: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the values of `extra` or `per_rank`: of those with a `state_dict`, what it returns."""
+def _check_values(argument: str, values: Any) -> None:
+    """Checks the names in `extra` or `per_rank`."""
     if values is not None and not (isinstance(values, Mapping) and all(isinstance(name, str) for name in values)):
         raise TypeError(f"{argument}: expected a dict with texts as keys, or None, got {values!r}")
     taken = {MODEL, OPTIMIZER, PER_RANK, CODECS} & {*(values or ())}
     if taken:
         raise ValueError(f"{argument}: expected names other than {', '.join(sorted(taken))}, which save gives itself")
-    return {name: state_of(value) for name, value in (values or {}).items()}
 
 
 def state_of(value: Any) -> Any:
@@ -539,53 +609,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
     return value is None or type(value) in (int, float, str, bool)
-
-
-# ---- checkpoints in a folder
-
-
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the checkpoint in a folder that was saved last; None if there is none, or no such folder.
-
-    It reads the folder and does not communicate. A checkpoint is there only when it is complete, and may be of
-    torch.distributed.checkpoint, too. If it is passed to `load`, ranks compare it.
-
-    Args:
-        folder: the folder in which checkpoints are, each in a folder of its own.
-
-    Raises:
-        TypeError: `folder` is no path.
-    """
-    check_path("folder", folder)
-    found = _checkpoints_in(Path(folder))
-    return found[-1] if found else None
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the one that was saved last at the end."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / METADATA).is_file()]
-    return sorted(paths, key=lambda path: (_saved_at(path), [int(each) for each in re.findall(r"\d+", path.name)]))
-
-
-def _saved_at(path: Path) -> float:
-    """Returns the time of a save: of ours, what its first rank has noted, which copies of the folder have, too."""
-    try:
-        with (path / LAYOUT).open("rb") as file:
-            found = re.search(rb'"time":([0-9.]+)', file.read(200))
-        if found is not None:
-            return float(found[1])
-    except OSError:
-        pass
-    return (path / METADATA).stat().st_mtime
-
-
-def _remove_old(folder: Path, keep_last: int, run_id: str) -> None:
-    """Removes checkpoints of fsdp2 in a folder but the last ones."""
-    ours = [path for path in _checkpoints_in(folder) if (path / LAYOUT).is_file()]
-    for path in ours[:-keep_last]:
-        try:
-            remove_folder(path, run_id)
-        except OSError as error:
-            warnings.warn(f"{path}: this old checkpoint can't be removed: {error}", stacklevel=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -167,13 +167,13 @@ def _check(name: str, local: Tensor) -> None:
 def check_arguments(function: str, model: Any, optimizer: Any) -> tuple[Optimizer, ...]:
     """Returns the optimizers; raises TypeError for what is no module, or no optimizer."""
     require_module("model", model, function)
-    optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    optimizers = [] if optimizer is None else [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(
                 f"{function}: optimizer: expected a torch.optim.Optimizer, several, or None, got {type(each).__name__}"
             )
-    return optimizers
+    return tuple(optimizers)
 
 
 def states_of(

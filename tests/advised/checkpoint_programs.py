@@ -1,5 +1,6 @@
 """Follows the advice of errors of fsdp2.checkpoint."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from advised.file_programs import new_folder
 from advised.registry import build, follows, refused, same, same_parameters, shard
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import folders, saving
+from fsdp2.checkpoint import folders, memory, saving
 from fsdp2.checkpoint.layout import Entry, Kind, Layout
 
 
@@ -27,6 +28,18 @@ def two_jobs() -> None:
         again = shard(build(seed=2))
         checkpoint.load(folder / each / "a", again)
         same_parameters(again, build())
+
+
+@follows("Save with in_memory=False")
+def ranks_without_common_memory() -> None:
+    model, folder = shard(build()), new_folder()
+    for root in ("/none", f"/dev/shm/machine-{dist.get_rank()}"):
+        with mock.patch.object(memory, "ROOT", Path(root)):
+            refused(lambda: checkpoint.save(folder / "a", model, in_memory=True))
+    checkpoint.save(folder / "a", model, in_memory=False)
+    again = shard(build(seed=2))
+    checkpoint.load(checkpoint.latest(folder) or folder, again)
+    same_parameters(again, build())
 
 
 @follows("Give what differs between ranks another name")
@@ -101,12 +114,12 @@ def disks_that_ranks_do_not_share() -> None:
     own = folder / f"rank-{dist.get_rank()}"
     function = saving._Attempt.write
 
-    def on_own_disk(made: Any, agreed: Any) -> Any:
+    def on_own_disk(made: Any, agreed: Any, rank: int) -> Any:
         made.new, shared = own / "x", made.new
         made.new.parent.mkdir(exist_ok=True)
-        if dist.get_rank() == 0:
+        if rank == 0:
             made.new = shared
-        return function(made, agreed)
+        return function(made, agreed, rank)
 
     with mock.patch.object(saving._Attempt, "write", on_own_disk):
         refused(lambda: checkpoint.save(folder / "a", model), OSError)
