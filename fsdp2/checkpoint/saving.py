@@ -45,7 +45,8 @@ class _Agreed(NamedTuple):
 
     `digest`: a number that is equal where all is. `kind`: of this rank. `kinds`: the index of the kind of each rank.
     `places`: what this rank writes. `around`: see `lengths_around`, on the first rank. `memory`: the place in memory of
-    the folder around the checkpoint, where the checkpoint is to be in memory.
+    the folder around the checkpoint, where the checkpoint is to be in memory. `paths`: key -> the keys and indices on
+    the way to it.
     """
 
     layout: Layout
@@ -55,6 +56,7 @@ class _Agreed(NamedTuple):
     places: list[Place]
     around: dict[str, tuple[Tensor, Tensor]]
     memory: Path | None
+    paths: dict[str, tuple[Any, ...]]
 
 
 class _Record(NamedTuple):
@@ -63,7 +65,7 @@ class _Record(NamedTuple):
     has_failed: int
     agreed: int  # 0: this rank does not know the layout of its state
     arguments: int
-    plain: int  # a checksum of plain tensors of the optimizer
+    plain: int  # a checksum of plain tensors and options of the optimizer
     nbytes: int  # of the file
     index_nbytes: int
     per_rank_nbytes: int
@@ -143,6 +145,7 @@ def save(
     keep_last: int | None = None,
     trainable_only: bool = False,
     in_memory: bool = False,
+    flat_keys: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """Saves a checkpoint that any number of ranks can load, with `load` or with torch.distributed.checkpoint.
@@ -179,6 +182,9 @@ def save(
             checkpoint there as if it were in `folder`, also after ranks were killed, until the machine ends. The next
             save beside it, to memory or the disk, replaces it. It takes as much memory as the shards and the states,
             and twice as much during a save. All ranks must be on one machine.
+        flat_keys: name everything by FQNs: the model's keys without "model", and the optimizer's as
+            `optimizer.param_groups.<FQN>.lr`, so that pipeline stages with an optimizer each do not share names. So
+            torchtitan loads it. `load` knows by itself.
         process_group: the ranks that save together. None: all.
 
     Returns:
@@ -197,12 +203,14 @@ def save(
     """
     made = _Attempt()
     _, made.failed = attempt(
-        lambda: made.check(folder, model, optimizer, extra, per_rank, wait, keep_last, trainable_only, in_memory)
+        lambda: made.check(
+            folder, model, optimizer, extra, per_rank, wait, keep_last, trainable_only, in_memory, flat_keys
+        )
     )
     session = session_of("save", process_group, made.failed)
     session.begin(made)
     if made.failed is None:
-        _, made.failed = attempt(lambda: made.collect(model, extra, per_rank, trainable_only))
+        _, made.failed = attempt(lambda: made.collect(model, extra, per_rank, trainable_only, flat_keys))
     saving = Saving(made.final)
     if wait is not False:
         session.finish(saving, made)
@@ -229,7 +237,7 @@ class _Attempt:
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.state, self.kind = State({}), Kind((), (), ())
         self.plain: dict[str, int] = {}
-        """Checksums of the optimizer's plain tensors, which must be alike on all ranks."""
+        """Checksums of the optimizer's plain tensors and options, which must be alike on all ranks."""
         self.per_rank = b""
         self.objects: dict[str, bytes] = {}
         self.values: Callable[[str], Tensor] = self.state.local
@@ -248,14 +256,23 @@ class _Attempt:
         keep_last: Any,
         trainable_only: Any,
         in_memory: Any,
+        flat_keys: Any,
     ) -> None:
         """Checks the arguments of `save`. It does not communicate."""
         check_path("folder", folder)
         self.optimizers = check_arguments("save", model, optimizer)
         _check_values("extra", extra)
         _check_values("per_rank", per_rank)
-        for name, value in (("wait", wait), ("trainable_only", trainable_only), ("in_memory", in_memory)):
-            check_bool(name, value)
+        check_bool("wait", wait)
+        check_bool("trainable_only", trainable_only)
+        check_bool("in_memory", in_memory)
+        check_bool("flat_keys", flat_keys)
+        for name, value in (extra or {}).items():
+            if flat_keys and isinstance(value, Tensor):
+                raise ValueError(
+                    f"extra: {name}: expected no tensor with flat_keys=True, where tensors without a dict are the "
+                    f"model's. Pass it inside a dict."
+                )
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"keep_last: expected a number from 1 on, or None, got {keep_last!r}")
         self.final, self.in_memory, self.keep_last = Path(folder).absolute(), in_memory, keep_last
@@ -266,10 +283,11 @@ class _Attempt:
         extra: Mapping[str, Any] | None,
         per_rank: Mapping[str, Any] | None,
         trainable_only: bool,
+        flat_keys: bool,
     ) -> None:
         """Finds out what this rank holds."""
-        nested = states_of(model, self.optimizers, trainable_only=trainable_only, keep_empty=True)
-        self.state = State(nested | {name: state_of(value) for name, value in (extra or {}).items()})
+        nested = states_of(model, self.optimizers, trainable_only=trainable_only, keep_empty=True, flat_keys=flat_keys)
+        self.state = State(nested | {name: state_of(value) for name, value in (extra or {}).items()}, flat_keys)
         self.later = self.state.may_be_copied_later(model)
         own = {name: state_of(value) for name, value in (per_rank or {}).items()}
         if codecs := codec_state.state_dict(model):
@@ -277,9 +295,12 @@ class _Attempt:
         self.per_rank = pickled("per_rank", own) if own else b""
         self.objects = {name: pickled(name, value) for name, value in self.state.objects.items()}
         self.kind = self.state.kind()
-        for name, tensor in self.state.tensors.items():
-            if self.state.paths[name][0] == OPTIMIZER and not isinstance(tensor, DTensor):
+        for name in (name for name, path in self.state.paths.items() if path[0] == OPTIMIZER):
+            tensor, value = self.state.tensors.get(name), self.state.objects.get(name)
+            if tensor is not None and not isinstance(tensor, DTensor):
                 self.plain[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
+            elif tensor is None and _is_plain(value):
+                self.plain[name] = zlib.crc32(repr(value).encode())
         self.values = self.state.local
 
     def arguments(self) -> int:
@@ -397,9 +418,9 @@ class _Session:
             every = team.gather(made.plain)
             names = sorted({n for own in every for n in own if own[n] != every[0].get(n, own[n])})
             made.failed = ValueError(
-                f"save: {', '.join(names[:5])}: expected plain tensors of the optimizer that are equal on all ranks, "
-                "of which a checkpoint keeps one, got others on some ranks. An optimizer that computes on local rows "
-                "must make its states DTensors; or save its state_dict() in per_rank=."
+                f"save: {', '.join(names[:5])}: expected plain tensors and options of the optimizer that are equal on "
+                "all ranks, of which a checkpoint keeps one, got others on some ranks. An optimizer that computes on "
+                "local rows must make its states DTensors; or save its state_dict() in per_rank=."
             )
         if verdict != _DONE:
             if made.new.name:
@@ -436,16 +457,27 @@ class _Session:
         own, team, memory = made.kind, self.team, None
         if made.in_memory:
             memory = self._memory(made.final.parent)
-        text = own.to_json().encode()
-        numbers = team.gather(_number(text))
+        text = json.dumps([own, made.plain, made.state.stored_paths], separators=(",", ":")).encode()
+        numbers = team.gather(_number(own.to_json().encode()))
         kinds: list[tuple[list[int], Kind]] = []
+        plain, paths = dict[str, int](), dict[str, tuple[Any, ...]]()
         of_rank = [0] * team.size
         for number in dict.fromkeys(numbers):
             members = [index for index, each in enumerate(numbers) if each == number]
             sent = team.broadcast(text, members[0])
             for index in members:
                 of_rank[index] = len(kinds)
-            kinds.append(([team.members[i] for i in members], Kind.from_json(json.loads(sent))))
+            kind, checksums, of_kind = json.loads(sent)
+            others = sorted(name for name in checksums if plain.get(name, checksums[name]) != checksums[name])
+            if others:  # on all ranks alike
+                raise ValueError(
+                    f"save: {', '.join(others[:3])}: expected one value on all ranks, got another on rank "
+                    f"{team.members[members[0]]}, whose parameters are others. Pipeline stages with an optimizer each "
+                    "have the same names for their options: save with flat_keys=True."
+                )
+            plain |= checksums
+            paths |= {name: tuple(path) for name, path in of_kind.items()}
+            kinds.append(([team.members[i] for i in members], Kind.from_json(kind)))
         layout, failed = attempt(lambda: Layout(kinds))
         if layout is None:  # on all ranks alike
             assert failed is not None
@@ -455,7 +487,7 @@ class _Session:
             del self.known[next(iter(self.known))]
         around = lengths_around(layout.tensors) if team.is_first else {}
         places = layout.places_of(team.rank)
-        self.known[made.key] = _Agreed(layout, digest, of_rank[team.index] + 1, of_rank, places, around, memory)
+        self.known[made.key] = _Agreed(layout, digest, of_rank[team.index] + 1, of_rank, places, around, memory, paths)
 
 
 class _Commit:
@@ -504,9 +536,7 @@ class _Commit:
                     file.seek(record.nbytes - record.per_rank_nbytes - record.index_nbytes)
                     index = json.loads(file.read(record.index_nbytes))
                 objects |= {name: StoredObject(rank, *at) for name, at in index.items()}
-        paths = {**made.state.paths, **{name: tuple(name.split(".")) for name in objects if name.startswith(PER_RANK)}}
-        for name in (*layout.tensors, *layout.objects):
-            paths.setdefault(name, tuple(name.split(".")))  # of other ranks' pipeline stages
+        paths = agreed.paths | {name: (PER_RANK, name) for name in objects if name not in layout.objects}
         content = {
             "format": FORMAT,
             "save_id": made.save_id,

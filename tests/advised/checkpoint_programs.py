@@ -30,6 +30,28 @@ def two_jobs() -> None:
         same_parameters(again, build())
 
 
+@follows("Pass it inside a dict")
+def tensors_among_flat_keys() -> None:
+    model, folder = shard(build()), new_folder()
+    refused(lambda: checkpoint.save(folder / "a", model, extra={"x": torch.ones(2)}, flat_keys=True), ValueError)
+    checkpoint.save(folder / "a", model, extra={"mine": {"x": torch.ones(2)}}, flat_keys=True)
+    again = shard(build(seed=2))
+    same(checkpoint.load(folder / "a", again)["mine"]["x"], torch.ones(2))
+    same_parameters(again, build())
+
+
+@follows("have the same names for their options: save with flat_keys=True")
+def options_of_stages() -> None:
+    folder, rank = new_folder(), dist.get_rank()
+    stage = nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank))
+    refused(lambda: checkpoint.save(folder / "a", stage, optimizer), ValueError)
+    checkpoint.save(folder / "a", stage, optimizer, flat_keys=True)
+    optimizer.param_groups[0]["lr"] = 7.0
+    checkpoint.load(folder / "a", stage, optimizer)
+    same(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.1 * (1 + rank)))
+
+
 @follows("Save with in_memory=False")
 def ranks_without_common_memory() -> None:
     model, folder = shard(build()), new_folder()
