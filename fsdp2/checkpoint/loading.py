@@ -23,7 +23,7 @@ from ..shards.find import before_write
 from ..shards.tensors import check_bool, some_of
 from .folders import check_path
 from .layout import box_of
-from .ranks import attempt
+from .ranks import Team, attempt
 from .saving import CODECS, session_of, state_of
 from .state import (
     MODEL,
@@ -55,7 +55,8 @@ def load(
     """Loads what `save` or torch.distributed.checkpoint has saved, on any number of ranks and any mesh.
 
     Every rank must call it, behind `fully_shard`. Each reads the bytes of its own shards, converts their dtypes where
-    they differ, and runs no code of the files. Ranks compare which checkpoint they load.
+    they differ, and runs no code of the files. Ranks compare which checkpoint they load, and the checksums of its
+    values. For that, on another number of ranks, one rank reads all of each part.
 
     Example:
         ```python
@@ -113,7 +114,7 @@ def load(
             del nested[MODEL]
         nested |= {name: state_of(value) for name, value in (extra or {}).items()}
         loading = _Loading(stored, State(nested, flat_model), strict)
-        team.run(loading.plan)
+        team.run(lambda: loading.plan(team))
         left = team.gather(loading.left_over) if strict else [set()]
         if left_by_all := set.intersection(*left):
             raise ValueError(
@@ -166,7 +167,7 @@ class _Loading:
         self._tensors: dict[str, Tensor] = {}
         self.left_over: set[str] = set()
 
-    def plan(self) -> None:
+    def plan(self, team: Team) -> None:
         """Finds out what to read, and checks that it is there."""
         stored, state = self._stored, self._state
         tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
@@ -194,10 +195,10 @@ class _Loading:
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
         asked = {*state.tensors, *state.objects}
         self.left_over = {name for name in stored.tensors if self._root(name) in roots and name not in asked}
-        stored.check(tensors)
+        stored.check(tensors, team.index, team.size)
 
     def _root(self, name: str) -> Any:
-        """Returns the first key on the way to a stored value. With flat keys, tensors without a dict are the model's."""
+        """Returns the first key on the way to a stored value. With flat keys, tensors outside dicts are the model's."""
         path = self._stored.paths[name]
         is_model = self._state.flat_keys and len(path) == 1 and name in self._stored.tensors
         return MODEL if is_model else self._state.paths.get(name, path)[0]
