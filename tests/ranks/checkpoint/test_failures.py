@@ -154,7 +154,11 @@ def states_of_local_rows(folder: Path) -> None:
     model, _ = make()
     optimizer = OfLocalRows(model.parameters())
     optimizer.step()
-    refused(lambda: checkpoint.save(folder / "a", model, optimizer), ValueError, "largest: expected plain tensors of")
+    refused(
+        lambda: checkpoint.save(folder / "a", model, optimizer),
+        ValueError,
+        "largest: expected plain tensors and options of",
+    )
 
 
 def a_write_between(folder: Path) -> None:
