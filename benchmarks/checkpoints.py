@@ -34,7 +34,7 @@ from fsdp2.checkpoint.layout import Entry, Kind, Layout, Mesh
 from fsdp2.checkpoint.parts import lengths_around
 from fsdp2.checkpoint.pickled import metadata_chunks
 
-STEPS_AFTER = 4
+STEPS_AFTER = 10
 Times = dict[str, list[tuple[float, float]]]
 
 
