@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from ..shards import codec_state
 from ..shards.find import before_write
 from ..shards.tensors import check_bool, some_of
+from .attempt import CODECS, state_of
+from .commit import session_of
 from .folders import check_path
 from .layout import box_of
 from .ranks import Team, attempt
-from .saving import CODECS, session_of, state_of
 from .state import (
     MODEL,
     OPTIMIZER,

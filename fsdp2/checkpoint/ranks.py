@@ -7,6 +7,7 @@ is raised on all of them.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
@@ -128,3 +129,8 @@ def _portable(error: BaseException) -> tuple[type[Exception], str]:
 
 def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def digest_of(data: bytes) -> int:
+    """Returns 63 bits of a hash, and never 0."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1 | 1

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from advised.file_programs import new_folder
 from advised.registry import build, follows, refused, same, same_parameters, shard
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import folders, memory, saving
+from fsdp2.checkpoint import attempt, folders, memory, snapshot, state
 from fsdp2.checkpoint.layout import Entry, Kind, Layout
 
 
@@ -134,7 +134,7 @@ def states_of_local_rows() -> None:
 def disks_that_ranks_do_not_share() -> None:
     model, folder = shard(build()), new_folder()
     own = folder / f"rank-{dist.get_rank()}"
-    function = saving._Attempt.write
+    function = attempt.Attempt.write
 
     def on_own_disk(made: Any, agreed: Any, rank: int) -> Any:
         made.new, shared = own / "x", made.new
@@ -143,7 +143,7 @@ def disks_that_ranks_do_not_share() -> None:
             made.new = shared
         return function(made, agreed, rank)
 
-    with mock.patch.object(saving._Attempt, "write", on_own_disk):
+    with mock.patch.object(attempt.Attempt, "write", on_own_disk):
         refused(lambda: checkpoint.save(folder / "a", model), OSError)
     checkpoint.save(folder / "a", model)
     again = shard(build(seed=2))
@@ -154,14 +154,14 @@ def disks_that_ranks_do_not_share() -> None:
 @follows("Save with wait=True before you write to it")
 def a_write_between() -> None:
     model, folder = shard(build()), new_folder()
-    finish = saving.Snapshot.finish
+    finish = snapshot.Snapshot.finish
 
-    def write_first(snapshot: Any) -> None:
+    def write_first(copy: Any) -> None:
         with torch.no_grad():
             next(model.parameters()).add_(1)
-        finish(snapshot)
+        finish(copy)
 
-    with mock.patch.object(saving.Snapshot, "finish", write_first):
+    with mock.patch.object(snapshot.Snapshot, "finish", write_first):
         running = checkpoint.save(folder / "a", model, wait=False)
         refused(running.wait)
     expected = shard(build())
@@ -175,8 +175,8 @@ def a_write_between() -> None:
 @follows("Nothing was saved; save again, with wait=True")
 def a_layout_that_others_change() -> None:
     model, folder = shard(build()), new_folder()
-    snapshot = saving.Snapshot(saving.State({}), (), {}, None)
-    refused(lambda: snapshot.value("x"))
+    copy = snapshot.Snapshot(state.State({}), (), {}, None)
+    refused(lambda: copy.value("x"))
     checkpoint.save(folder / "a", model)
     again = shard(build(seed=2))
     checkpoint.load(folder / "a", again)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp2 import checkpoint, fully_shard
-from fsdp2.checkpoint import parts, saving
+from fsdp2.checkpoint import attempt, parts, saving
 from helpers import full, run_checks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -63,7 +63,7 @@ def only_on(rank: int, error: Exception) -> Any:
             raise error
         return function(*args)
 
-    return mock.patch.object(saving, "write_parts", write)
+    return mock.patch.object(attempt, "write_parts", write)
 
 
 def one_rank_fails(folder: Path, wait: bool) -> None:
