@@ -63,12 +63,13 @@ def make(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def write_like_dd(path: Path, nbytes: int) -> None:
-    """Writes and syncs in pieces of 16 MiB, as `dd bs=16M conv=fsync` does."""
+    """Writes and syncs in pieces of 16 MiB, as `dd bs=16M conv=fsync` does, and waits for the other ranks."""
     piece = os.urandom(16 << 20)
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, len(piece)):
             file.write(piece[: nbytes - start])
         os.fsync(file.fileno())
+    dist.barrier()
 
 
 def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Path, queue: Any) -> None:

@@ -78,7 +78,7 @@ def _remove_unused() -> None:
     """Removes this user's places that belong to no folder any more, or that are a day old, if no job uses them."""
     for place in ROOT.glob(f"fsdp2-{os.getuid()}-*"):
         home = home_of(place)
-        is_owned = home is not None and memory_of(home) == place
+        is_owned = home is None or memory_of(home) == place  # without a home, it is being made
         try:
             if is_owned and time.time() - max(each.stat().st_mtime for each in (place, *place.iterdir())) < _UNUSED_S:
                 continue

@@ -23,7 +23,7 @@ class Saving:
     """A save, which `save` returns.
 
     Attributes:
-        path: the folder of the checkpoint, a `pathlib.Path`.
+        path: the folder of the checkpoint, a `pathlib.Path`; of one in memory, its place there when it is complete.
         nbytes: bytes that this rank has written; 0 before the end.
         step_waited_s: seconds for which `optimizer.step` waited for the snapshot of `wait=False`.
     """
