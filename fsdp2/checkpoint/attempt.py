@@ -36,6 +36,9 @@ class Attempt:
         self.failed: Exception | None = None
         self.final, self.new, self.save_id = Path(), Path(), ""
         """The folder of the checkpoint, the hidden one that will take its place, and the name of the save."""
+        self.home = Path()
+        """The folder around the checkpoint, on the disk, also of one in memory."""
+        self._choices = ""
         self.in_memory = False
         self.keep_last: int | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -80,6 +83,8 @@ class Attempt:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"keep_last: expected a number from 1 on, or None, got {keep_last!r}")
         self.final, self.in_memory, self.keep_last = Path(folder).absolute(), in_memory, keep_last
+        self.home = self.final.parent
+        self._choices = f"{self.final}\n{keep_last}\n{in_memory}\n{flat_keys}\n{trainable_only}"
 
     def collect(
         self,
@@ -109,7 +114,7 @@ class Attempt:
 
     def digest(self) -> int:
         """Returns a number that is equal on ranks that save the same."""
-        return digest_of(f"{self.final}\n{self.keep_last}\n{self.in_memory}\n{self.save_id}".encode())
+        return digest_of(f"{self._choices}\n{self.save_id}".encode())
 
     def take_snapshot(self, agreed: Agreed | None, buffer: Tensor | None) -> Snapshot:
         """Copies into host memory what the next forward may change, and prepares to copy the rest.
@@ -127,7 +132,7 @@ class Attempt:
     @property
     def key(self) -> tuple[Kind, Path | None]:
         """What ranks have to agree on: what this rank holds, and a place in memory for a folder."""
-        return self.kind, self.final.parent if self.in_memory else None
+        return self.kind, self.home if self.in_memory else None
 
     def write(self, agreed: Agreed, rank: int) -> tuple[int, int]:
         """Writes the file of this rank. Returns its bytes, and those of the index of its objects."""

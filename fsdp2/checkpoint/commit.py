@@ -125,7 +125,7 @@ class Session:
 
     def finish(self, saving: Saving, made: Attempt) -> None:
         """Writes, meets the other ranks, and commits on the first one. Raises what any rank has met, on all ranks."""
-        team, verdict, arguments, home = self.team, _AGREE, made.digest(), made.final.parent
+        team, verdict, arguments = self.team, _AGREE, made.digest()
         while verdict == _AGREE:
             agreed = self.known.get(made.key)
             nbytes = index_nbytes = 0
@@ -162,8 +162,8 @@ class Session:
         if not team.is_first:
             return
         if made.keep_last is not None:
-            remove_old(home, made.keep_last, team.run_id)
-        if (memory := memory_of(home)) is not None:
+            remove_old(made.home, made.keep_last, team.run_id)
+        if (memory := memory_of(made.home)) is not None:
             remove_old(memory, int(made.in_memory), team.run_id)
 
     def _memory(self, home: Path) -> Path:
@@ -188,7 +188,7 @@ class Session:
         """Tells all ranks what each kind of them holds. Two collectives, and one broadcast for each kind."""
         own, team, memory = made.kind, self.team, None
         if made.in_memory:
-            memory = self._memory(made.final.parent)
+            memory = self._memory(made.home)
         text = json.dumps([own, made.plain, made.state.stored_paths], separators=(",", ":")).encode()
         numbers = team.gather(digest_of(own.to_json().encode()))
         kinds: list[tuple[list[int], Kind]] = []
@@ -236,7 +236,7 @@ class _Commit:
             return _FAILED
         if len({each.arguments for each in records}) > 1:
             self.failed = ValueError(
-                "save: expected the same folder, keep_last, in_memory and number of earlier saves on all ranks, got "
+                "save: expected the same folder, choices and number of earlier saves on all ranks, got "
                 f"{self._made.final} and keep_last={self._made.keep_last} on the first rank, and others on other ranks"
             )
             return _FAILED
