@@ -106,6 +106,11 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         clock("dd", lambda: write_like_dd(here / f"dd-{rank}", nbytes))  # noqa: B023
         clock("save, DCP", lambda: dcp.save(state(), checkpoint_id=here / "dcp"))  # noqa: B023
         clock("save, fsdp2", lambda: checkpoint.save(here / "ours", model, optimizer))  # noqa: B023
+        in_memory = clock(
+            "save in memory, fsdp2",
+            lambda: checkpoint.save(here / "x", model, optimizer, in_memory=True),  # noqa: B023
+        )
+        clock("load from memory, fsdp2", lambda: checkpoint.load(in_memory.path, model, optimizer))  # noqa: B023
         clock("load, DCP", lambda: load_by_dcp(here / "dcp"))  # noqa: B023
         clock("load, fsdp2", lambda: checkpoint.load(here / "ours", model, optimizer))  # noqa: B023
         clock("load of DCP's, fsdp2", lambda: checkpoint.load(here / "dcp", model, optimizer))  # noqa: B023
@@ -129,6 +134,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         dist.barrier()
         if rank == 0:
             shutil.rmtree(here)
+            shutil.rmtree(in_memory.path.parent)
         dist.barrier()
     queue.put((nbytes, dict(clock.times)))
     dist.barrier()

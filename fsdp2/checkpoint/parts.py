@@ -70,7 +70,7 @@ def checksum_at(tail: bytes) -> int | None:
     start = tail.find(b"PK\x01\x02")
     while start >= 0:
         length = int.from_bytes(tail[start + 28 : start + 30], "little")
-        if tail[start + 46 : start + 46 + length].endswith(b"/data/0"):
+        if tail[start + 46 : start + 46 + length].endswith(b"data/0"):
             return start + 16
         start = tail.find(b"PK\x01\x02", start + 4)
     return None
