@@ -1,11 +1,12 @@
-"""Finds the place in a machine's memory where a folder's checkpoints lie that no disk has.
+"""Finds the place in this machine's memory for the checkpoints of a folder.
 
-A checkpoint in memory is a checkpoint in a folder of `/dev/shm`: it outlives the ranks that saved it, and ends with the
-machine. A folder on the disk owns its place in memory by a file with a drawn name, `.fsdp2-memory`. Removing, or
-copying, the folder leaves the place behind, and no job finds it any more.
+A checkpoint in memory is a checkpoint in a folder of `/dev/shm`: it stays when the ranks that saved it are killed, and
+is gone when the machine restarts. A folder on the disk has one such place. Its file `.fsdp2-memory` has the name of the
+place, so that no job finds the place by a new folder of the same path, or by a copy of the folder.
 
-Nothing grows without bound: a place holds one checkpoint, which the next one in memory or on the disk replaces. A job
-that makes a place removes those of this user that have no folder, or that no job has used for a day.
+Memory does not grow without bound: a place has one checkpoint, and the next save into the folder, to memory or the
+disk, removes it. A job that makes a place removes this user's places that belong to no folder, and those that no job
+has used for a day.
 """
 
 from __future__ import annotations

@@ -125,13 +125,13 @@ def save(
         keep_last: remove all checkpoints of fsdp2 beside it but the last `keep_last`, this one included, when it is
             complete. None: remove none.
         trainable_only: leave out frozen parameters: of LoRA, the adapters remain.
-        in_memory: save into the memory of this machine (`/dev/shm`) instead of the disk. `latest` and `load` find the
-            checkpoint there as if it were in `folder`, also after ranks were killed, until the machine ends. The next
-            save beside it, to memory or the disk, replaces it. It takes as much memory as the shards and the states,
-            and twice as much during a save. All ranks must be on one machine.
-        flat_keys: name everything by FQNs: the model's keys without "model", and the optimizer's as
-            `optimizer.param_groups.<FQN>.lr`, so that pipeline stages with an optimizer each do not share names. So
-            torchtitan loads it. `load` knows by itself.
+        in_memory: save into the memory of this machine (`/dev/shm`) instead of the disk. The checkpoint stays there
+            when ranks are killed, until the machine ends, and `latest` of the folder around `folder` finds it. The next
+            save into that folder, to memory or the disk, replaces it. It takes as much memory as the shards and the
+            states, and twice as much during a save. All ranks must be on one machine.
+        flat_keys: name everything by FQNs: the model's keys without "model", and the optimizer's options as
+            `optimizer.param_groups.<FQN>.lr`, so that pipeline stages with an optimizer each do not share names.
+            torchtitan loads such checkpoints, and `load` knows them. Tensors in `extra` must be inside dicts.
         process_group: the ranks that save together. None: all.
 
     Returns:
