@@ -34,7 +34,7 @@ from fsdp2.checkpoint.layout import Entry, Kind, Layout, Mesh
 from fsdp2.checkpoint.parts import lengths_around
 from fsdp2.checkpoint.pickled import metadata_chunks
 
-STEPS_AFTER = 4
+STEPS_AFTER = 10
 Times = dict[str, list[tuple[float, float]]]
 
 
@@ -63,12 +63,13 @@ def make(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def write_like_dd(path: Path, nbytes: int) -> None:
-    """Writes and syncs in pieces of 16 MiB, as `dd bs=16M conv=fsync` does."""
+    """Writes and syncs in pieces of 16 MiB, as `dd bs=16M conv=fsync` does, and waits for the other ranks."""
     piece = os.urandom(16 << 20)
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, len(piece)):
             file.write(piece[: nbytes - start])
         os.fsync(file.fileno())
+    dist.barrier()
 
 
 def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Path, queue: Any) -> None:
@@ -105,6 +106,11 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         clock("dd", lambda: write_like_dd(here / f"dd-{rank}", nbytes))  # noqa: B023
         clock("save, DCP", lambda: dcp.save(state(), checkpoint_id=here / "dcp"))  # noqa: B023
         clock("save, fsdp2", lambda: checkpoint.save(here / "ours", model, optimizer))  # noqa: B023
+        in_memory = clock(
+            "save in memory, fsdp2",
+            lambda: checkpoint.save(here / "x", model, optimizer, in_memory=True),  # noqa: B023
+        )
+        clock("load from memory, fsdp2", lambda: checkpoint.load(in_memory.path, model, optimizer))  # noqa: B023
         clock("load, DCP", lambda: load_by_dcp(here / "dcp"))  # noqa: B023
         clock("load, fsdp2", lambda: checkpoint.load(here / "ours", model, optimizer))  # noqa: B023
         clock("load of DCP's, fsdp2", lambda: checkpoint.load(here / "dcp", model, optimizer))  # noqa: B023
@@ -128,6 +134,7 @@ def work(rank: int, ranks: int, args: argparse.Namespace, store: str, folder: Pa
         dist.barrier()
         if rank == 0:
             shutil.rmtree(here)
+            shutil.rmtree(in_memory.path.parent)
         dist.barrier()
     queue.put((nbytes, dict(clock.times)))
     dist.barrier()

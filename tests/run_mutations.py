@@ -487,7 +487,7 @@ MUTATIONS = (
     Mutation(
         "a checkpoint has its name before its index is written",
         r"( +)write_file\(made\.new( / LAYOUT, .+\n +chunks = .+\n +)write_file\(made\.new( / METADATA, chunks\)\n)"
-        r"( +replace_folder\(made\.new, made\.final, made\.team\.run_id\)\n)",
+        r"( +replace_folder\(made\.new, made\.final, self\._team\.run_id\)\n)",
         r"\4\1write_file(made.final\2write_file(made.final\3",
         ("tests/ranks/checkpoint/test_failures.py",),
     ),

@@ -4,8 +4,9 @@
 has saved is loaded here.
 """
 
+from .listing import latest
 from .loading import load
 from .random_states import RandomStates
-from .saving import latest, save
+from .saving import save
 
 __all__ = ["RandomStates", "latest", "load", "save"]

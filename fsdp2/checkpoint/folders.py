@@ -211,6 +211,12 @@ class JobLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"host {HOST}, process {os.getpid()}".encode(), 0)
 
+    def release(self) -> None:
+        """Lets other jobs save there."""
+        if self.is_held:
+            os.close(self._descriptor)
+            self.is_held = False
+
     def clean(self, folder: Path, run_id: str) -> None:
         """Removes what other jobs have left in the folder that were killed: no other runs."""
         for left in [*folder.iterdir()] if self.is_held else ():

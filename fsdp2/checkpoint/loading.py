@@ -20,11 +20,24 @@ from torch.distributed.tensor import DTensor
 
 from ..shards import codec_state
 from ..shards.find import before_write
-from ..shards.tensors import some_of
+from ..shards.tensors import check_bool, some_of
+from .attempt import CODECS, state_of
+from .commit import session_of
 from .folders import check_path
 from .layout import box_of
-from .saving import CODECS, session_of, state_of
-from .state import MODEL, OPTIMIZER, PER_RANK, Optimizers, State, check_arguments, cuts_of, nest, states_of
+from .ranks import Team, attempt
+from .state import (
+    MODEL,
+    OPTIMIZER,
+    PER_RANK,
+    Optimizers,
+    State,
+    check_arguments,
+    cuts_of,
+    nest,
+    parameter_of,
+    states_of,
+)
 from .stored import Checkpoint
 
 
@@ -43,7 +56,8 @@ def load(
     """Loads what `save` or torch.distributed.checkpoint has saved, on any number of ranks and any mesh.
 
     Every rank must call it, behind `fully_shard`. Each reads the bytes of its own shards, converts their dtypes where
-    they differ, and runs no code of the files. Ranks compare which checkpoint they load.
+    they differ, and runs no code of the files. Ranks compare which checkpoint they load, and the checksums of its
+    values. For that, on another number of ranks, one rank reads all of each part.
 
     Example:
         ```python
@@ -78,27 +92,30 @@ def load(
         All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
         was. After one that a read meets, the model has some of the new weights: load another checkpoint.
     """
-    session = session_of(process_group)
-    team = session.team
 
-    def begin() -> tuple[Checkpoint, tuple[torch.optim.Optimizer, ...]]:
+    def check() -> tuple[torch.optim.Optimizer, ...]:
         check_path("folder", folder)
         for name, values in (("extra", extra), ("per_rank", per_rank)):
             _require_loadable(name, values)
-        optimizers = check_arguments("load", model, optimizer)
-        return Checkpoint(Path(folder).absolute()), optimizers
+        for name, value in (("weights", weights), ("strict", strict), ("trainable_only", trainable_only)):
+            check_bool(name, value)
+        return check_arguments("load", model, optimizer)
 
-    stored, optimizers = team.run(begin)
+    checked, failed = attempt(check)
+    team = session_of("load", process_group, failed).team
+    stored = team.run(lambda: Checkpoint(Path(folder).absolute()), failed)
+    optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
-        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False)
+        flat_model, flat_optimizer = _flat_keys(stored)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False, flat_keys=flat_optimizer)
         if not weights:
             del nested[MODEL]
         nested |= {name: state_of(value) for name, value in (extra or {}).items()}
-        loading = _Loading(stored, State(nested), strict)
-        team.run(loading.plan)
+        loading = _Loading(stored, State(nested, flat_model), strict)
+        team.run(lambda: loading.plan(team))
         left = team.gather(loading.left_over) if strict else [set()]
         if left_by_all := set.intersection(*left):
             raise ValueError(
@@ -142,7 +159,7 @@ class _Loading:
     """What one rank reads of a checkpoint.
 
     Attributes:
-        left_over: keys of the model and the optimizer in the checkpoint that this rank does not read.
+        left_over: keys of tensors of the model and the optimizer in the checkpoint that this rank does not read.
     """
 
     def __init__(self, stored: Checkpoint, state: State, strict: bool) -> None:
@@ -151,17 +168,17 @@ class _Loading:
         self._tensors: dict[str, Tensor] = {}
         self.left_over: set[str] = set()
 
-    def plan(self) -> None:
+    def plan(self, team: Team) -> None:
         """Finds out what to read, and checks that it is there."""
         stored, state = self._stored, self._state
         tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
-        has_state = {path[:3] for path in stored.paths.values() if path[0] == OPTIMIZER}
+        has_state = {parameter_of(path) for path in stored.paths.values()}
         missing = []
         for name in (*state.tensors, *state.objects):
             path = state.paths[name]
             if name in stored.tensors or name in stored.objects or path[0] not in (MODEL, OPTIMIZER):
                 continue
-            if path[0] == OPTIMIZER and path[1] == "state" and path[:3] not in has_state:
+            if (param := parameter_of(path)) is not None and param not in has_state:
                 continue  # a parameter on which the saved run had not stepped
             missing.append(name)
         if missing and self._strict:
@@ -178,8 +195,14 @@ class _Loading:
         self._tensors = tensors
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
         asked = {*state.tensors, *state.objects}
-        self.left_over = {n for n, path in stored.paths.items() if path[0] in roots and n not in asked}
-        stored.check(tensors)
+        self.left_over = {name for name in stored.tensors if self._root(name) in roots and name not in asked}
+        stored.check(tensors, team.index, team.size)
+
+    def _root(self, name: str) -> Any:
+        """Returns the first key on the way to a stored value. With flat keys, tensors outside dicts are the model's."""
+        path = self._stored.paths[name]
+        is_model = self._state.flat_keys and len(path) == 1 and name in self._stored.tensors
+        return MODEL if is_model else self._state.paths.get(name, path)[0]
 
     def before_read(self) -> None:
         """Announces that shards are written to."""
@@ -209,19 +232,22 @@ class _Loading:
         state, stored = self._state, self._stored
         found: dict[tuple[Any, ...], Any] = {}
         for name, path in state.paths.items():
-            if path[0] == root and (name in stored.paths or path[1:2] != ("state",)):
+            if path[0] == root and (name in stored.paths or parameter_of(path) is None):
                 value = state.tensors.get(name) if name in state.tensors else state.objects[name]
                 found[path[1:]] = self._values.get(name, value)
         if root == MODEL:
             return {".".join(map(str, path)): value for path, value in found.items()}
         nested = nest(found) if found else {}
-        return {"state": {}, "param_groups": []} | nested
+        is_flat = nested and not {"state", "param_groups"} & {*nested}
+        return nested if is_flat else {"state": {}, "param_groups": []} | nested
 
     def others(self) -> dict[str, Any]:
         """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
         stored, found = self._stored, dict[str, dict[tuple[Any, ...], Any]]()
         for name, path in stored.paths.items():
-            if path[0] in (MODEL, OPTIMIZER, PER_RANK) or not (name in stored.tensors or name in stored.objects):
+            if self._root(name) in (MODEL, OPTIMIZER, PER_RANK) or not (
+                name in stored.tensors or name in stored.objects
+            ):
                 continue
             if name in self._tensors:
                 value: Any = self._state.tensors[name]
@@ -255,6 +281,13 @@ class _Loading:
             return None
         found: dict[str, Any] = self._stored.object(f"{PER_RANK}.{rank}")
         return found
+
+
+def _flat_keys(stored: Checkpoint) -> tuple[bool, bool]:
+    """Returns whether keys of the model lack "model", and whether those of the optimizer have FQNs; see `save`."""
+    model = not any(path[0] == MODEL for path in stored.paths.values())
+    options = [path for path in stored.paths.values() if path[0] == OPTIMIZER]
+    return model, any(len(path) == 2 and str(path[1]).startswith("param_groups.") for path in options)
 
 
 def _require_loadable(argument: str, values: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -59,6 +60,20 @@ def head_and_tail(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, by
             f"{len(head)} and {len(tail)} from torch {torch.__version__}, which this fsdp2 does not know"
         )
     return head, tail
+
+
+def checksum_at(tail: bytes) -> int | None:
+    """Returns where the CRC-32 of the values stands in what torch.save writes behind them; None in anything else.
+
+    torch.save has a place for it in the directory of its zip archive. torch.load does not look at it; zipfile does.
+    """
+    start = tail.find(b"PK\x01\x02")
+    while start >= 0:
+        length = int.from_bytes(tail[start + 28 : start + 30], "little")
+        if tail[start + 46 : start + 46 + length].endswith(b"data/0"):
+            return start + 16
+        start = tail.find(b"PK\x01\x02", start + 4)
+    return None
 
 
 def lengths_around(tensors: Mapping[str, Parts]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -154,9 +169,11 @@ def write_parts(
         for place in places:
             before, behind = head_and_tail(dtypes[place.name], place.sizes)
             file.pad_to(place.offset - len(before))
+            data, at = bytes_in(values(place)), checksum_at(behind)
+            assert at is not None
             file.add(before)
-            file.add(bytes_in(values(place)))
-            file.add(behind)
+            file.add(data)
+            file.add(behind[:at] + zlib.crc32(data).to_bytes(4, "little") + behind[at + 4 :])
         file.pad_to(Layout.end_of(places))
         file.add(more)
 

@@ -7,6 +7,7 @@ is raised on all of them.
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
@@ -92,9 +93,14 @@ class Team:
         dist.all_gather(rows, own, group=self._group)
         return [pickle.loads(bytes_in(row)) for row in rows]
 
-    def run(self, function: Callable[[], T]) -> T:
-        """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them."""
-        value, failed = attempt(function)
+    def run(self, function: Callable[[], T], failed: Exception | None = None) -> T:
+        """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them.
+
+        Args:
+            function: is not called on a rank that has failed before.
+            failed: what this rank has met before.
+        """
+        value, failed = (None, failed) if failed is not None else attempt(function)
         if self.decide([failed is not None, *[0] * (NUMBERS - 1)], lambda rows: int(any(row[0] for row in rows))):
             self.raise_together(failed)
         return value  # type: ignore[return-value]
@@ -123,3 +129,8 @@ def portable(error: BaseException) -> tuple[type[Exception], str]:
 
 def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def digest_of(data: bytes) -> int:
+    """Returns 63 bits of a hash, and never 0."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1 | 1

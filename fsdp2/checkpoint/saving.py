@@ -2,76 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import os
-import re
-import shutil
 import threading
 import time
-import warnings
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from ..shards import codec_state
-from ..shards.tensors import tensors_in
-from .folders import JobLock, check_path, remove_folder, replace_folder
-from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, Place, file_of
-from .parts import bytes_in, file_head, lengths_around, write_file, write_parts
-from .pickled import StoredObject, metadata_chunks
-from .ranks import NUMBERS, Team, attempt
+from .attempt import Attempt
+from .commit import Session, session_of
+from .ranks import attempt
 from .snapshot import Snapshot
-from .state import MODEL, OPTIMIZER, PER_RANK, Optimizers, State, check_arguments, states_of
-
-CODECS = "fsdp2.codecs"
-"""The name in `per_rank` of what codecs keep between steps."""
-# What the first rank answers at the end of a save.
-_DONE, _AGREE, _FAILED, _DIFFER = range(4)
-# Of so many kinds of states, the layout is remembered.
-_MOST_KNOWN = 4
-
-
-class _Agreed(NamedTuple):
-    """What all ranks know alike.
-
-    `digest`: a number that is equal where all is. `kind`: of this rank. `kinds`: the index of the kind of each rank.
-    `places`: what this rank writes. `around`: see `lengths_around`, on the first rank.
-    """
-
-    layout: Layout
-    digest: int
-    kind: int
-    kinds: list[int]
-    places: list[Place]
-    around: dict[str, tuple[Tensor, Tensor]]
-
-
-class _Record(NamedTuple):
-    """What each rank tells the first one at the end of a save."""
-
-    has_failed: int
-    agreed: int  # 0: this rank does not know the layout of its state
-    arguments: int
-    plain: int  # a checksum of plain tensors of the optimizer
-    nbytes: int  # of the file
-    index_nbytes: int
-    per_rank_nbytes: int
-    kind: int
+from .state import Optimizers
 
 
 class Saving:
     """A save, which `save` returns.
 
     Attributes:
-        path: the folder of the checkpoint, a `pathlib.Path`.
+        path: the folder of the checkpoint, a `pathlib.Path`; of one in memory, its place there when it is complete.
         nbytes: bytes that this rank has written; 0 before the end.
         step_waited_s: seconds for which `optimizer.step` waited for the snapshot of `wait=False`.
     """
@@ -108,11 +60,12 @@ class Saving:
             self._thread.join()
         return self._error
 
-    def _run(self, session: _Session, attempt_: _Attempt, snapshot: Snapshot) -> None:
+    def _run(self, session: Session, made: Attempt, snapshot: Snapshot | None) -> None:
         try:
-            failed = attempt_.failed or attempt(snapshot.finish)[1]
+            if snapshot is not None:
+                _, made.failed = attempt(snapshot.finish)
             self._is_copied.set()
-            session.finish(self, attempt_, failed)
+            session.finish(self, made)
         except BaseException as error:
             self._error = error
         finally:
@@ -138,6 +91,8 @@ def save(
     wait: bool = True,
     keep_last: int | None = None,
     trainable_only: bool = False,
+    in_memory: bool = False,
+    flat_keys: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving:
     """Saves a checkpoint that any number of ranks can load, with `load` or with torch.distributed.checkpoint.
@@ -170,6 +125,13 @@ def save(
         keep_last: remove all checkpoints of fsdp2 beside it but the last `keep_last`, this one included, when it is
             complete. None: remove none.
         trainable_only: leave out frozen parameters: of LoRA, the adapters remain.
+        in_memory: save into the memory of this machine (`/dev/shm`) instead of the disk. The checkpoint stays there
+            when ranks are killed, until the machine ends, and `latest` of the folder around `folder` finds it. The next
+            save into that folder, to memory or the disk, replaces it. It takes as much memory as the shards and the
+            states, and twice as much during a save. All ranks must be on one machine.
+        flat_keys: name everything by FQNs: the model's keys without "model", and the optimizer's options as
+            `optimizer.param_groups.<FQN>.lr`, so that pipeline stages with an optimizer each do not share names.
+            torchtitan loads such checkpoints, and `load` knows them. Tensors in `extra` must be inside dicts.
         process_group: the ranks that save together. None: all.
 
     Returns:
@@ -179,417 +141,32 @@ def save(
         ValueError: ranks differ in an argument, or share a tensor in different ways; a name in `extra` is taken; plain
             tensors of the optimizer differ between ranks.
         TypeError: an argument; a value that can't be loaded without running code.
-        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks.
+        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; `in_memory` on
+            several machines.
         FileExistsError: `folder` is there, and is no checkpoint.
         OSError: the disk is full, read-only or not there. The error names the file.
         RuntimeError: another job saves into the folder around `folder`; an earlier save has failed.
         All errors are raised on all ranks, and leave earlier checkpoints as they are.
     """
-    session = session_of(process_group)
-    session.end_previous()
-    session.count += 1
-    made, failed = attempt(
-        lambda: _Attempt(folder, model, optimizer, extra, per_rank, keep_last, trainable_only, session)
+    made = Attempt()
+    _, made.failed = attempt(
+        lambda: made.check(
+            folder, model, optimizer, extra, per_rank, wait, keep_last, trainable_only, in_memory, flat_keys
+        )
     )
-    if made is None:
-        made = _Attempt.failing(failed, session)
+    session = session_of("save", process_group, made.failed)
+    session.begin(made)
+    if made.failed is None:
+        _, made.failed = attempt(lambda: made.collect(model, extra, per_rank, trainable_only, flat_keys))
     saving = Saving(made.final)
-    if wait:
-        session.finish(saving, made, made.failed)
+    if wait is not False:
+        session.finish(saving, made)
         return saving
-    snapshot, failed = attempt(made.take_snapshot)
-    made.failed = made.failed or failed
-    if snapshot is None:  # ranks meet in the thread, which raises in `wait`
-        snapshot = Snapshot(State({}), (), {}, None)
+    snapshot = None
+    if made.failed is None:
+        snapshot, made.failed = attempt(lambda: session.take_snapshot(made))
     session.running = saving
     saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in made.optimizers]
     saving._thread = threading.Thread(target=saving._run, args=(session, made, snapshot), name="fsdp2.checkpoint")
     saving._thread.start()
     return saving
-
-
-class _Attempt:
-    """What one rank is about to save. Whatever it raises is told to all ranks at the end of the save."""
-
-    def __init__(
-        self,
-        folder: Any,
-        model: nn.Module,
-        optimizer: Optimizers | None,
-        extra: Mapping[str, Any] | None,
-        per_rank: Mapping[str, Any] | None,
-        keep_last: int | None,
-        trainable_only: bool,
-        session: _Session,
-    ) -> None:
-        check_path("folder", folder)
-        self.optimizers = check_arguments("save", model, optimizer)
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise ValueError(f"keep_last: expected a number from 1 on, or None, got {keep_last!r}")
-        self.failed: Exception | None = None
-        self.final, self.keep_last, self.model = Path(folder).absolute(), keep_last, model
-        self.team, self.session = session.team, session
-        self.save_id = f"{self.team.run_id}-{session.count}"
-        self.new: Path | None = self.final.with_name(f".{self.final.name}.fsdp2-{self.team.run_id}-{session.count}")
-        nested = states_of(model, self.optimizers, trainable_only=trainable_only, keep_empty=True)
-        self.state = State(nested | _values_of("extra", extra))
-        own = _values_of("per_rank", per_rank)
-        if codecs := codec_state.state_dict(model):
-            own[CODECS] = codecs
-        self.per_rank = pickled("per_rank", own) if own else b""
-        self.objects = {name: pickled(name, value) for name, value in self.state.objects.items()}
-        self.kind = self.state.kind()
-        self.plain = self._checksums()
-        self.values: Callable[[str], Tensor] = self.state.local
-
-    @staticmethod
-    def failing(error: Exception | None, session: _Session) -> _Attempt:
-        """Returns what a rank brings to the end of a save that it can't begin."""
-        made = object.__new__(_Attempt)
-        made.failed, made.final, made.new, made.save_id = error, Path(), None, ""
-        made.team, made.session, made.keep_last, made.optimizers = session.team, session, None, ()
-        made.state, made.kind, made.plain = State({}), Kind((), (), ()), {}
-        return made
-
-    def _checksums(self) -> dict[str, int]:
-        """Returns a checksum of each plain tensor of the optimizer, which must be alike on all ranks."""
-        found = {}
-        for name, tensor in self.state.tensors.items():
-            if self.state.paths[name][0] == OPTIMIZER and not isinstance(tensor, DTensor):
-                found[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
-        return found
-
-    def arguments(self) -> int:
-        """Returns a number that is equal on ranks that save the same."""
-        return _number(f"{self.final}\n{self.keep_last}\n{self.save_id}".encode())
-
-    def take_snapshot(self) -> Snapshot:
-        """Copies into host memory what the next forward may change, and prepares to copy the rest."""
-        agreed = self.session.known.get(self.kind)
-        # Where this rank does not know what it will write, it copies all that it has.
-        names = [*self.state.tensors] if agreed is None else [place.name for place in agreed.places]
-        snapshot = Snapshot(self.state, names, self.state.may_be_copied_later(self.model), self.session.buffer)
-        self.session.buffer, self.values = snapshot.buffer, snapshot.value
-        return snapshot
-
-    def write(self, agreed: _Agreed) -> tuple[int, int]:
-        """Writes the file of this rank. Returns its bytes, and those of the index of its objects."""
-        team = self.team
-        assert self.new is not None
-        self.final.parent.mkdir(parents=True, exist_ok=True)
-        if team.is_first:
-            self.session.prepare(self)
-        self.new.mkdir(exist_ok=True)
-        path = self.new / file_of(team.rank)
-        path.unlink(missing_ok=True)
-        end, index, written = Layout.end_of(agreed.places), {}, []
-        for name, data in self.objects.items():
-            if agreed.layout.objects[name] == team.rank:
-                index[name] = [end, len(data)]
-                written.append(data)
-                end += len(data)
-        listed = json.dumps(index).encode() if index else b""
-        dtypes = {name: parts.dtype for name, parts in agreed.layout.tensors.items()}
-        nbytes = write_parts(
-            path,
-            file_head(self.save_id, team.rank),
-            agreed.places,
-            self._value,
-            dtypes,
-            b"".join((*written, listed, self.per_rank)),
-        )
-        return nbytes, len(listed)
-
-    def _value(self, place: Place) -> Tensor:
-        return self.values(place.name).cpu().contiguous()
-
-
-class _Session:
-    """What the saves of one team share: the layouts that ranks have agreed on, the lock, and memory for snapshots."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.team = Team(group)
-        # Ranks may be threads: each knows of its own process groups which are destroyed.
-        self.thread = threading.get_ident()
-        self.count = 0
-        self.running: Saving | None = None
-        self.buffer: Tensor | None = None
-        self.known: dict[Kind, _Agreed] = {}
-        self._locks: dict[Path, JobLock] = {}
-
-    def end_previous(self) -> None:
-        """Waits for the save that runs. Raises what it has met, on all ranks, unless each has got that from `wait`."""
-        previous, self.running = self.running, None
-        if previous is None:
-            return
-        error = previous._join()
-        if error is not None:  # on all ranks
-            numbers = [previous._is_told, *[0] * (NUMBERS - 1)]
-            if not self.team.decide(numbers, lambda rows: min(row[0] for row in rows)):
-                raise error
-
-    def prepare(self, made: _Attempt) -> None:
-        """Checks on the first rank that this job may save there, and removes what killed jobs have left."""
-        parent = made.final.parent
-        if parent not in self._locks:
-            self._locks[parent] = JobLock(parent)
-            self._locks[parent].clean(parent, self.team.run_id)
-        if made.final.exists() and not (made.final / METADATA).is_file():
-            what = "a folder with other files" if made.final.is_dir() else "a file"
-            if not (made.final.is_dir() and not any(made.final.iterdir())):
-                raise FileExistsError(f"{made.final}: expected a checkpoint, an empty folder or none, got {what}")
-
-    def finish(self, saving: Saving, made: _Attempt, failed: Exception | None) -> None:
-        """Writes, meets the other ranks, and commits on the first one. Raises what any rank has met, on all ranks."""
-        team, verdict = self.team, _AGREE
-        while verdict == _AGREE:
-            agreed = self.known.get(made.kind)
-            nbytes = index_nbytes = 0
-            if agreed is not None and failed is None:
-                written, failed = attempt(lambda agreed=agreed: made.write(agreed))  # type: ignore[misc]
-                nbytes, index_nbytes = written or (0, 0)
-            record = _Record(
-                int(failed is not None),
-                0 if agreed is None else agreed.digest,
-                0 if failed is not None else made.arguments(),
-                _number(json.dumps(made.plain).encode()),
-                nbytes,
-                index_nbytes,
-                0 if failed is not None else len(made.per_rank),
-                0 if agreed is None else agreed.kind,
-            )
-            commit = _Commit(made, agreed)
-            verdict = team.decide(record, commit.choose)
-            if verdict == _AGREE:
-                self._agree(made.kind)
-        if verdict == _DIFFER:
-            every = team.gather(made.plain)
-            names = sorted({n for own in every for n in own if own[n] != every[0].get(n, own[n])})
-            failed = ValueError(
-                f"save: {', '.join(names[:5])}: expected plain tensors of the optimizer that are equal on all ranks, "
-                "of which a checkpoint keeps one, got others on some ranks. An optimizer that computes on local rows "
-                "must make its states DTensors; or save its state_dict() in per_rank=."
-            )
-        if verdict != _DONE:
-            if made.new is not None:
-                shutil.rmtree(made.new, ignore_errors=True)
-            team.raise_together(failed or commit.failed)
-        saving.nbytes = nbytes
-        if team.is_first and made.keep_last is not None:
-            _remove_old(made.final.parent, made.keep_last, team.run_id)
-
-    def _agree(self, own: Kind) -> None:
-        """Tells all ranks what each kind of them holds. Two collectives, and one broadcast for each kind."""
-        team, text = self.team, own.to_json().encode()
-        numbers = team.gather(_number(text))
-        kinds: list[tuple[list[int], Kind]] = []
-        of_rank = [0] * team.size
-        for number in dict.fromkeys(numbers):
-            members = [index for index, each in enumerate(numbers) if each == number]
-            sent = team.broadcast(text, members[0])
-            for index in members:
-                of_rank[index] = len(kinds)
-            kinds.append(([team.members[i] for i in members], Kind.from_json(json.loads(sent))))
-        layout, failed = attempt(lambda: Layout(kinds))
-        if layout is None:  # on all ranks alike
-            assert failed is not None
-            raise failed
-        digest = _number(repr((numbers, torch.__version__)).encode())
-        while len(self.known) >= _MOST_KNOWN:
-            del self.known[next(iter(self.known))]
-        around = lengths_around(layout.tensors) if team.is_first else {}
-        self.known[own] = _Agreed(layout, digest, of_rank[team.index] + 1, of_rank, layout.places_of(team.rank), around)
-
-
-class _Commit:
-    """What the first rank does at the end of a save. `failed`: what it has met."""
-
-    def __init__(self, made: _Attempt, agreed: _Agreed | None) -> None:
-        self._made, self._agreed = made, agreed
-        self.failed: Exception | None = None
-
-    def choose(self, rows: list[list[int]]) -> int:
-        """Returns what all ranks do next, for their records."""
-        records = [_Record(*row) for row in rows]
-        if any(each.has_failed for each in records):
-            return _FAILED
-        if len({each.arguments for each in records}) > 1:
-            self.failed = ValueError(
-                "save: expected the same folder, keep_last and number of earlier saves on all ranks, got "
-                f"{self._made.final} and keep_last={self._made.keep_last} on the first rank, and others on other ranks"
-            )
-            return _FAILED
-        if len({each.agreed for each in records}) > 1 or not records[0].agreed:
-            return _AGREE
-        if len({(each.kind, each.plain) for each in records}) > len({each.kind for each in records}):
-            return _DIFFER
-        _, self.failed = attempt(lambda: self._commit(records))
-        return _DONE if self.failed is None else _FAILED
-
-    def _commit(self, records: list[_Record]) -> None:
-        made, agreed = self._made, self._agreed
-        assert agreed is not None
-        assert made.new is not None
-        layout, members = agreed.layout, made.team.members
-        objects: dict[str, StoredObject] = {}
-        for rank, record in zip(members, records, strict=True):
-            path = made.new / file_of(rank)
-            found = path.stat().st_size if path.exists() else None
-            if found != record.nbytes:
-                raise OSError(
-                    f"{path}: expected the {record.nbytes:,} bytes that rank {rank} has written, the first rank sees "
-                    f"{'no file' if found is None else f'{found:,}'}. Save into a folder that all ranks share."
-                )
-            if record.per_rank_nbytes:
-                start = record.nbytes - record.per_rank_nbytes
-                objects[f"{PER_RANK}.{rank}"] = StoredObject(rank, start, record.per_rank_nbytes)
-            if record.index_nbytes:
-                with path.open("rb") as file:
-                    file.seek(record.nbytes - record.per_rank_nbytes - record.index_nbytes)
-                    index = json.loads(file.read(record.index_nbytes))
-                objects |= {name: StoredObject(rank, *at) for name, at in index.items()}
-        paths = {**made.state.paths, **{name: tuple(name.split(".")) for name in objects if name.startswith(PER_RANK)}}
-        for name in (*layout.tensors, *layout.objects):
-            paths.setdefault(name, tuple(name.split(".")))  # of other ranks' pipeline stages
-        content = {
-            "format": FORMAT,
-            "save_id": made.save_id,
-            "time": time.time(),
-            "members": members,
-            "kinds": [[kind.to_json() for _, kind in layout.kinds], agreed.kinds],
-            "objects": objects,
-            "paths": paths,
-        }
-        write_file(made.new / LAYOUT, [json.dumps(content, separators=(",", ":")).encode()])
-        chunks = metadata_chunks(layout.tensors, layout.offsets, agreed.around, objects, paths, made.save_id)
-        write_file(made.new / METADATA, chunks)
-        replace_folder(made.new, made.final, made.team.run_id)
-
-
-_sessions: dict[Any, _Session] = {}
-
-
-def session_of(group: dist.ProcessGroup | None) -> _Session:
-    """Returns what the saves of a process group share; of all ranks for None. Every rank of it must call it."""
-    key = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
-    own = [each for each, session in _sessions.items() if session.thread == threading.get_ident()]
-    for each in own:
-        if each is not key and not _is_alive(each):
-            del _sessions[each]
-    if key not in _sessions:
-        _sessions[key] = _Session(group)
-    return _sessions[key]
-
-
-def _is_alive(group: Any) -> bool:
-    """Returns False for a process group that was destroyed."""
-    if group is None or not dist.is_initialized():
-        return False
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return False
-    return True
-
-
-def _number(data: bytes) -> int:
-    """Returns 63 bits of a hash, and never 0."""
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1 | 1
-
-
-def _values_of(argument: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the values of `extra` or `per_rank`: of those with a `state_dict`, what it returns."""
-    if values is not None and not (isinstance(values, Mapping) and all(isinstance(name, str) for name in values)):
-        raise TypeError(f"{argument}: expected a dict with texts as keys, or None, got {values!r}")
-    taken = {MODEL, OPTIMIZER, PER_RANK, CODECS} & {*(values or ())}
-    if taken:
-        raise ValueError(f"{argument}: expected names other than {', '.join(sorted(taken))}, which save gives itself")
-    return {name: state_of(value) for name, value in (values or {}).items()}
-
-
-def state_of(value: Any) -> Any:
-    """Returns the state of a value: `value.state_dict()` if it has one."""
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-
-
-def pickled(name: str, value: Any) -> bytes:
-    """Returns what torch.save writes of a value that is no tensor.
-
-    Raises:
-        NotImplementedError: it has shards of a DTensor, which other ranks would lose.
-        TypeError: it can be loaded only by running code.
-    """
-    if any(isinstance(each, DTensor) for each in tensors_in(value)):
-        raise NotImplementedError(
-            f"{name}: expected values that all ranks have whole, got a DTensor inside a dict whose keys are no texts, "
-            "or in an object. Pass optimizers as optimizer=, and tensors under keys that are texts."
-        )
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        if not _is_plain(value):
-            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    except Exception as error:
-        raise TypeError(
-            f"{name}: expected numbers, texts, tensors, lists, tuples and dicts, which load without running code, got "
-            f"{type(value).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    return file.getvalue()
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return value is None or type(value) in (int, float, str, bool)
-
-
-# ---- checkpoints in a folder
-
-
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Returns the checkpoint in a folder that was saved last; None if there is none, or no such folder.
-
-    It reads the folder and does not communicate. A checkpoint is there only when it is complete, and may be of
-    torch.distributed.checkpoint, too. If it is passed to `load`, ranks compare it.
-
-    Args:
-        folder: the folder in which checkpoints are, each in a folder of its own.
-
-    Raises:
-        TypeError: `folder` is no path.
-    """
-    check_path("folder", folder)
-    found = _checkpoints_in(Path(folder))
-    return found[-1] if found else None
-
-
-def _checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the one that was saved last at the end."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / METADATA).is_file()]
-    return sorted(paths, key=lambda path: (_saved_at(path), [int(each) for each in re.findall(r"\d+", path.name)]))
-
-
-def _saved_at(path: Path) -> float:
-    """Returns the time of a save: of ours, what its first rank has noted, which copies of the folder have, too."""
-    try:
-        with (path / LAYOUT).open("rb") as file:
-            found = re.search(rb'"time":([0-9.]+)', file.read(200))
-        if found is not None:
-            return float(found[1])
-    except OSError:
-        pass
-    return (path / METADATA).stat().st_mtime
-
-
-def _remove_old(folder: Path, keep_last: int, run_id: str) -> None:
-    """Removes checkpoints of fsdp2 in a folder but the last ones."""
-    ours = [path for path in _checkpoints_in(folder) if (path / LAYOUT).is_file()]
-    for path in ours[:-keep_last]:
-        try:
-            remove_folder(path, run_id)
-        except OSError as error:
-            warnings.warn(f"{path}: this old checkpoint can't be removed: {error}", stacklevel=3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -31,23 +31,29 @@ class State:
 
     Args:
         nested: the state dict, of dicts, lists, tensors and other values.
+        flat_keys: keys of the model do not begin with "model".
 
     Attributes:
         tensors: key -> the tensor, plain or a DTensor.
         objects: key -> any other value.
-        paths: key -> the keys and indices on the way to it, as torch.distributed.checkpoint notes them.
+        paths: key -> the keys and indices on the way to it in the state dict.
     """
 
-    def __init__(self, nested: Mapping[str, Any]) -> None:
+    def __init__(self, nested: Mapping[str, Any], flat_keys: bool = False) -> None:
+        self.flat_keys = flat_keys
         self.tensors: dict[str, Tensor] = {}
         self.objects: dict[str, Any] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         for path, value in _leaves((), nested):
-            name = ".".join(map(str, path))
+            name = ".".join(map(str, path[1:] if flat_keys and path[0] == MODEL else path))
             if name in self.paths:
                 raise ValueError(f"{name}: expected one value of this name, got two: {path} and {self.paths[name]}")
             self.paths[name] = path
             (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
+        self.stored_paths = {
+            name: path[1:] if flat_keys and path[0] == MODEL else path for name, path in self.paths.items()
+        }
+        """Key -> the keys and indices on the way to it, as torch.distributed.checkpoint notes them."""
 
     def local(self, name: str) -> Tensor:
         """Returns this rank's part of a tensor: a plain tensor over its memory."""
@@ -80,13 +86,13 @@ class State:
 
         They are names -> functions that return a number which changes when the tensor is written to.
         """
-        params = {f"{MODEL}.{name}": param for name, param in shards_of(model).names().items()}
+        params = {(MODEL, name): param for name, param in shards_of(model).names().items()}
         if any(param.is_stepped_in_backward for param in params.values()):
             return {}
         found: dict[str, Callable[[], int]] = {}
         for name, tensor in self.tensors.items():
-            if name in params:
-                found[name] = partial(attrgetter("version"), params[name])
+            if (param := params.get(self.paths[name])) is not None:
+                found[name] = partial(attrgetter("version"), param)
             elif isinstance(tensor, DTensor) and self.paths[name][0] == OPTIMIZER:
                 found[name] = partial(_version, tensor, self.local(name))
         return found
@@ -167,17 +173,27 @@ def _check(name: str, local: Tensor) -> None:
 def check_arguments(function: str, model: Any, optimizer: Any) -> tuple[Optimizer, ...]:
     """Returns the optimizers; raises TypeError for what is no module, or no optimizer."""
     require_module("model", model, function)
-    optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    optimizers = [] if optimizer is None else [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
             raise TypeError(
                 f"{function}: optimizer: expected a torch.optim.Optimizer, several, or None, got {type(each).__name__}"
             )
-    return optimizers
+    return tuple(optimizers)
+
+
+def parameter_of(path: Sequence[Any]) -> str | None:
+    """Returns the FQN of the parameter to which an optimizer's state on this path belongs; None for anything else."""
+    if path[0] != OPTIMIZER:
+        return None
+    if path[1] == "state":
+        return str(path[2])
+    is_flat = len(path) == 2 and str(path[1]).startswith("state.")
+    return str(path[1]).removeprefix("state.").rpartition(".")[0] if is_flat else None
 
 
 def states_of(
-    model: nn.Module, optimizers: Sequence[Optimizer], *, trainable_only: bool, keep_empty: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], *, trainable_only: bool, keep_empty: bool, flat_keys: bool
 ) -> dict[str, Any]:
     """Returns the state dicts of a model and its optimizers. Every rank must call it.
 
@@ -186,22 +202,26 @@ def states_of(
         optimizers: its optimizers.
         trainable_only: leave out parameters that do not require a gradient.
         keep_empty: an optimizer that has not stepped has no states. False: torch makes them, of zeros.
+        flat_keys: states and options of the optimizers lie under keys with the FQN of their parameter.
     """
     for group in shards_of(model).groups:
         group.before_read()
-    options = StateDictOptions(ignore_frozen_params=trainable_only)
+    options = StateDictOptions(ignore_frozen_params=trainable_only, flatten_optimizer_state_dict=flat_keys)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
         states: dict[str, Any] = {MODEL: get_model_state_dict(model, options=options)}
-        found: dict[str, Any] = {"state": {}, "param_groups": []}
+        found: dict[str, Any] = {}
         for each in optimizers:
             is_fresh = keep_empty and not each.state
             own: dict[str, Any] = get_optimizer_state_dict(model, each, options=options)
             if is_fresh:  # torch has stepped on zeros to make states, and that would count as a step
                 each.state.clear()
-                own["state"] = {}
-            found["state"].update(own["state"])
-            found["param_groups"] += own["param_groups"]
+                own = {key: value for key, value in own.items() if key.partition(".")[0] != "state"}
+            for key, value in own.items():
+                if key in ("state", "param_groups") and key in found:
+                    found[key] = found[key] | value if key == "state" else found[key] + value
+                else:
+                    found[key] = value
         if optimizers:
-            states[OPTIMIZER] = found if found["state"] else {"param_groups": found["param_groups"]}
+            states[OPTIMIZER] = found
     return states

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,9 +25,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..torch_private.checkpoints import REBUILD_TENSOR
 from .folders import require_regular
-from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, file_of
+from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, file_of
 from .metadata import check_tensors, read_metadata
-from .parts import bytes_in, file_head
+from .parts import bytes_in, checksum_at, file_head
 
 # Values that can't be read straight to their place are read so many bytes at a time.
 _BUCKET_NBYTES = 32 * 1024 * 1024
@@ -64,11 +66,15 @@ class StoredTensor(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Where the values of a part begin in a file, or all of them where they do not lie there as they are."""
+    """Where the values of a part begin in a file, or all of them where they do not lie there as they are.
+
+    `checksum`: their CRC-32; 0 if it is not known.
+    """
 
     path: Path
     offset: int
     values: Tensor | None
+    checksum: int = 0
 
 
 class Checkpoint:
@@ -108,14 +114,19 @@ class Checkpoint:
             os.close(descriptor)
         self._files.clear()
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         """Checks that files have what the index says of these tensors.
+
+        Args:
+            names: the keys of the tensors.
+            index: the number of this rank among those that share the work.
+            size: the number of these ranks.
 
         Raises:
             FileNotFoundError: a file is missing.
             ValueError: a file is shorter, or of another save.
         """
-        self._index.check(names)
+        self._index.check(names, index, size)
 
     def object(self, name: str) -> Any:
         """Returns a value that is no tensor.
@@ -128,6 +139,9 @@ class Checkpoint:
         data = bytearray(nbytes)
         self._read(path, offset, memoryview(data), name)
         try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                if archive.testzip() is not None:
+                    raise ValueError("other bytes than were saved")
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(
@@ -181,26 +195,31 @@ class Checkpoint:
         if at.values is not None:
             region.copy_(at.values[inside])
             return
-        rows = inside[0] if inside else slice(0, 1)
-        row = dtype.itemsize
-        for size in sizes[1:]:
-            row *= size
-        offset = at.offset + rows.start * row
-        is_whole_rows = region.shape[1:] == sizes[1:]
-        if region.is_cpu and region.dtype == dtype and region.is_contiguous() and is_whole_rows:
-            self._read(at.path, offset, bytes_in(region), name)
-            return
-        most = max(1, _BUCKET_NBYTES // max(1, row))
-        for start in range(0, rows.stop - rows.start, most):
-            count = min(most, rows.stop - rows.start - start)
+        if not inside:
+            sizes, inside, region = (1,), (slice(0, 1),), region.view(1)
+        row, rows = math.prod(sizes[1:]) * dtype.itemsize, inside[0]
+        # Of those who read of this part, the one that has its first element compares the checksum of all of it.
+        checksum, end = 0, sizes[0] if all(each.start == 0 for each in inside) else rows.stop
+        start = rows.start
+        if region.is_cpu and region.dtype == dtype and region.is_contiguous() and region.shape[1:] == sizes[1:]:
+            self._read(at.path, at.offset + start * row, bytes_in(region), name)
+            checksum, start = zlib.crc32(bytes_in(region)), rows.stop
+        while start < end:
+            limit = rows.stop if start < rows.stop else end
+            count = min(limit - start, max(1, _BUCKET_NBYTES // max(1, row)))
             bucket = torch.empty(count * row, dtype=torch.uint8)
-            self._read(at.path, offset + start * row, bytes_in(bucket), name)
-            columns = (slice(None), *inside[1:])
-            if inside:
+            self._read(at.path, at.offset + start * row, bytes_in(bucket), name)
+            checksum = zlib.crc32(bytes_in(bucket), checksum)
+            if start < rows.stop:
+                columns = (slice(None), *inside[1:])
                 values = bucket.view(dtype).view(count, *sizes[1:])[columns]
-                region[start : start + count].copy_(values)
-            else:
-                region.copy_(bucket.view(dtype)[0])
+                region[start - rows.start : start - rows.start + count].copy_(values)
+            start += count
+        if end == sizes[0] and at.checksum not in (0, checksum) and rows.start == 0:
+            raise ValueError(
+                f"{at.path}: {name}: expected values with the checksum {at.checksum:08x}, got {checksum:08x}: bytes of "
+                "the file have changed since it was saved"
+            )
 
     def _read(self, path: Path, offset: int, memory: memoryview, name: str) -> None:
         descriptor = self.descriptor(path)
@@ -258,17 +277,18 @@ class _Ours:
             name: StoredTensor(parts.dtype, parts.shape, parts.starts, parts.sizes)
             for name, parts in self._layout.tensors.items()
         }
-        self._is_checked: set[int] = set()
 
     @cached_property
     def _offsets(self) -> Mapping[str, Tensor]:
         return self._layout.offsets
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str], index: int, size: int) -> None:
+        ends = torch.zeros(max((max(members) for members, _ in self._kinds), default=0) + 1, dtype=torch.int64)
         for name in names:
             parts, offsets = self._layout.tensors[name], self._offsets[name]
-            for writer in {*parts.writers.tolist()} - self._is_checked:
-                self._check_file(writer, int((offsets + parts.nbytes)[parts.writers == writer].max()))
+            ends.scatter_reduce_(0, parts.writers, offsets + parts.nbytes + 1, "amax")
+        for writer in ends.nonzero()[index::size, 0].tolist():
+            self._check_file(writer, int(ends[writer]))
 
     def _check_file(self, rank: int, end: int) -> None:
         path = self._folder / file_of(rank)
@@ -285,17 +305,19 @@ class _Ours:
             )
         if path.stat().st_size < end:
             raise ValueError(f"{path}: expected {end:,} bytes at least, got {path.stat().st_size:,}. It is truncated.")
-        self._is_checked.add(rank)
 
     def object_at(self, name: str) -> tuple[Path, int, int]:
         rank, offset, nbytes = self.objects[name]
-        if rank not in self._is_checked:
-            self._check_file(rank, offset + nbytes)
+        self._check_file(rank, offset + nbytes)
         return self._folder / file_of(rank), offset, nbytes
 
     def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
-        path = self._folder / file_of(int(self._layout.tensors[name].writers[index]))
-        return _Values(path, int(self._offsets[name][index]), None)
+        parts = self._layout.tensors[name]
+        path, offset = self._folder / file_of(int(parts.writers[index])), int(self._offsets[name][index])
+        tail = os.pread(reader.descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
+        if (at := checksum_at(tail)) is None:
+            raise ValueError(f"{path}: {name}: expected the end of a tensor behind its values. It is truncated.")
+        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"))
 
 
 class _NewerError(Exception):
@@ -323,7 +345,7 @@ class _Torchs:
             else:
                 self.objects[name] = None
 
-    def check(self, names: Iterable[str]) -> None:
+    def check(self, names: Iterable[str], index: int, size: int) -> None:
         check_tensors(self._folder, self._metadata, names)
 
     def _place(self, name: str, starts: tuple[int, ...]) -> tuple[Path, int, int]:
@@ -349,7 +371,7 @@ class _Torchs:
             view = _View(reader.descriptor(path), offset, nbytes)
             found = _find_values(view, stored.dtype, sizes)
             if found is not None:
-                return _Values(path, offset + found, None)
+                return _Values(path, offset + found[0], None, found[1])
             view.seek(0)
             values = torch.load(io.BytesIO(view.read()), map_location="cpu", weights_only=True)
             if not isinstance(values, Tensor) or values.shape != sizes:
@@ -389,8 +411,11 @@ class _View(io.RawIOBase):
         return data
 
 
-def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> int | None:
-    """Returns where the values of a contiguous tensor begin in what torch.save has written; None if not as they are."""
+def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int] | None:
+    """Returns where the values of a contiguous tensor begin in what torch.save has written, and their checksum.
+
+    None if they do not lie there as they are.
+    """
     with zipfile.ZipFile(view) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         data, order = records["data/0"], records.get("byteorder")
@@ -404,7 +429,7 @@ def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> int
             return None
         view.seek(data.header_offset + 26)
         name, extra = struct.unpack("<HH", view.read(4))
-        return data.header_offset + 30 + int(name) + int(extra)
+        return data.header_offset + 30 + int(name) + int(extra), data.CRC
 
 
 def _nbytes(dtype: torch.dtype, sizes: Sequence[int]) -> int:

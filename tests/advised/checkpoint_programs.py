@@ -1,5 +1,6 @@
 """Follows the advice of errors of fsdp2.checkpoint."""
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from advised.file_programs import new_folder
 from advised.registry import build, follows, refused, same, same_parameters, shard
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import folders, saving
+from fsdp2.checkpoint import attempt, folders, memory, snapshot, state
 from fsdp2.checkpoint.layout import Entry, Kind, Layout
 
 
@@ -27,6 +28,40 @@ def two_jobs() -> None:
         again = shard(build(seed=2))
         checkpoint.load(folder / each / "a", again)
         same_parameters(again, build())
+
+
+@follows("Pass it inside a dict")
+def tensors_among_flat_keys() -> None:
+    model, folder = shard(build()), new_folder()
+    refused(lambda: checkpoint.save(folder / "a", model, extra={"x": torch.ones(2)}, flat_keys=True), ValueError)
+    checkpoint.save(folder / "a", model, extra={"mine": {"x": torch.ones(2)}}, flat_keys=True)
+    again = shard(build(seed=2))
+    same(checkpoint.load(folder / "a", again)["mine"]["x"], torch.ones(2))
+    same_parameters(again, build())
+
+
+@follows("have the same names for their options: save with flat_keys=True")
+def options_of_stages() -> None:
+    folder, rank = new_folder(), dist.get_rank()
+    stage = nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1 * (1 + rank))
+    refused(lambda: checkpoint.save(folder / "a", stage, optimizer), ValueError)
+    checkpoint.save(folder / "a", stage, optimizer, flat_keys=True)
+    optimizer.param_groups[0]["lr"] = 7.0
+    checkpoint.load(folder / "a", stage, optimizer)
+    same(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.1 * (1 + rank)))
+
+
+@follows("Save with in_memory=False")
+def ranks_without_common_memory() -> None:
+    model, folder = shard(build()), new_folder()
+    for root in ("/none", f"/dev/shm/machine-{dist.get_rank()}"):
+        with mock.patch.object(memory, "ROOT", Path(root)):
+            refused(lambda: checkpoint.save(folder / "a", model, in_memory=True))
+    checkpoint.save(folder / "a", model, in_memory=False)
+    again = shard(build(seed=2))
+    checkpoint.load(checkpoint.latest(folder) or folder, again)
+    same_parameters(again, build())
 
 
 @follows("Give what differs between ranks another name")
@@ -99,16 +134,16 @@ def states_of_local_rows() -> None:
 def disks_that_ranks_do_not_share() -> None:
     model, folder = shard(build()), new_folder()
     own = folder / f"rank-{dist.get_rank()}"
-    function = saving._Attempt.write
+    function = attempt.Attempt.write
 
-    def on_own_disk(made: Any, agreed: Any) -> Any:
+    def on_own_disk(made: Any, agreed: Any, rank: int) -> Any:
         made.new, shared = own / "x", made.new
         made.new.parent.mkdir(exist_ok=True)
-        if dist.get_rank() == 0:
+        if rank == 0:
             made.new = shared
-        return function(made, agreed)
+        return function(made, agreed, rank)
 
-    with mock.patch.object(saving._Attempt, "write", on_own_disk):
+    with mock.patch.object(attempt.Attempt, "write", on_own_disk):
         refused(lambda: checkpoint.save(folder / "a", model), OSError)
     checkpoint.save(folder / "a", model)
     again = shard(build(seed=2))
@@ -119,14 +154,14 @@ def disks_that_ranks_do_not_share() -> None:
 @follows("Save with wait=True before you write to it")
 def a_write_between() -> None:
     model, folder = shard(build()), new_folder()
-    finish = saving.Snapshot.finish
+    finish = snapshot.Snapshot.finish
 
-    def write_first(snapshot: Any) -> None:
+    def write_first(copy: Any) -> None:
         with torch.no_grad():
             next(model.parameters()).add_(1)
-        finish(snapshot)
+        finish(copy)
 
-    with mock.patch.object(saving.Snapshot, "finish", write_first):
+    with mock.patch.object(snapshot.Snapshot, "finish", write_first):
         running = checkpoint.save(folder / "a", model, wait=False)
         refused(running.wait)
     assert checkpoint.latest(folder) is None
@@ -141,8 +176,8 @@ def a_write_between() -> None:
 @follows("Nothing was saved; save again, with wait=True")
 def a_layout_that_others_change() -> None:
     model, folder = shard(build()), new_folder()
-    snapshot = saving.Snapshot(saving.State({}), (), {}, None)
-    refused(lambda: snapshot.value("x"))
+    copy = snapshot.Snapshot(state.State({}), (), {}, None)
+    refused(lambda: copy.value("x"))
     checkpoint.save(folder / "a", model)
     again = shard(build(seed=2))
     checkpoint.load(folder / "a", again)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from client_training import (
     BATCHES,
     IMPLEMENTATIONS,
@@ -28,6 +30,7 @@ from client_training import (
     using,
 )
 from documents import tables_of_guides
+from fsdp2 import checkpoint
 from helpers import alone, run_checks
 from models import mean_loss
 
@@ -229,3 +232,42 @@ def test_keys_of_files_for_fsdp1() -> None:
                 assert not isinstance(ARGUMENT_KEY_MAPPING[key], str), key
     sizes = accelerate.ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (2, 4)
+
+
+def folders_of_both(folder: Path) -> None:
+    """fsdp2.checkpoint loads the folders that accelerate has written, and accelerate those of fsdp2.checkpoint."""
+    files, accelerator = accelerate.utils.fsdp_utils, make_accelerator(state_dict_type="SHARDED_STATE_DICT")
+    plugin = accelerator.state.fsdp_plugin
+
+    def make(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = fsdp2.fully_shard(torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + seed))
+
+    def step(model: Any, optimizer: Any) -> None:
+        mean_loss(model(torch.ones(2, 5))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made = make(0)
+    step(*made)
+    files.save_fsdp_model(plugin, accelerator, model, str(folder / "theirs"))
+    files.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder / "theirs"))
+    checkpoint.save(folder / "ours" / "pytorch_model_fsdp_0", model, optimizer)
+    if dist.get_rank() == 0:
+        (folder / "ours" / "optimizer_0").symlink_to("pytorch_model_fsdp_0")
+    dist.barrier()
+    theirs, ours = make(3), make(3)
+    checkpoint.load(folder / "theirs" / "pytorch_model_fsdp_0", theirs[0])
+    checkpoint.load(folder / "theirs" / "optimizer_0", *theirs, weights=False)
+    files.load_fsdp_model(plugin, accelerator, ours[0], str(folder / "ours"))
+    files.load_fsdp_optimizer(plugin, accelerator, ours[1], ours[0], str(folder / "ours"))
+    for each in (made, theirs, ours):
+        step(*each)
+    for each in (theirs, ours):
+        for one, two in zip(each[0].parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.to_local(), two.to_local())
+
+
+def test_folders_of_checkpoints(tmp_path: Path) -> None:
+    run_checks(2, [("folders", partial(folders_of_both, tmp_path))])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import FSDPModule, compression, fully_shard, hf
+from fsdp2 import FSDPModule, checkpoint, compression, fully_shard, hf
 from helpers import fake_world
 
 
@@ -65,6 +65,8 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"compression.{name}", getattr(compression, name)
     for name in ("load_model", "save_model", "save_adapter", "merge_checkpoint"):
         yield f"hf.{name}", getattr(hf, name)
+    for name in ("latest", "load", "save"):
+        yield f"checkpoint.{name}", getattr(checkpoint, name)
 
 
 def cases() -> Iterator[tuple[str, str]]:

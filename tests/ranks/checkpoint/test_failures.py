@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp2 import checkpoint, fully_shard
-from fsdp2.checkpoint import parts, saving
+from fsdp2.checkpoint import attempt, commit, parts, saving
 from fsdp2.checkpoint.layout import LAYOUT, METADATA
 from helpers import full, run_checks, run_ranks
 
@@ -64,19 +64,19 @@ def only_on(rank: int, error: Exception) -> Any:
             raise error
         return function(*args)
 
-    return mock.patch.object(saving, "write_parts", write)
+    return mock.patch.object(attempt, "write_parts", write)
 
 
 def index_fails(name: str) -> Any:
     """Context: writing an index, after the files of all ranks, fails."""
-    function = saving.write_file
+    function = commit.write_file
 
     def write(path: Path, chunks: Any) -> None:
         if path.name == name:
             raise OSError(28, "No space left on device", "the file")
         function(path, chunks)
 
-    return mock.patch.object(saving, "write_file", write)
+    return mock.patch.object(commit, "write_file", write)
 
 
 def one_rank_fails(folder: Path, wait: bool) -> None:
@@ -292,6 +292,35 @@ def swap(folder: Path) -> None:
     (folder / "x").rename(folder / "__1_0.distcp")
 
 
+def flip(folder: Path, what: bytes) -> None:
+    """Changes one bit of the first place in the files where these bytes are."""
+    for path in sorted(folder.glob("*.distcp")):
+        data = bytearray(path.read_bytes())
+        if (at := data.find(what)) >= 0:
+            data[at + len(what) // 2] ^= 4
+            path.write_bytes(data)
+            return
+    raise AssertionError("not there")
+
+
+def flip_option(folder: Path) -> None:
+    content = json.loads((folder / ".fsdp2_layout").read_text())
+    rank, offset, nbytes = content["objects"]["optimizer.param_groups.0.lr"]
+    with (folder / f"__{rank}_0.distcp").open("r+b") as file:
+        file.seek(offset)
+        data = bytearray(file.read(nbytes))
+        data[data.index(b"\x80\x02G") + 5] ^= 4  # the number
+        file.seek(offset)
+        file.write(data)
+
+
+def flip_weight(folder: Path) -> None:
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata["model.0.weight"]
+    whole = torch.empty(saved.size)
+    dcp.load({"model.0.weight": whole}, checkpoint_id=folder, no_dist=True)
+    flip(folder, bytes(parts.bytes_in(whole[1].contiguous())))
+
+
 class _Calls:
     def __reduce__(self) -> Any:
         return os.mkdir, ("ran",)
@@ -332,6 +361,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         lambda f: change_layout(f, lambda content: content["kinds"].reverse()),
         ValueError,
         r"\.fsdp2_layout: expected what fsdp2 writes",
+    ),
+    "a flipped bit of a weight": (flip_weight, ValueError, r"__\d_0\.distcp: model\.0\.weight: .* the checksum"),
+    "a flipped bit of an option": (
+        flip_option,
+        ValueError,
+        r"__\d_0\.distcp: \S+: expected numbers.* other bytes",
     ),
     "code in an object": (evil_object, ValueError, r"__\d_0\.distcp: step: expected numbers.* nothing was run"),
     "code in the metadata": (evil_metadata, ValueError, r"\.metadata names \w+\.mkdir.* nothing was called"),

@@ -1,16 +1,18 @@
 """Tests that a kill at any moment loses nothing: the next run finds a whole checkpoint, and goes on from it.
 
-A job of two ranks saves and removes checkpoints as fast as it can, waiting or not. One of its ranks, or both, get
-SIGKILL at a drawn moment. Behind each kill the last checkpoint must be one that was complete, with all bits; the next
-job resumes from it, saves in the same folder, and finds nothing that the killed one has left.
+A job of two ranks saves and removes checkpoints as fast as it can, waiting or not, and each third in memory. One of
+its ranks, or both, get SIGKILL at a drawn moment. Behind each kill the last checkpoint must be one that was complete,
+with all bits; the next job resumes from it, saves in the same folder, and finds nothing that the killed one has left.
 """
 
 import os
 import random
+import shutil
 import signal
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.multiprocessing import get_context
 
 from fsdp2 import checkpoint, fully_shard
+from fsdp2.checkpoint import memory
 from helpers import NIGHTLY, full
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -47,7 +50,8 @@ def run(rank: int, folder: Path, store: Path, started: Path) -> None:
         with torch.no_grad():
             model.weight.copy_(distribute_tensor(state_at(step), model.weight.device_mesh))
         wait, extra = step % 2 == 0, {"step": step}
-        checkpoint.save(folder / f"step-{step}", model, optimizer, extra=extra, keep_last=2, wait=wait)
+        options: Any = {"wait": wait, "in_memory": step % 3 == 0}
+        checkpoint.save(folder / f"step-{step}", model, optimizer, extra=extra, keep_last=2, **options)
         model(torch.ones(1, 70))
 
 
@@ -101,3 +105,7 @@ def test_kills(tmp_path: Path) -> None:
     left = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.name != ".fsdp2-lock"]
     assert len(left) <= 3, f"only what the last job has begun: {left}"
     assert len([path for path in folder.iterdir() if path.name.startswith("step-")]) <= 4
+    place = memory.memory_of(folder)
+    assert place is not None
+    assert len([*place.iterdir()]) <= 6
+    shutil.rmtree(place)
