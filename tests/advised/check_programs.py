@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp2
@@ -72,6 +73,35 @@ def same_rows_on_all_ranks() -> None:
         warnings.simplefilter("error")
         run(model, 4, DistributedSampler(rows, shuffle=False))  # type: ignore[arg-type]
     run(plain, 8)
+    same_parameters(model, plain)
+
+
+@follows("Choose the rows by the rank along the axes of data alone")
+def other_rows_on_ranks_of_one_sequence() -> None:
+    sequences = batch(rows=24).unflatten(0, (12, 2))  # of two positions
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))
+    data, context = mesh["data"], mesh["context"]
+
+    def run(model: Any, sampler: Any) -> None:
+        optimizer = sgd(model)
+        for x in DataLoader(sequences, batch_size=4, sampler=sampler):  # type: ignore[arg-type, var-annotated]
+            if sampler is not None:
+                fsdp2.check_same_batch(context, x)
+                x = x[:, context.get_local_rank()]
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    by_rank = DistributedSampler(sequences, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    refused(lambda: run(shard(build()), by_rank), RuntimeError)
+    model, plain = pair()
+    run(
+        model,
+        DistributedSampler(  # type: ignore[arg-type]
+            sequences, num_replicas=data.size(), rank=data.get_local_rank(), shuffle=False
+        ),
+    )
+    run(plain, None)
     same_parameters(model, plain)
 
 

@@ -29,7 +29,7 @@ ELSEWHERE.update(
         "On every rank, call torch.distributed.checkpoint.state_dict.{} instead, for full states with "
         "StateDictOptions(full_state_dict=True, cpu_offload=True)": "tests/ranks/test_migration.py::states_by_fsdp1",
         "Leave conditional=True out": _CAPTURED,
-        "Call set_reshard_after_backward(True); set_keep_unsharded_storage(True) keeps their memory": _CAPTURED,
+        "Call set_reshard_after_backward(True) and set_unsharded_budget(None)": _CAPTURED,
         "Pass an option for copies without gradients": "tests/ranks/test_shards.py::check_full_params",
         "Build another one, shard it alike, and pass it": "tests/ranks/test_shards.py::check_averaged_model",
         "Give a group that ranks join and leave to the axis that replicates": (
