@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what `_MODULES` imports when it is asked for
     from . import checkpoint as checkpoint
     from . import hf as hf
     from .bridge.patch import patch_torch
+    from .checks.digests import DigestLog
     from .features.accumulate import accumulate
     from .features.even_batches import even_batches
     from .features.skip import skip_step_on_error

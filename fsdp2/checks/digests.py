@@ -109,6 +109,8 @@ class Replicas(RankCheck):
         has_gradients = root.backward is None and root.settings.finalize_backward
         for mesh, groups in groups_by_mesh(root.groups).items():
             replicas = DataMesh(mesh.mesh, (), mesh.replicate_axes)
+            if comparison.mesh is not None and mesh.size == 1 and mesh.num_ranks == comparison.mesh.num_ranks:
+                replicas = comparison.mesh  # over which ranks compare anyhow
             if replicas.num_ranks > 1 and not mesh.replicas_may_grow:
                 yield alike("replicas", replicas, partial(_tell, groups, states, has_gradients), _explain_replicas)
 

@@ -42,6 +42,7 @@ from ..ranks.compare_ranks import (
     Comparison,
     RankObserver,
     compare,
+    compare_now,
     connects,
     group_of_all_ranks,
     groups_of_all_ranks,
@@ -237,11 +238,16 @@ class RankComparisons(Observer):
 
 
 def _compare_over(by_mesh: Mapping[DataMesh, Sequence[ComparedNumbers]], root: Root) -> RuntimeError | None:
-    """Compares numbers over several meshes; returns the first error, of which ranks of other meshes know nothing."""
+    """Compares numbers over several meshes; returns the first error, of which ranks of other meshes know nothing.
+
+    Raises:
+        RuntimeError: ranks are out of step, which those of all meshes are told.
+    """
     problem = None
     for mesh, compared in by_mesh.items():
+        judge = compare_now(mesh, compared, root)
         try:
-            compare(mesh, compared, root)
+            judge()
         except RuntimeError as error:
             problem = problem or error
     return problem

@@ -63,12 +63,24 @@ def compare(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Root | No
 
     All of these ranks must call it. `root`: the Root that runs, for errors to say what it does.
     """
+    compare_now(mesh, compared, root)()
+
+
+def compare_now(mesh: DataMesh, compared: Sequence[ComparedNumbers], root: Root | None = None) -> Callable[[], None]:
+    """Compares as `compare` does, and returns the function that judges, which raises on all ranks what they differ in.
+
+    Raises:
+        RuntimeError: the ranks did not compare at all: they are out of step, for example.
+    """
     numbers = [number for each in compared for number in each.numbers]
-    if numbers:
-        name = ", ".join(each.name for each in compared) if root is None else f"what checks compare of {root.state}"
-        bounds = iter(bounds_over(mesh, numbers, name, root))
+    name = ", ".join(each.name for each in compared) if root is None else f"what checks compare of {root.state}"
+    found = iter(bounds_over(mesh, numbers, name, root) if numbers else ())
+
+    def judge() -> None:
         for each in compared:
-            each.judge([*islice(bounds, len(each.numbers))])
+            each.judge([*islice(found, len(each.numbers))])
+
+    return judge
 
 
 def connects(mesh: DataMesh) -> bool:

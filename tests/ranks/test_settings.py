@@ -54,7 +54,7 @@ def test_a_setting_is_taken_back() -> None:
         "separate group": lambda model: model.set_separate_reduce_scatter_group(False),
         "further backwards": lambda model: model.set_is_last_backward(True),
         "keep storage": lambda model: model.set_keep_unsharded_storage(False),
-        "divide factor": lambda model: model.set_gradient_divide_factor(dist.get_world_size()),
+        "divide factor": lambda model: model.set_gradient_divide_factor(dist.get_world_size(), recurse=True),
         "hook": lambda model: model.set_all_reduce_hook(None, recurse=True),
     }
 
@@ -65,7 +65,10 @@ def test_a_setting_is_taken_back() -> None:
         for step in range(4):
             if run.sharded:
                 (SETTINGS if step % 2 == 0 else back)[setting](model)
-            run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+            loss = loss_of(model(run.batch(seed=step)))
+            if run.sharded and setting == "divide factor" and step % 2 == 0:
+                loss.register_hook(lambda gradient: 2 * gradient)  # the factor is twice the number of ranks
+            run.step(f"step {step}", model, optimizer, loss)
 
     check(scenario, setting=tuple(back), wrap=(kept,))
 
