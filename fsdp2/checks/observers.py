@@ -38,7 +38,8 @@ def _make(cls: type[Check], root: Root) -> Check:
     return cls()
 
 
-# Order: what ranks compare first, on which all else relies, and what is refused first at the end of a forward.
+# Order: what ranks compare first, on which all else relies, causes before what follows from them (Replicas), and what
+# is refused first at the end of a forward.
 _CHECKS: tuple[type[Check], ...] = (
     Structure,
     OptimizersOnAccumulation,
@@ -46,12 +47,12 @@ _CHECKS: tuple[type[Check], ...] = (
     EmptyMemory,
     InitialWeights,
     Buffers,
-    Replicas,
     EqualInputs,
     StepHistory,
     Clipping,
     FrozenParameters,
     UnmanagedParameters,
+    Replicas,
     RoundedInputs,
     BuffersOnMeta,
     WrittenParameters,
