@@ -233,25 +233,26 @@ class LocalGroup(dist.ProcessGroup):
         return self._meet("broadcast", f"{_sizes(own)}{self._root(root)}", own, run, own, _nbytes(own))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
-        return self._gather("all_gather", _of(inputs), _of_list(outputs))
+        return self._gather("all_gather", _as_shaped(inputs), _as_shaped(outputs[0]))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
         # One list of outputs for each rank.
-        return self._gather("all_gather_coalesced", _of(inputs), [each for part in outputs for each in _of(part)])
+        return self._gather("all_gather_coalesced", _as_shaped(inputs), _as_shaped(itertools.chain(*outputs)))
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LocalWork:
-        return self._gather("all_gather_into_tensor", _of(tensor), _of(output))
+        return self._gather("all_gather_into_tensor", _as_shaped([tensor]), _as_shaped([output]))
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
-        pairs = zip(_of(outputs), _of(inputs), strict=True)
+        pairs = zip(_as_shaped(outputs), _as_shaped(inputs), strict=True)
         return self._all([self._gather("all_gather_into_tensor", [each], [output]) for output, each in pairs])
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> LocalWork:
-        return self._gather("gather", _of(inputs), _of_list(outputs), opts.rootRank)
+        lists = outputs[0] if len(outputs) else []  # ranks that are not the root give none
+        return self._gather("gather", _as_shaped(inputs), _as_shaped(lists), opts.rootRank)
 
     def _gather(self, name: str, own: list[Tensor], outputs: list[Tensor], root: int | None = None) -> LocalWork:
         """Gathers `own` tensors of all ranks, one after the other, into `outputs`. `root`: of that rank only."""
@@ -279,11 +280,20 @@ class LocalGroup(dist.ProcessGroup):
         return self._meet("scatter", text, (own, parts), run, own, _nbytes(parts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
-        return self._reduce_scatter("reduce_scatter", _of(outputs), _of_list(inputs), opts)
+        return self._reduce_scatter("reduce_scatter", _contiguous(outputs), _contiguous(inputs[0]), opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> LocalWork:
-        parts = [*tensor.data.reshape(-1).chunk(self.size())]
-        return self._reduce_scatter("reduce_scatter_tensor", _of(output), parts, opts)
+        (own, whole), operation, name = _as_shaped([output, tensor]), _operation_of(opts), "reduce_scatter_tensor"
+        text = f"{operation}, {_sizes(whole.reshape(-1).chunk(self.size()))}"
+        self._require_size(f"{name}({text})", [own], whole.numel() // self.size())
+
+        def run(given: list[tuple[Tensor, Tensor]]) -> None:
+            total = torch.empty_like(whole)  # summed as it lies in memory, and cut by its shape
+            _fill([_in_memory(total)], reduce_in_ring([_flat([_in_memory(each)]) for _, each in given], operation))
+            for (own, _), part in zip(given, total.reshape(-1).chunk(self.size()), strict=True):
+                _fill([own], part)
+
+        return self._meet(name, text, (own, whole), run, [own], 2 * _nbytes([whole]))
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -310,15 +320,15 @@ class LocalGroup(dist.ProcessGroup):
         self, output: Tensor, tensor: Tensor, output_splits: Any, input_splits: Any, options: Any = None
     ) -> LocalWork:
         parts = [
-            each.data.split([*splits] if splits else each.shape[0] // self.size())
-            for each, splits in ((output, output_splits), (tensor, input_splits))
+            each.split([*splits] if splits else each.shape[0] // self.size())
+            for each, splits in zip(_contiguous([output, tensor]), (output_splits, input_splits), strict=True)
         ]
         return self._all_to_all("all_to_all_single", parts[0], parts[1])
 
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> LocalWork:
-        return self._all_to_all("all_to_all", _of(outputs), _of(inputs))
+        return self._all_to_all("all_to_all", _as_shaped(outputs), _as_shaped(inputs))
 
     def _all_to_all(self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> LocalWork:
         def run(given: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
@@ -329,7 +339,7 @@ class LocalGroup(dist.ProcessGroup):
                             f"{name}: {self._member(source)} sends {_sizes([sent[rank]])} to {self._member(rank)}, "
                             f"which expects {_sizes([outputs[source]])}"
                         )
-                    outputs[source].copy_(sent[rank].view_as(outputs[source]))
+                    outputs[source].copy_(sent[rank].reshape(outputs[source].shape))
 
         # Ranks may split their tensors differently.
         text, alike = f"{_sizes(inputs)} to {_sizes(outputs)}", str(inputs[0].dtype)
@@ -391,7 +401,7 @@ class LocalGroup(dist.ProcessGroup):
     # ---- messages between two ranks
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> LocalWork:
-        own, (tensor,) = this_rank("send"), _of(tensors)
+        own, (tensor,) = this_rank("send"), _contiguous(tensors)
         own.num_messages += 1
         own.num_bytes += _nbytes([tensor])
         call = self._end("send", tensor, f"to {self._member(to)}", tag)
@@ -406,7 +416,7 @@ class LocalGroup(dist.ProcessGroup):
         return LocalWork(call)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> LocalWork:
-        (tensor,) = _of(tensors)
+        (tensor,) = _contiguous(tensors)
         member = "any rank" if source == _ANY_RANK else self._member(source)
         this_rank("recv")
         call, room = self._end("recv", tensor, f"from {member}", tag), self._room
@@ -495,8 +505,31 @@ def _operation_of(opts: Any) -> str:
     raise RuntimeError(f"expected an operation that gloo has, one of {names}; got {wanted}")
 
 
+def _as_shaped(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors of a call that gloo reads and writes by their shapes, whatever the order of memory is. Writes
+    to them are unknown to autograd.
+    """
+    return [each.data for each in tensors]
+
+
+def _contiguous(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the tensors of a call for which gloo takes contiguous ones, or would mix up others.
+
+    Raises:
+        ValueError: one is not contiguous.
+    """
+    found = _as_shaped(tensors)
+    for each in found:
+        if not each.is_contiguous():
+            raise ValueError(
+                f"expected contiguous tensors, got one of shape {[*each.shape]} and strides {[*each.stride()]}. Call "
+                "contiguous() before, and copy the result back."
+            )
+    return found
+
+
 def _of(tensors: Any) -> list[Tensor]:
-    """Returns the tensors of a call, with dims in the order of memory. Writes to them are unknown to autograd.
+    """Returns the tensors of a call that gloo reads and writes as they lie in memory, with dims in that order.
 
     Raises:
         ValueError: there are gaps in the memory of a tensor, or elements that share memory.

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fake_gpu
 from fsdp2 import CPUOffloadPolicy, accumulate, fully_shard
-from helpers import assert_same, full
+from helpers import Differences, assert_same, full
 from models import TanhBlock
 
 WIDTH, ROWS_OF_RANK, STEPS = 13, 2, 3
@@ -86,12 +86,17 @@ def loss_of(model: nn.Module, step: int, rank: int, is_conditional: bool, part: 
     return (model(x, has_tower) - 0.5).float().square().mean()
 
 
-def same(plain: nn.Module, model: nn.Module, what: str, tolerance: dict[str, float]) -> None:
+def same(
+    plain: nn.Module, model: nn.Module, what: str, tolerance: dict[str, float], noted: Differences | None = None
+) -> None:
+    """Compares gradients or parameters. `noted`: collects differences; None: this raises the first."""
+    different = noted or Differences()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if what == "grad":
-            assert_same(full(mine.grad), theirs.grad, **tolerance, name=f"gradient of {name}")
-        else:
-            assert_same(full(mine), theirs, **tolerance, name=name)
+        actual, expected = (full(mine.grad), theirs.grad) if what == "grad" else (full(mine), theirs)
+        with different.noted():
+            assert_same(actual, expected, **tolerance, name=f"{what} of {name}")
+    if noted is None:
+        different.raise_first()
 
 
 def call(function: Callable[[], Any]) -> Any:
@@ -120,7 +125,7 @@ def train(
     calls_backward: Callable[..., Any] = call,
     **options: Any,
 ) -> None:
-    plain, model = build(**options)
+    (plain, model), different = build(**options), Differences()
     conditional, rank, size = options.get("conditional", False), dist.get_rank(), dist.get_world_size()
     model.recompute = recompute
     model.side = torch.Stream(torch.device(fake_gpu.KIND, 1)) if has_side else None
@@ -143,12 +148,13 @@ def train(
             calls_backward((loss / micro_batches).backward)
             del loss
         if not in_backward:
-            same(plain, model, "grad", tolerance)
+            same(plain, model, "grad", tolerance, different)
             optimizers[1].step()
             optimizers[1].zero_grad()
         optimizers[0].step()
         optimizers[0].zero_grad()
-    same(plain, model, "value", tolerance)
+    same(plain, model, "value", tolerance, different)
+    different.raise_first()
 
 
 @contextmanager

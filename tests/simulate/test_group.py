@@ -90,7 +90,37 @@ def copies(rank: int, size: int) -> dict[str, Any]:
     received: list[Any] = [objects[1] if rank == 1 else None]
     dist.broadcast_object_list(received, 1)
     found["objects"] = [objects, received]
-    return found | messages(rank, size)
+    return found | transposed(rank, size) | messages(rank, size)
+
+
+def transposed(rank: int, size: int) -> dict[str, Any]:
+    """Returns what collectives make of inputs and outputs whose memory has another order than their dims: some take
+    them by their shapes, others as they lie in memory.
+    """
+    found: dict[str, Any] = {}
+
+    def like(tensor: Tensor, is_transposed: bool) -> Tensor:
+        return tensor.t().contiguous().t() if is_transposed else tensor
+
+    for of_inputs in (False, True):
+        for of_outputs in (False, True):
+            own = [like(values(rank, 40 + i, 4, 3), of_inputs) for i in range(size)]
+            outputs = [like(torch.zeros(4, 3), of_outputs) for _ in range(size)]
+            whole, part = like(torch.zeros(4 * size, 3), of_outputs), like(torch.zeros(4, 3), of_outputs)
+            of_root = [like(torch.zeros(4, 3), of_outputs) for _ in range(size)] if rank == 0 else None
+            exchanged, scattered = [torch.zeros_like(each) for each in outputs], torch.zeros_like(part)
+            dist.all_gather(outputs, own[0])
+            dist.all_gather_into_tensor(whole, own[0])
+            dist.gather(own[0], of_root, 0)
+            dist.reduce_scatter_tensor(part, like(values(rank, 50, 4 * size, 3), of_inputs))
+            dist.all_to_all(exchanged, own)
+            dist.scatter(scattered, own if rank == 0 else None, 0)
+            mixed = own[1] if rank == 0 else like(values(rank, 60, 4, 3), of_outputs)
+            dist.broadcast(mixed, 0)
+            reduced = all_reduce(like(values(rank, 61, 4, 3), of_inputs if rank == 0 else of_outputs))
+            results = [*outputs, whole, *(of_root or []), part, *exchanged, scattered, mixed, reduced]
+            found[f"transposed {of_inputs} {of_outputs}"] = [each.contiguous() for each in results]
+    return found
 
 
 def messages(rank: int, size: int) -> dict[str, Any]:
@@ -179,6 +209,26 @@ def test_a_list_is_reduced_in_another_order() -> None:
         expected, found = run_ranks(size, run), testing.run(lambda rank, size=size: run(rank, size), size)
         tolerance = 0.0 if size == 2 else 1e-6
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_what_gloo_mixes_up_is_refused() -> None:
+    """In one call it takes some tensors as they lie in memory, others by their shapes; or it takes contiguous ones."""
+
+    def body(rank: int) -> None:
+        own, other = torch.ones(3, 4).t(), torch.ones(4, 3)
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.reduce_scatter(own, [other, other]),
+            lambda: dist.reduce_scatter(other, [own, own]),
+            lambda: dist.all_to_all_single(own, other),
+            lambda: dist.all_to_all_single(other, own),
+            lambda: dist.send(own, 1 - rank),
+            lambda: dist.recv(own, 1 - rank),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"expected contiguous tensors, got one of shape \[4, 3\] and strides"):
+                call()
+
+    testing.run(body, ranks=2)
 
 
 def test_writes_are_unknown_to_autograd() -> None:
