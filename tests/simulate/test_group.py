@@ -113,7 +113,8 @@ def transposed(rank: int, size: int) -> dict[str, Any]:
             dist.all_gather_into_tensor(whole, own[0])
             dist.gather(own[0], of_root, 0)
             dist.reduce_scatter_tensor(part, like(values(rank, 50, 4 * size, 3), of_inputs))
-            dist.all_to_all(exchanged, own)
+            if torch.__version__ >= "2.13":  # gloo has it
+                dist.all_to_all(exchanged, own)
             dist.scatter(scattered, own if rank == 0 else None, 0)
             mixed = own[1] if rank == 0 else like(values(rank, 60, 4, 3), of_outputs)
             dist.broadcast(mixed, 0)
