@@ -1,6 +1,6 @@
 """Counts what a step of several micro-batches gathers under `set_unsharded_budget`, and the least that it could gather:
 
-    python -m benchmarks.unsharded_budget [--micro-batches 3] [--scale 65536]
+    PYTHONPATH=tests:. python -m benchmarks.unsharded_budget [--micro-batches 3] [--scale 65536]
 
 The groups are those of eight models, cut to six layers, with an embedding and a head where the model has them. Their
 parameters are `scale` times fewer, which changes no choice: the engine chooses by sizes relative to the budget. The
@@ -18,9 +18,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.engine.events import Observer
-from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.state import groups_of
+from unsharded_meter import Meter
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH, LAYERS = 4, 6
@@ -47,35 +46,6 @@ MODELS = {
     "a U-Net (layers of all sizes)": [320**2 * 18, 640**2 * 18, 1280**2 * 18, 1280**2 * 36, 640**2 * 36, 320**2 * 36],
 }
 """Parameters of each group, by the published configurations; biases and norms are left out."""
-
-
-class Meter(Observer):
-    """Counts all-gathers of groups inside the root, and the most bytes unsharded besides the groups in use."""
-
-    def __init__(self) -> None:
-        self.gathers: list[FSDPParamGroup] = []
-        self.peak = 0
-        self._last: FSDPParamGroup | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """The unsharded bytes of all that was gathered."""
-        return sum(group.nbytes for group in self.gathers)
-
-    def before_gather(self, group: FSDPParamGroup) -> None:
-        if group is not group.root.group:
-            self.gathers.append(group)
-
-    def unsharded(self, group: FSDPParamGroup) -> None:
-        # In backward, the group that was reached before has perhaps not left. The root is in use in all of a pass.
-        root, in_use = group.root, {group, group.root.group, self._last}
-        there = [each for each in root.groups if each.unsharded.is_allocated and each not in in_use]
-        if group is not root.group:
-            self.peak, self._last = max(self.peak, sum(each.nbytes for each in there)), group
-
-    def clear(self) -> None:
-        self.gathers.clear()
-        self.peak = 0
 
 
 def count(widths: Sequence[int], budget: int | None, micro_batches: int) -> tuple[Meter, list[int]]:

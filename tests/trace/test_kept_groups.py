@@ -10,38 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.engine.events import Observer
-from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.state import groups_of
 from helpers import fake_world
+from unsharded_meter import Meter
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 4
 BLOCKS = 6
-
-
-class Meter(Observer):
-    """Counts all-gathers of blocks, their bytes, and the most bytes that were unsharded besides the blocks in use."""
-
-    def __init__(self) -> None:
-        self.gathers: list[FSDPParamGroup] = []
-        self.peak = 0
-        self._last: FSDPParamGroup | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(group.nbytes for group in self.gathers)
-
-    def before_gather(self, group: FSDPParamGroup) -> None:
-        if group is not group.root.group:
-            self.gathers.append(group)
-
-    def unsharded(self, group: FSDPParamGroup) -> None:
-        # In backward the last one has perhaps not left. The root is in use in all of a pass.
-        root, in_use = group.root, {group, group.root.group, self._last}
-        there = [each for each in root.groups if each.unsharded.is_allocated and each not in in_use]
-        if group is not root.group:
-            self.peak, self._last = max(self.peak, sum(each.nbytes for each in there)), group
 
 
 def make(**options: Any) -> tuple[Any, int, Meter]:
@@ -75,8 +50,7 @@ def test_equal_blocks_are_gathered_as_rarely_as_can_be(micro_batches: int) -> No
             model, nbytes, meter = make()
             model.set_unsharded_budget(budget * nbytes)
             step(model, micro_batches)
-            meter.gathers.clear()
-            meter.peak = 0
+            meter.clear()
             step(model, micro_batches)
             turns = 2 * micro_batches - 1
             assert len(meter.gathers) == (turns + 1) * BLOCKS - turns * min(BLOCKS, budget + 1)
