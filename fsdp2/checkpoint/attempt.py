@@ -1,4 +1,4 @@
-"""What one rank brings to a save: its arguments, its part of the state, and the file that it writes."""
+"""Prepares what one rank brings to a save: its arguments, its part of the state, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODECS = "fsdp2.codecs"
 
 
 class Attempt:
-    """What one rank is about to save. Whatever its methods raise, `failed`, is told to all ranks at the end."""
+    """The part of one rank in a save. Whatever its methods raise, `failed`, is told to all ranks at the end."""
 
     def __init__(self) -> None:
         self.failed: Exception | None = None
@@ -131,7 +131,7 @@ class Attempt:
 
     @property
     def key(self) -> tuple[Kind, Path | None]:
-        """What ranks have to agree on: what this rank holds, and a place in memory for a folder."""
+        """Returns what ranks have to agree on: what this rank holds, and a place in memory for a folder."""
         return self.kind, self.home if self.in_memory else None
 
     def write(self, agreed: Agreed, rank: int) -> tuple[int, int]:

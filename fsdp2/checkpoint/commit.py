@@ -35,7 +35,7 @@ _MOST_KNOWN = 4
 
 
 class Agreed(NamedTuple):
-    """What all ranks know alike.
+    """The facts about a save that all ranks know alike.
 
     `digest`: a number that is equal where all is. `kind`: of this rank. `kinds`: the index of the kind of each rank.
     `places`: what this rank writes. `around`: see `lengths_around`, on the first rank. `memory`: the place in memory of
@@ -54,7 +54,7 @@ class Agreed(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What each rank tells the first one at the end of a save."""
+    """The numbers that each rank tells the first one at the end of a save."""
 
     has_failed: int
     agreed: int  # 0: this rank does not know the layout of its state
@@ -67,7 +67,7 @@ class _Record(NamedTuple):
 
 
 class Session:
-    """What the saves of one team share: the layouts that ranks have agreed on, the lock, and memory for snapshots."""
+    """The state that the saves of one team share: layouts that ranks have agreed on, the lock, memory for snapshots."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.team = Team(group)
@@ -226,7 +226,7 @@ class Session:
 
 
 class _Commit:
-    """What the first rank does at the end of a save. `failed`: what it has met."""
+    """The decision of the first rank at the end of a save. `failed`: the error that it has met."""
 
     def __init__(self, made: Attempt, agreed: Agreed | None, team: Team) -> None:
         self._made, self._agreed, self._team = made, agreed, team

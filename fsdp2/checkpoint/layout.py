@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What ranks of one kind hold. `objects`: the keys of values that are no tensors."""
+    """The tensors and objects that ranks of one kind hold. `objects`: the keys of values that are no tensors."""
 
     meshes: tuple[Mesh, ...]
     entries: tuple[Entry, ...]

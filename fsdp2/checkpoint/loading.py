@@ -156,7 +156,7 @@ def load(
 
 
 class _Loading:
-    """What one rank reads of a checkpoint.
+    """The part of a checkpoint that one rank reads.
 
     Attributes:
         left_over: keys of tensors of the model and the optimizer in the checkpoint that this rank does not read.

@@ -1,4 +1,4 @@
-"""What a save writes and a load fills: the flat state dict of this rank, under the keys of torch's state dicts."""
+"""Collects what a save writes and a load fills: this rank's flat state dict, under the keys of torch's state dicts."""
 
 from __future__ import annotations
 

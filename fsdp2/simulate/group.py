@@ -56,7 +56,7 @@ def reduce_in_ring(tensors: Sequence[Tensor], operation: str) -> Tensor:
 
 
 class _Call(Wait):
-    """What one rank has begun: its part in a collective, or one end of a message.
+    """A call that one rank has begun: its part in a collective, or one end of a message.
 
     `shown`: name and arguments, for reports. `where`: says which call of which group it is. `given`: its tensors.
     `alike`: what must be the same on all ranks of a collective.
@@ -70,7 +70,7 @@ class _Call(Wait):
 
 
 class LocalWork(dist.Work):
-    """What a rank has begun, for its program to wait for."""
+    """The work that a rank has begun, for its program to wait for."""
 
     def __init__(self, call: _Call, results: Sequence[Tensor] = ()) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ class OutOfStep(RuntimeError):
 
 
 class Wait:
-    """What a rank can wait for: a collective, a message, a key of a store, the end of a sleep.
+    """Something that a rank can wait for: a collective, a message, a key of a store, the end of a sleep.
 
     `text`: says so in reports. `place`: the line of the user's program. `error`: what to raise instead of going on.
     """
