@@ -14,7 +14,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -33,6 +31,8 @@ from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint.layout import Entry, Kind, Layout, Mesh
 from fsdp2.checkpoint.parts import lengths_around
 from fsdp2.checkpoint.pickled import metadata_chunks
+
+from .disk_ranks import run_on_disk
 
 STEPS_AFTER = 10
 Times = dict[str, list[tuple[float, float]]]
@@ -208,25 +208,8 @@ def main() -> None:
         for ranks in (64, 256, 512, 1024, 4096):
             print(plan(ranks, args.most_for_dcp), flush=True)
         return
-    folder = Path(tempfile.mkdtemp(dir=args.folder))
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    load = [os.getloadavg()[0]]
-    ranks = [
-        context.Process(target=work, args=(rank, args.ranks, args, str(folder / "store"), folder, queue))
-        for rank in range(args.ranks)
-    ]
-    try:
-        for each in ranks:
-            each.start()
-        found = [queue.get(timeout=3600) for _ in ranks]
-        for each in ranks:
-            each.join()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    load.append(os.getloadavg()[0])
+    found, loads = run_on_disk(work, args)
     nbytes = found[0][0]
-    loads = f"load {load[0]:.1f} to {load[1]:.1f}"
     print(f"{args.ranks} ranks, {nbytes / 1e6:,.0f} MB a rank, {args.rounds - 1} rounds, {loads}")
     print("| what | wall s, median (least to most) | MB/s a rank | CPU s a rank |\n|---|---|---|---|")
     for name in found[0][1]:

@@ -23,7 +23,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -36,13 +35,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fsdp2 import fully_shard, hf
 from fsdp2.checkpoint.parts import bytes_in
+
+from .disk_ranks import run_on_disk
 
 PIECE = 16 << 20
 
@@ -240,27 +240,12 @@ def main() -> None:
     add("--layers", type=int, default=4)
     add("--folder", type=Path, help="on the disk that is measured (default: one for temporary files)")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=args.folder))
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    load = [os.getloadavg()[0]]
-    ranks = [
-        context.Process(target=work, args=(rank, args.ranks, args, str(folder / "store"), folder, queue))
-        for rank in range(args.ranks)
-    ]
-    try:
-        for each in ranks:
-            each.start()
-        found = sorted(queue.get(timeout=3600) for _ in ranks)
-        for each in ranks:
-            each.join()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    load.append(os.getloadavg()[0])
+    found, loads = run_on_disk(work, args)
+    found.sort()
     _, nbytes, shard, times, _ = found[0]
     print(
         f"{args.ranks} ranks, {nbytes / 1e6:,.0f} MB of files, {shard / 1e6:,.0f} MB a rank, {args.rounds} rounds, "
-        f"load {load[0]:.1f} to {load[1]:.1f}\n"
+        f"{loads}\n"
     )
     print(
         "| what | wall s, median (least to most) | CPU s a rank | MB/s | of dd | read from the disk, of the files "
