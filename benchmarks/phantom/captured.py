@@ -109,6 +109,6 @@ def capture_all(names: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("phantom.captured")
+    parser = argparse.ArgumentParser("benchmarks.phantom.captured")
     parser.add_argument("ways", nargs="*")
     capture_all(parser.parse_args().ways)

@@ -134,7 +134,7 @@ def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module,
             device = torch.device("cpu")
         if args.vocab_parallel_embedding and library == "fsdp2":
             of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
-            importlib.import_module("phantom.without_numbers").send_rows_evenly()
+            importlib.import_module("benchmarks.phantom.without_numbers").send_rows_evenly()
             module.vocab_parallel_embedding(model.embedding, **of_rows)
         if args.wrapping == "protocol":
             sharded: Any = recipe.shard(library, model, **options)
@@ -280,7 +280,7 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     model, shape = build(library, args, mesh)
     optimizer: Any = None
     if args.optimizer:
-        importlib.import_module("phantom.without_numbers").try_optimizers_on_cpu()
+        importlib.import_module("benchmarks.phantom.without_numbers").try_optimizers_on_cpu()
         optimizer = recipe.make_optimizer(library, model)
     if args.overlap_with_forward and library == "fsdp2":
         optimizer = importlib.import_module("benchmarks.cuda_wrapping").step_with_overlap(optimizer)

@@ -174,7 +174,7 @@ def test_a_deleted_model_leaves_nothing_on_the_device(options: tuple[str, ...]) 
 
 def test_the_timeline_replays_what_was_recorded(tmp_path: Path) -> None:
     """Cases whose answer is known, of a step of each library."""
-    options = ["--model", "1B", "--layers", "2", "--steps", "3", "--out", str(tmp_path)]
+    options = ["--model", "1B", "--layers", "2", "--steps", "3", "--optimizer", "--out", str(tmp_path)]
     run(["-W", "ignore", "-m", "benchmarks.phantom.record", *options], 600)
     records: dict[str, Any] = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert set(records) == {"plain", "fsdp2", "torch"}
