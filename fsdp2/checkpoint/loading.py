@@ -21,19 +21,18 @@ from torch.distributed.tensor import DTensor
 from ..shards import codec_state
 from ..shards.find import before_write
 from ..shards.tensors import check_bool, some_of
-from .attempt import CODECS, state_of
-from .commit import session_of
+from .content import CODECS, state_of
 from .folders import check_path
-from .layout import box_of
 from .ranks import Team, attempt
+from .session import session_of
 from .state import (
     MODEL,
     OPTIMIZER,
     PER_RANK,
     Optimizers,
     State,
+    box_of_rank,
     check_arguments,
-    cuts_of,
     nest,
     parameter_of,
     states_of,
@@ -212,15 +211,9 @@ class _Loading:
         """Reads this rank's shards into their memory, and the other values of the model and the optimizer."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                local = self._state.local(name)
-                starts = [0] * tensor.dim()
+                local, starts = self._state.local(name), [0] * tensor.dim()
                 if isinstance(tensor, DTensor):
-                    at = tensor.device_mesh.get_coordinate()
-                    if at is None:
-                        continue
-                    cuts = cuts_of(name, tensor)
-                    numbers = [(tensor.device_mesh.size(axis), dim) for axis, dim in cuts]
-                    starts = [*box_of(tensor.shape, numbers, [at[axis] for axis, _ in cuts])[0]]
+                    starts = [each.start for each in box_of_rank(name, tensor)]
                 self._stored.read(name, local, starts)
                 torch.autograd.graph.increment_version(local)
         for name in self._state.objects:

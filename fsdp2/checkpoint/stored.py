@@ -9,10 +9,8 @@ import io
 import json
 import math
 import os
-import pickle
 import struct
 import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,30 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..torch_private.checkpoints import REBUILD_TENSOR
 from .folders import require_regular
 from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, file_of
-from .metadata import check_tensors, read_metadata
-from .parts import bytes_in, checksum_at, file_head
+from .metadata import damaged, read_metadata
+from .parts import PIECE_NBYTES, Crc, PageSums, bytes_in, checksum_at, file_head
 
-# Values that can't be read straight to their place are read so many bytes at a time.
-_BUCKET_NBYTES = 32 * 1024 * 1024
 _READ_NBYTES = 1 << 30
-# The names by which torch.save says the dtype of a tensor. It writes others in another way, which torch.load reads.
-_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 
 
 class StoredTensor(NamedTuple):
@@ -68,13 +48,14 @@ class StoredTensor(NamedTuple):
 class _Values(NamedTuple):
     """Where the values of a part begin in a file, or all of them where they do not lie there as they are.
 
-    `checksum`: their CRC-32; 0 if it is not known.
+    `checksum`: that of the class `kind`; 0 if it is not known.
     """
 
     path: Path
     offset: int
     values: Tensor | None
     checksum: int = 0
+    kind: type[Crc] = Crc
 
 
 class Checkpoint:
@@ -199,25 +180,31 @@ class Checkpoint:
             sizes, inside, region = (1,), (slice(0, 1),), region.view(1)
         row, rows = math.prod(sizes[1:]) * dtype.itemsize, inside[0]
         # Of those who read of this part, the one that has its first element compares the checksum of all of it.
-        checksum, end = 0, sizes[0] if all(each.start == 0 for each in inside) else rows.stop
-        start = rows.start
-        if region.is_cpu and region.dtype == dtype and region.is_contiguous() and region.shape[1:] == sizes[1:]:
-            self._read(at.path, at.offset + start * row, bytes_in(region), name)
-            checksum, start = zlib.crc32(bytes_in(region)), rows.stop
+        end = sizes[0] if all(each.start == 0 for each in inside) else rows.stop
+        is_place = region.is_cpu and region.dtype == dtype and region.is_contiguous() and region.shape[1:] == sizes[1:]
+        place, bucket = bytes_in(region) if is_place else None, torch.empty(0, dtype=torch.uint8)
+        is_checked = at.checksum and end == sizes[0] and not rows.start
+        start, most, checksum = rows.start, max(1, PIECE_NBYTES // max(1, row)), at.kind()
         while start < end:
-            limit = rows.stop if start < rows.stop else end
-            count = min(limit - start, max(1, _BUCKET_NBYTES // max(1, row)))
-            bucket = torch.empty(count * row, dtype=torch.uint8)
-            self._read(at.path, at.offset + start * row, bytes_in(bucket), name)
-            checksum = zlib.crc32(bytes_in(bucket), checksum)
-            if start < rows.stop:
+            is_wanted = start < rows.stop
+            count, first = min((rows.stop if is_wanted else end) - start, most), start - rows.start
+            if is_wanted and place is not None:
+                memory = place[first * row : (first + count) * row]
+            else:
+                if not bucket.numel():
+                    bucket = torch.empty(min(most, end - start) * row, dtype=torch.uint8)
+                memory = bytes_in(bucket[: count * row])
+            self._read(at.path, at.offset + start * row, memory, name)
+            if is_checked:
+                checksum.add(memory)
+            if is_wanted and place is None:
                 columns = (slice(None), *inside[1:])
-                values = bucket.view(dtype).view(count, *sizes[1:])[columns]
-                region[start - rows.start : start - rows.start + count].copy_(values)
+                values = bucket[: count * row].view(dtype).view(count, *sizes[1:])[columns]
+                region[first : first + count].copy_(values)
             start += count
-        if end == sizes[0] and at.checksum not in (0, checksum) and rows.start == 0:
+        if is_checked and (found := checksum.value()) != at.checksum:
             raise ValueError(
-                f"{at.path}: {name}: expected values with the checksum {at.checksum:08x}, got {checksum:08x}: bytes of "
+                f"{at.path}: {name}: expected values with the checksum {at.checksum:08x}, got {found:08x}: bytes of "
                 "the file have changed since it was saved"
             )
 
@@ -251,6 +238,7 @@ class _Ours:
             content = json.loads(path.read_bytes())
             if content["format"] > FORMAT:
                 raise _NewerError
+            self._checksums = Crc if content["format"] == 1 else PageSums
             kinds, of_rank = content["kinds"]
             members: list[int] = content["members"]
             self.save_id: str = content["save_id"]
@@ -317,7 +305,7 @@ class _Ours:
         tail = os.pread(reader.descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
         if (at := checksum_at(tail)) is None:
             raise ValueError(f"{path}: {name}: expected the end of a tensor behind its values. It is truncated.")
-        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"))
+        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"), self._checksums)
 
 
 class _NewerError(Exception):
@@ -329,49 +317,87 @@ class _Torchs:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.save_id = folder, ""
-        self._metadata = read_metadata(folder / METADATA)
-        stored = self._metadata.state_dict_metadata
-        self.paths = {name: tuple((self._metadata.planner_data or {}).get(name, (name,))) for name in stored}
+        metadata = read_metadata(folder / METADATA)
+        stored, paths = metadata.state_dict_metadata, metadata.planner_data or {}
+        self.paths = {name: tuple(paths.get(name, (name,))) for name in stored}
         self.tensors: dict[str, StoredTensor] = {}
-        self.objects: dict[str, None] = {}
+        self.objects = {name: None for name, each in stored.items() if not isinstance(each, TensorStorageMetadata)}
         self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
-        for index, info in self._metadata.storage_data.items():
-            self._at[index.fqn][tuple(index.offset or ())] = info
-        for name, each in stored.items():
-            if isinstance(each, TensorStorageMetadata):
-                rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
-                boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
-                self.tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
-            else:
-                self.objects[name] = None
+        self._sizes: dict[Path, int] = {}
+        try:
+            for index, info in metadata.storage_data.items():
+                self._at[index.fqn][tuple(index.offset or ())] = (
+                    PurePath(info.relative_path),
+                    info.offset,
+                    info.offset + info.length,
+                    getattr(info, "transform_descriptors", None),
+                )
+            for name, each in stored.items():
+                if isinstance(each, TensorStorageMetadata):
+                    rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
+                    boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
+                    self.tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise damaged(folder / METADATA, f"got something else ({error})") from error
 
     def check(self, names: Iterable[str], index: int, size: int) -> None:
-        check_tensors(self._folder, self._metadata, names)
+        for name in names:
+            dtype, shape, starts, sizes = self.tensors[name]
+            is_inside = bool(((starts >= 0) & (sizes >= 0) & (starts + sizes <= torch.tensor(shape))).all())
+            found = int(sizes.prod(1).sum()) if is_inside else 0
+            parts = [(*row,) for row in starts.tolist() if (*row,) in self._at[name]]
+            held = sum(end - offset for _, offset, end in (self._place(name, part) for part in parts))
+            numel = math.prod(shape)
+            if found < numel or held < numel * dtype.itemsize:
+                what = f"{numel} elements for shape {[*shape]}, got {found} in {held} bytes of files"
+                raise damaged(self._folder / METADATA, f"{name}: expected {what}")
 
     def _place(self, name: str, starts: tuple[int, ...]) -> tuple[Path, int, int]:
-        info = self._at[name][starts]
-        if getattr(info, "transform_descriptors", None):
+        """Returns the file of a part, and its first and last byte there, which the file has."""
+        if starts not in self._at[name]:
+            raise damaged(self._folder / METADATA, f"got no file for the part of {name} at {[*starts]}")
+        relative, offset, end, packed = self._at[name][starts]
+        path = self._folder / relative
+        if packed:
             raise NotImplementedError(
-                f"{self._folder}: {name}: expected values as they are, got {info.transform_descriptors}, which only "
+                f"{self._folder}: {name}: expected values as they are, got {packed}, which only "
                 "torch.distributed.checkpoint reads"
             )
-        path = self._folder / info.relative_path
-        if ".." in PurePath(info.relative_path).parts or self._folder not in path.parents:
-            raise ValueError(f"{self._folder / METADATA}: expected files in this folder, got {path} for {name}")
-        return path, info.offset, info.length
+        if path not in self._sizes:
+            if ".." in relative.parts or self._folder not in path.parents:
+                raise damaged(self._folder / METADATA, f"got a file outside of the folder for {name}, {path}")
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: {name} is in this file, which is not there")
+            require_regular(path)
+            self._sizes[path] = path.stat().st_size
+        if not 0 <= offset <= end <= self._sizes[path]:
+            what = f"expected it at bytes {offset} to {end}, but the file has {self._sizes[path]}"
+            raise ValueError(f"{path}: {name}: {what}. It is truncated, or of another save.")
+        return path, offset, end
 
     def object_at(self, name: str) -> tuple[Path, int, int]:
-        return self._place(name, ())
+        path, offset, end = self._place(name, ())
+        return path, offset, end - offset
 
     def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
-        stored = self.tensors[name]
-        path, offset, nbytes = self._place(name, tuple(stored.starts[index].tolist()))
-        sizes = tuple(stored.sizes[index].tolist())
+        dtype, _, starts, every = self.tensors[name]
+        sizes = torch.Size(every[index].tolist())
+        path, offset, end = self._place(name, (*starts[index].tolist(),))
+        view: Any = _View(reader.descriptor(path), offset, end - offset)
         try:
-            view = _View(reader.descriptor(path), offset, nbytes)
-            found = _find_values(view, stored.dtype, sizes)
-            if found is not None:
-                return _Values(path, offset + found[0], None, found[1])
+            with zipfile.ZipFile(view) as archive:
+                records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                data, order = records["data/0"], records.get("byteorder")
+                is_plain = not data.compress_type and (order is None or archive.read(order) == b"little")
+            if is_plain:  # its dtype, shape and strides, without values
+                view.seek(0)
+                found = torch.load(view, map_location="meta", weights_only=True)
+                is_plain = isinstance(found, Tensor) and found.dtype == dtype and found.shape == sizes
+                is_plain = is_plain and found.is_contiguous() and data.file_size == found.nbytes
+            if is_plain:
+                view.seek(data.header_offset + 26)
+                start = data.header_offset + 30 + sum(struct.unpack("<HH", view.read(4)))
+                return _Values(path, offset + start, None, data.CRC)
             view.seek(0)
             values = torch.load(io.BytesIO(view.read()), map_location="cpu", weights_only=True)
             if not isinstance(values, Tensor) or values.shape != sizes:
@@ -403,59 +429,8 @@ class _View(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._nbytes - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        data = os.pread(self._descriptor, count, self._offset + self._at)
-        self._at += len(data)
-        return data
-
-
-def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int] | None:
-    """Returns where the values of a contiguous tensor begin in what torch.save has written, and their checksum.
-
-    None if they do not lie there as they are.
-    """
-    with zipfile.ZipFile(view) as archive:
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        data, order = records["data/0"], records.get("byteorder")
-        if order is not None and archive.read(order) != b"little":
-            return None
-        try:
-            described = _Described(io.BytesIO(archive.read(records["data.pkl"]))).load()
-        except _OtherTensorError:
-            return None
-        if described != (dtype, sizes) or data.compress_type or data.file_size != _nbytes(dtype, sizes):
-            return None
-        view.seek(data.header_offset + 26)
-        name, extra = struct.unpack("<HH", view.read(4))
-        return data.header_offset + 30 + int(name) + int(extra), data.CRC
-
-
-def _nbytes(dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel() * dtype.itemsize
-
-
-class _OtherTensorError(Exception):
-    """A tensor is written in another way, which torch.load reads, or refuses."""
-
-
-class _Described(pickle.Unpickler):
-    """Reads what torch.save says of one tensor: its dtype and shape, if it is contiguous; anything else if not."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == REBUILD_TENSOR:
-            return _describe
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        raise _OtherTensorError
-
-    def persistent_load(self, found: Any) -> Any:
-        return found
-
-
-def _describe(storage: Any, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
-    is_plain = offset == 0 and strides == torch.empty(sizes, device="meta").stride()
-    return (_DTYPES.get(storage[1]), tuple(sizes)) if is_plain else None
+    def readinto(self, memory: Any) -> int:
+        view = memoryview(memory).cast("B")[: max(0, self._nbytes - self._at)]
+        count = os.preadv(self._descriptor, [view], self._offset + self._at)
+        self._at += count
+        return count
