@@ -20,7 +20,6 @@ from torch import Tensor
 # The two indices of a checkpoint: that of torch.distributed.checkpoint, which is written last, and the kinds of ranks.
 METADATA, LAYOUT = ".metadata", ".fsdp2_layout"
 FORMAT = 2
-"""2: checksums are `PageSums`. 1: they are a CRC-32."""
 # Bytes at the start of each file, which name the save and the rank.
 FILE_HEAD = 512
 # Bytes before and behind the values of each part, for the head and the tail that torch.save puts around them.

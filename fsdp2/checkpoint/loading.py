@@ -37,7 +37,7 @@ from .state import (
     parameter_of,
     states_of,
 )
-from .stored import Checkpoint
+from .stored import Checkpoint, open_checkpoint
 
 
 def load(
@@ -83,7 +83,7 @@ def load(
 
     Raises:
         FileNotFoundError: `folder` has no checkpoint, or lacks a file.
-        ValueError: a file is damaged, truncated, of another save or a newer release, or could run code; ranks load
+        ValueError: a file is damaged, truncated, of another save or release, or could run code; ranks load
             different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
             was not saved.
         TypeError: an argument.
@@ -102,7 +102,7 @@ def load(
 
     checked, failed = attempt(check)
     team = session_of("load", process_group, failed).team
-    stored = team.run(lambda: Checkpoint(Path(folder).absolute()), failed)
+    stored = team.run(lambda: open_checkpoint(Path(folder).absolute()), failed)
     optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))

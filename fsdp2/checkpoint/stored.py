@@ -58,36 +58,42 @@ class _Values(NamedTuple):
     kind: type[Crc] = Crc
 
 
-class Checkpoint:
-    """A checkpoint in a folder, of which only the index was read.
-
-    Attributes:
-        tensors: key -> a tensor.
-        objects: the keys of values that are no tensors.
-        paths: key -> the keys and indices on the way to it in the state dict.
-        save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Returns the checkpoint in a folder, of which only the index was read.
 
     Raises:
         FileNotFoundError: the folder has no checkpoint.
         OSError: its index can't be read.
-        ValueError: its index is damaged, is of a newer release, or names what could run code.
+        ValueError: its index is damaged, is of another release, or names what could run code.
+    """
+    if not (folder / METADATA).is_file():
+        found = "a folder without it" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"{folder}: expected the folder of a checkpoint, with a file {METADATA}; got {found}. It is written "
+            "last: a save that was interrupted has none. fsdp2.checkpoint.latest finds the last complete one."
+        )
+    return _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
+
+
+class Checkpoint:
+    """A checkpoint in a folder.
+
+    Attributes:
+        folder: the folder.
+        tensors: key -> a tensor.
+        objects: the keys of values that are no tensors.
+        paths: key -> the keys and indices on the way to it in the state dict.
+        save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
     """
 
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Any]
+    paths: Mapping[str, tuple[Any, ...]]
+    save_id = ""
+
     def __init__(self, folder: Path) -> None:
-        if not (folder / METADATA).is_file():
-            found = "a folder without it" if folder.is_dir() else "no such folder"
-            raise FileNotFoundError(
-                f"{folder}: expected the folder of a checkpoint, with a file {METADATA}; got {found}. It is written "
-                "last: a save that was interrupted has none. fsdp2.checkpoint.latest finds the last complete one."
-            )
         self.folder = folder
         self._files: dict[Path, int] = {}
-        index: Any = _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
-        self._index = index
-        self.tensors: Mapping[str, StoredTensor] = index.tensors
-        self.objects: Mapping[str, Any] = index.objects
-        self.paths: Mapping[str, tuple[Any, ...]] = index.paths
-        self.save_id: str = index.save_id
 
     def close(self) -> None:
         """Closes all files."""
@@ -107,7 +113,15 @@ class Checkpoint:
             FileNotFoundError: a file is missing.
             ValueError: a file is shorter, or of another save.
         """
-        self._index.check(names, index, size)
+        raise NotImplementedError
+
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
+        """Returns the file of a value that is no tensor, its first byte there, and the number of its bytes."""
+        raise NotImplementedError
+
+    def _values_of(self, name: str, index: int) -> _Values:
+        """Returns where the values of a part of a tensor are."""
+        raise NotImplementedError
 
     def object(self, name: str) -> Any:
         """Returns a value that is no tensor.
@@ -116,7 +130,7 @@ class Checkpoint:
             OSError: it can't be read.
             ValueError: it is damaged, or could run code.
         """
-        path, offset, nbytes = self._index.object_at(name)
+        path, offset, nbytes = self._object_at(name)
         data = bytearray(nbytes)
         self._read(path, offset, memoryview(data), name)
         try:
@@ -172,7 +186,7 @@ class Checkpoint:
         region: Tensor,
     ) -> None:
         """Fills `region` with the elements `inside` of the part with that index."""
-        at: _Values = self._index.values_of(self, name, index)
+        at = self._values_of(name, index)
         if at.values is not None:
             region.copy_(at.values[inside])
             return
@@ -209,7 +223,7 @@ class Checkpoint:
             )
 
     def _read(self, path: Path, offset: int, memory: memoryview, name: str) -> None:
-        descriptor = self.descriptor(path)
+        descriptor = self._descriptor(path)
         done = 0
         while done < len(memory):
             got = os.preadv(descriptor, [memory[done : done + _READ_NBYTES]], offset + done)
@@ -220,7 +234,7 @@ class Checkpoint:
                 )
             done += got
 
-    def descriptor(self, path: Path) -> int:
+    def _descriptor(self, path: Path) -> int:
         """Returns the open file of a path, which stays open until `close`."""
         if path not in self._files:
             require_regular(path)
@@ -228,20 +242,20 @@ class Checkpoint:
         return self._files[path]
 
 
-class _Ours:
-    """The index of a checkpoint of fsdp2. The parts follow from the kinds of ranks that saved."""
+class _Ours(Checkpoint):
+    """A checkpoint of fsdp2. The parts follow from the kinds of ranks that saved."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, path = folder, folder / LAYOUT
+        super().__init__(folder)
+        path = folder / LAYOUT
         require_regular(path)
         try:
             content = json.loads(path.read_bytes())
-            if content["format"] > FORMAT:
-                raise _NewerError
-            self._checksums = Crc if content["format"] == 1 else PageSums
+            if content["format"] != FORMAT:
+                raise _OtherFormatError
             kinds, of_rank = content["kinds"]
             members: list[int] = content["members"]
-            self.save_id: str = content["save_id"]
+            self.save_id = str(content["save_id"])
             self._kinds = [
                 (
                     [rank for rank, kind in zip(members, of_rank, strict=True) if kind == i],
@@ -252,9 +266,9 @@ class _Ours:
             self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
             self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
             self._layout = Layout(self._kinds)
-        except _NewerError:
+        except _OtherFormatError:
             raise ValueError(
-                f"{path}: expected format {FORMAT} or older, got {content['format']}: a newer fsdp2 has saved it. "
+                f"{path}: expected format {FORMAT}, got {content['format']}: another release of fsdp2 has saved it. "
                 "torch.distributed.checkpoint.load reads it, too."
             ) from None
         except OSError:
@@ -270,7 +284,7 @@ class _Ours:
     def _offsets(self) -> Mapping[str, Tensor]:
         return self._layout.offsets
 
-    def check(self, names: Iterable[str], index: int, size: int) -> None:
+    def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         ends = torch.zeros(max((max(members) for members, _ in self._kinds), default=0) + 1, dtype=torch.int64)
         for name in names:
             parts, offsets = self._layout.tensors[name], self._offsets[name]
@@ -279,7 +293,7 @@ class _Ours:
             self._check_file(writer, int(ends[writer]))
 
     def _check_file(self, rank: int, end: int) -> None:
-        path = self._folder / file_of(rank)
+        path = self.folder / file_of(rank)
         if not path.exists():
             raise FileNotFoundError(f"{path}: a part of the checkpoint is in this file, which is not there")
         require_regular(path)
@@ -294,33 +308,33 @@ class _Ours:
         if path.stat().st_size < end:
             raise ValueError(f"{path}: expected {end:,} bytes at least, got {path.stat().st_size:,}. It is truncated.")
 
-    def object_at(self, name: str) -> tuple[Path, int, int]:
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
         rank, offset, nbytes = self.objects[name]
         self._check_file(rank, offset + nbytes)
-        return self._folder / file_of(rank), offset, nbytes
+        return self.folder / file_of(rank), offset, nbytes
 
-    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
+    def _values_of(self, name: str, index: int) -> _Values:
         parts = self._layout.tensors[name]
-        path, offset = self._folder / file_of(int(parts.writers[index])), int(self._offsets[name][index])
-        tail = os.pread(reader.descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
+        path, offset = self.folder / file_of(int(parts.writers[index])), int(self._offsets[name][index])
+        tail = os.pread(self._descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
         if (at := checksum_at(tail)) is None:
             raise ValueError(f"{path}: {name}: expected the end of a tensor behind its values. It is truncated.")
-        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"), self._checksums)
+        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"), PageSums)
 
 
-class _NewerError(Exception):
-    """A newer release has saved the checkpoint."""
+class _OtherFormatError(Exception):
+    """Another release has saved the checkpoint."""
 
 
-class _Torchs:
-    """The index of a checkpoint of torch.distributed.checkpoint."""
+class _Torchs(Checkpoint):
+    """A checkpoint of torch.distributed.checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.save_id = folder, ""
+        super().__init__(folder)
         metadata = read_metadata(folder / METADATA)
         stored, paths = metadata.state_dict_metadata, metadata.planner_data or {}
         self.paths = {name: tuple(paths.get(name, (name,))) for name in stored}
-        self.tensors: dict[str, StoredTensor] = {}
+        self.tensors = tensors = {}
         self.objects = {name: None for name, each in stored.items() if not isinstance(each, TensorStorageMetadata)}
         self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
         self._sizes: dict[Path, int] = {}
@@ -336,11 +350,11 @@ class _Torchs:
                 if isinstance(each, TensorStorageMetadata):
                     rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
                     boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
-                    self.tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
+                    tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise damaged(folder / METADATA, f"got something else ({error})") from error
 
-    def check(self, names: Iterable[str], index: int, size: int) -> None:
+    def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         for name in names:
             dtype, shape, starts, sizes = self.tensors[name]
             is_inside = bool(((starts >= 0) & (sizes >= 0) & (starts + sizes <= torch.tensor(shape))).all())
@@ -350,22 +364,22 @@ class _Torchs:
             numel = math.prod(shape)
             if found < numel or held < numel * dtype.itemsize:
                 what = f"{numel} elements for shape {[*shape]}, got {found} in {held} bytes of files"
-                raise damaged(self._folder / METADATA, f"{name}: expected {what}")
+                raise damaged(self.folder / METADATA, f"{name}: expected {what}")
 
     def _place(self, name: str, starts: tuple[int, ...]) -> tuple[Path, int, int]:
         """Returns the file of a part, and its first and last byte there, which the file has."""
         if starts not in self._at[name]:
-            raise damaged(self._folder / METADATA, f"got no file for the part of {name} at {[*starts]}")
+            raise damaged(self.folder / METADATA, f"got no file for the part of {name} at {[*starts]}")
         relative, offset, end, packed = self._at[name][starts]
-        path = self._folder / relative
+        path = self.folder / relative
         if packed:
             raise NotImplementedError(
-                f"{self._folder}: {name}: expected values as they are, got {packed}, which only "
+                f"{self.folder}: {name}: expected values as they are, got {packed}, which only "
                 "torch.distributed.checkpoint reads"
             )
         if path not in self._sizes:
-            if ".." in relative.parts or self._folder not in path.parents:
-                raise damaged(self._folder / METADATA, f"got a file outside of the folder for {name}, {path}")
+            if ".." in relative.parts or self.folder not in path.parents:
+                raise damaged(self.folder / METADATA, f"got a file outside of the folder for {name}, {path}")
             if not path.exists():
                 raise FileNotFoundError(f"{path}: {name} is in this file, which is not there")
             require_regular(path)
@@ -375,15 +389,15 @@ class _Torchs:
             raise ValueError(f"{path}: {name}: {what}. It is truncated, or of another save.")
         return path, offset, end
 
-    def object_at(self, name: str) -> tuple[Path, int, int]:
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
         path, offset, end = self._place(name, ())
         return path, offset, end - offset
 
-    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
+    def _values_of(self, name: str, index: int) -> _Values:
         dtype, _, starts, every = self.tensors[name]
         sizes = torch.Size(every[index].tolist())
         path, offset, end = self._place(name, (*starts[index].tolist(),))
-        view: Any = _View(reader.descriptor(path), offset, end - offset)
+        view: Any = _View(self._descriptor(path), offset, end - offset)
         try:
             with zipfile.ZipFile(view) as archive:
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}

@@ -833,7 +833,7 @@ def test_kill_9_leaves_a_whole_folder(moment: str, tmp_path: Path) -> None:
         (target / "model.safetensors").rename(target / "kept.txt")
         hf.save_model(model, target)
 
-        def die(*_: Any) -> Any:
+        def die(*_: Any, **__: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
         count, written = iter(range(100)), os.pwrite

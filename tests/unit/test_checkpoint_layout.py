@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.checkpoint.layout import FILE_HEAD, Entry, Kind, Layout, Mesh, boxes_of
-from fsdp2.checkpoint.parts import bytes_in, head_and_tail, lengths_around
+from fsdp2.checkpoint.parts import PageSums, bytes_in, head_and_tail, lengths_around
 from fsdp2.checkpoint.pickled import StoredObject, metadata_chunks
 from fsdp2.checkpoint.state import State, box_of_rank, cuts_of, nest
 from fsdp2.torch_private.checkpoints import STORAGE_INFO
@@ -145,6 +146,32 @@ def test_parts_are_what_torch_loads(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert found.dtype == dtype
     assert found.shape == shape
     assert bytes(bytes_in(found)) == bytes(bytes_in(values))
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, 4097, 20_003])
+def test_checksums_of_pieces(nbytes: int) -> None:
+    """However bytes are cut, and wherever they lie in memory; each bit counts, and the order of pages."""
+    draw = random.Random(nbytes)
+    memory = torch.randint(0, 256, (nbytes + 1,), dtype=torch.uint8)
+    values = memory[1:]
+
+    def checksum(cuts: list[int]) -> int:
+        sums = PageSums()
+        for start, end in pairwise([0, *cuts, nbytes]):
+            sums.add(bytes_in(values[start:end]))
+        return sums.value()
+
+    expected = checksum([])
+    for _ in range(20):
+        assert checksum(sorted(draw.randrange(nbytes + 1) for _ in range(draw.randrange(9)))) == expected
+    for at in {draw.randrange(nbytes) for _ in range(20)} if nbytes else ():
+        bit = 1 << draw.randrange(8)
+        values[at] ^= bit
+        assert checksum([]) != expected
+        values[at] ^= bit
+    if nbytes > 3 * 4096:
+        values[:8192] = torch.cat((values[4096:8192], values[:4096]))
+        assert checksum([]) != expected
 
 
 def objects_of_torch(layout: Layout, around: dict[str, tuple[Tensor, Tensor]], stored: Any, paths: Any) -> Metadata:

@@ -342,7 +342,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "a newer release": (
         lambda f: change_layout(f, lambda content: content.update(format=9)),
         ValueError,
-        r"\.fsdp2_layout: expected format 2 or older, got 9",
+        r"\.fsdp2_layout: expected format 2, got 9",
     ),
     "a damaged layout": (lambda f: os.truncate(f / ".fsdp2_layout", 300), ValueError, r"\.fsdp2_layout: expected what"),
     "a layout of other kinds": (
