@@ -338,6 +338,8 @@ class _Torchs(Checkpoint):
         self.objects = {name: None for name, each in stored.items() if not isinstance(each, TensorStorageMetadata)}
         self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
         self._sizes: dict[Path, int] = {}
+        self._plain: set[Any] = set()
+        """Descriptions of tensors by torch.save that are contiguous and as the index says: many are equal."""
         try:
             for index, info in metadata.storage_data.items():
                 self._at[index.fqn][tuple(index.offset or ())] = (
@@ -403,11 +405,14 @@ class _Torchs(Checkpoint):
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 data, order = records["data/0"], records.get("byteorder")
                 is_plain = not data.compress_type and (order is None or archive.read(order) == b"little")
-            if is_plain:  # its dtype, shape and strides, without values
+                described = archive.read(records["data.pkl"]), dtype, sizes, data.file_size
+            if is_plain and described not in self._plain:  # its dtype, shape and strides, without values
                 view.seek(0)
                 found = torch.load(view, map_location="meta", weights_only=True)
                 is_plain = isinstance(found, Tensor) and found.dtype == dtype and found.shape == sizes
                 is_plain = is_plain and found.is_contiguous() and data.file_size == found.nbytes
+                if is_plain:
+                    self._plain.add(described)
             if is_plain:
                 view.seek(data.header_offset + 26)
                 start = data.header_offset + 30 + sum(struct.unpack("<HH", view.read(4)))
