@@ -486,9 +486,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a checkpoint has its name before its index is written",
-        r"( +)write_file\(made\.new( / LAYOUT, .+\n +chunks = .+\n +)write_file\(made\.new( / METADATA, chunks\)\n)"
-        r"( +replace_folder\(made\.new, made\.final, self\._team\.run_id\)\n)",
-        r"\4\1write_file(made.final\2write_file(made.final\3",
+        r"( +)write_file\(new( / LAYOUT, .+\n +chunks = .+\n +)write_file\(new( / METADATA, chunks\)\n)"
+        r"( +replace_folder\(new, save\.final\)\n)",
+        r"\4\1write_file(save.final\2write_file(save.final\3",
         ("tests/ranks/checkpoint/test_failures.py",),
     ),
     Mutation(
@@ -505,8 +505,8 @@ MUTATIONS = (
     ),
     Mutation(
         "optimizer states of each rank's own rows are saved once",
-        r"if len\(\{\(each\.kind, each\.plain\) for each in records\}\) > .+:",
-        "if len(records) > 1 << 30:",
+        r"if len\(\{\(kind, plain\) for .+:",
+        "if len(rows) > 1 << 30:",
         (SITUATIONS,),
         "states_of_local_rows",
     ),

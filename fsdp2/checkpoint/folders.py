@@ -1,8 +1,7 @@
 """Replaces a folder by another one in one step, so that either the old or the new one is there, and whole.
 
-One process at a time replaces a folder of safetensors files (`NewFolder`). It holds the lock of a file beside the
-folder, which the system releases when the process ends, however it ends. The folders of checkpoints have one lock for
-all in the folder around them (`JobLock`), which a job holds from its first save to its end.
+Where two processes save one folder of safetensors files (`NewFolder`) at a time, the last one wins. A job keeps others
+from saving checkpoints into the folder around its own (`JobLock`) from its first save to its end.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HOST = re.sub(r"[^\w.]+", "-", platform.node())[:40] or "unknown"
 _DAY_S = 24 * 60 * 60
 # What a save replaces. All else in the folder stays: tokenizers, other adapters.
 _OWN = r"{stem}(-\d{{5}}-of-\d{{5}})?\.safetensors|{stem}\.safetensors\.index\.json"
-# What `hidden` returns.
+# Folders of saves and removals that have not ended.
 _LEFT = re.compile(r"\..+\.fsdp2-([0-9a-f]+)-\w+")
 
 
@@ -71,7 +70,6 @@ class NewFolder:
     Raises:
         ValueError: `final` can't be replaced: it is a mount, or the program works in it.
         FileExistsError: it is a file.
-        RuntimeError: another process, or thread, replaces it now.
     """
 
     def __init__(self, final: Path) -> None:
@@ -84,20 +82,18 @@ class NewFolder:
                 "works in, does not allow. Pass a folder inside it."
             )
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _Lock(self.final.with_name(f".{self.final.name}.fsdp2-lock"), final)
-        try:
-            _remove_left(self.final, self._lock.is_held)
-            name = f".{self.final.name}.saving-{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
-            self.path = self.final.with_name(name)
-            self.path.mkdir()
-        except BaseException:
-            self._lock.release()
-            raise
+        kind = re.compile(rf"\.{re.escape(self.final.name)}\.saving-(.+)-(\d+)-[0-9a-f]{{8}}")
+        for left in [*self.final.parent.iterdir()]:
+            found = kind.fullmatch(left.name)
+            if found and ((found[1] == HOST and not _is_alive(int(found[2]))) or _age_s(left) > _DAY_S):
+                shutil.rmtree(left, ignore_errors=True)
+        name = f".{self.final.name}.saving-{HOST}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.path = self.final.with_name(name)
+        self.path.mkdir()
 
     def remove(self) -> None:
         """Removes the new folder, if it has not taken the place of the final one: the save has failed."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
 
     def publish(self, stem: str) -> None:
         """Puts the new folder in the place of the final one.
@@ -114,73 +110,17 @@ class NewFolder:
                     _carry_over(path, self.path / path.name)
         for folder, _, _ in os.walk(self.path):
             sync(Path(folder))
-        if not self.final.exists():
-            self.path.rename(self.final)
-        elif exchange(self.path, self.final):
-            self.remove()
-        else:
-            previous = self.path.with_name(self.path.name.replace(".saving-", ".previous-"))
-            self.final.rename(previous)
-            self.path.rename(self.final)
-            shutil.rmtree(previous, ignore_errors=True)
-        sync(self.final.parent)
-        self._lock.release()
+        replace_folder(self.path, self.final)
 
 
-class _Lock:
-    """The right to replace a folder. `is_held`: False on a filesystem without locks, where nobody is kept out.
-
-    Raises:
-        RuntimeError: another process, or thread, has it.
-    """
-
-    def __init__(self, path: Path, final: Path) -> None:
-        self._path, self.is_held = path, False
-        while not self.is_held:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.is_held = _is_at(path, self._descriptor)  # else the last owner has removed it meanwhile
-            except BlockingIOError as error:
-                owner = os.pread(self._descriptor, 200, 0).decode(errors="replace") or "it has just begun"
-                raise RuntimeError(
-                    f"{final}: another save into this folder runs ({owner}). Save again when it has ended, or pass a "
-                    "folder of this program's own."
-                ) from error
-            except OSError:  # no locks on this filesystem
-                path.unlink(missing_ok=True)
-                break
-            finally:
-                if not self.is_held:
-                    os.close(self._descriptor)
-        if self.is_held:
-            os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, f"host {HOST}, process {os.getpid()}".encode())
-
-    def release(self) -> None:
-        """Lets others replace the folder."""
-        if self.is_held:
-            self.is_held = False
-            self._path.unlink(missing_ok=True)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a child process has it, too
-            os.close(self._descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Returns True if an open file is the one that has this path now."""
+def _is_alive(process: int) -> bool:
     try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
+        os.kill(process, 0)
+    except ProcessLookupError:
         return False
-
-
-def _remove_left(final: Path, has_lock: bool) -> None:
-    """Removes what saves into a folder have left that were killed. No save of this machine runs, if `has_lock`."""
-    kind = re.compile(rf"\.{re.escape(final.name)}\.saving-(.+)-\d+-[0-9a-f]{{8}}")
-    for left in [*final.parent.iterdir()]:
-        found = kind.fullmatch(left.name)
-        if found is not None and ((has_lock and found[1] == HOST) or _age_s(left) > _DAY_S):
-            shutil.rmtree(left, ignore_errors=True)
+    except PermissionError:  # it is of another user
+        pass
+    return True
 
 
 class JobLock:
@@ -225,31 +165,27 @@ class JobLock:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def replace_folder(new: Path, final: Path, run_id: str) -> None:
+def replace_folder(new: Path, final: Path) -> None:
     """Puts a folder in the place of `final`, in one step where the system can, and has its name reach the disk."""
     sync(new)
     if not final.exists():
         new.rename(final)
     elif exchange(new, final):
-        remove_folder(new, run_id)
+        shutil.rmtree(new, ignore_errors=True)
     else:
-        old = final.with_name(f"{final.name}.previous")  # the last checkpoint, if this process is killed here
+        old = final.with_name(f"{final.name}.previous")  # the last one, if this process is killed here
+        shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         new.rename(final)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     sync(final.parent)
 
 
 def remove_folder(folder: Path, run_id: str) -> None:
-    """Removes a folder. If this process is killed meanwhile, no half of it has its name."""
-    old = hidden(folder, run_id)
+    """Removes a folder. If this process is killed meanwhile, the next job removes the rest: see `JobLock.clean`."""
+    old = folder.with_name(f".{folder.name.lstrip('.')}.fsdp2-{run_id}-{secrets.token_hex(4)}")
     folder.rename(old)
     shutil.rmtree(old)
-
-
-def hidden(folder: Path, run_id: str) -> Path:
-    """Returns a new path beside a folder, for what is incomplete. The next job removes what has such a name."""
-    return folder.with_name(f".{folder.name.lstrip('.')}.fsdp2-{run_id}-{secrets.token_hex(4)}")
 
 
 def _age_s(folder: Path) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 # The two indices of a checkpoint: that of torch.distributed.checkpoint, which is written last, and the kinds of ranks.
 METADATA, LAYOUT = ".metadata", ".fsdp2_layout"
-FORMAT = 1
+FORMAT = 2
 # Bytes at the start of each file, which name the save and the rank.
 FILE_HEAD = 512
 # Bytes before and behind the values of each part, for the head and the tail that torch.save puts around them.
@@ -136,18 +136,6 @@ def boxes_of(shape: Sequence[int], cuts: Sequence[tuple[int, int]], coordinates:
         sizes[:, dim] = torch.minimum(first + chunk, length) - first
         starts[:, dim] += first
     return starts, sizes
-
-
-def box_of(
-    shape: Sequence[int], cuts: Sequence[tuple[int, int]], coordinates: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the first index and the shape of one chunk; see `boxes_of`."""
-    starts, sizes = [0] * len(shape), [*shape]
-    for (number, dim), coordinate in zip(cuts, coordinates, strict=True):
-        chunk = -(-sizes[dim] // number)
-        first = min(coordinate * chunk, sizes[dim])
-        starts[dim], sizes[dim] = starts[dim] + first, min(first + chunk, sizes[dim]) - first
-    return tuple(starts), tuple(sizes)
 
 
 class Layout:

@@ -21,24 +21,23 @@ from torch.distributed.tensor import DTensor
 from ..shards import codec_state
 from ..shards.find import before_write
 from ..shards.tensors import check_bool, some_of
-from .attempt import CODECS, state_of
-from .commit import session_of
+from .content import CODECS, state_of
 from .folders import check_path
-from .layout import box_of
 from .ranks import Team, attempt
+from .session import session_of
 from .state import (
     MODEL,
     OPTIMIZER,
     PER_RANK,
     Optimizers,
     State,
+    box_of_rank,
     check_arguments,
-    cuts_of,
     nest,
     parameter_of,
     states_of,
 )
-from .stored import Checkpoint
+from .stored import Checkpoint, open_checkpoint
 
 
 def load(
@@ -84,7 +83,7 @@ def load(
 
     Raises:
         FileNotFoundError: `folder` has no checkpoint, or lacks a file.
-        ValueError: a file is damaged, truncated, of another save or a newer release, or could run code; ranks load
+        ValueError: a file is damaged, truncated, of another save or release, or could run code; ranks load
             different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
             was not saved.
         TypeError: an argument.
@@ -103,7 +102,7 @@ def load(
 
     checked, failed = attempt(check)
     team = session_of("load", process_group, failed).team
-    stored = team.run(lambda: Checkpoint(Path(folder).absolute()), failed)
+    stored = team.run(lambda: open_checkpoint(Path(folder).absolute()), failed)
     optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))
@@ -212,15 +211,9 @@ class _Loading:
         """Reads this rank's shards into their memory, and the other values of the model and the optimizer."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                local = self._state.local(name)
-                starts = [0] * tensor.dim()
+                local, starts = self._state.local(name), [0] * tensor.dim()
                 if isinstance(tensor, DTensor):
-                    at = tensor.device_mesh.get_coordinate()
-                    if at is None:
-                        continue
-                    cuts = cuts_of(name, tensor)
-                    numbers = [(tensor.device_mesh.size(axis), dim) for axis, dim in cuts]
-                    starts = [*box_of(tensor.shape, numbers, [at[axis] for axis, _ in cuts])[0]]
+                    starts = [each.start for each in box_of_rank(name, tensor)]
                 self._stored.read(name, local, starts)
                 torch.autograd.graph.increment_version(local)
         for name in self._state.objects:

@@ -1,8 +1,8 @@
 """The ranks that save and load together, and how they agree: over a gloo process group of their own.
 
-The group is theirs alone, so that a thread may use it while training communicates over others. A save needs one round
-of it: each rank sends eight numbers to the first one, which commits and answers with one. Whatever raises on one rank
-is raised on all of them.
+The group is theirs alone, so that a thread may use it while training communicates over others. A save needs two rounds
+of it: each rank sends eight numbers to the first one, which answers with one. Whatever raises on one rank is raised on
+all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import pickle
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ from torch import Tensor
 from .parts import bytes_in
 
 T = TypeVar("T")
-NUMBERS = 8
-"""How many numbers a rank sends to the first one at the end of a save."""
+_MOST_NUMBERS = 7
 # The classes of errors that are raised on other ranks, too; any other becomes a RuntimeError there.
 _ERRORS = (FileNotFoundError, FileExistsError, OSError, NotImplementedError, ValueError, TypeError, ImportError)
 
@@ -54,20 +53,33 @@ class Team:
         """True on the rank that commits."""
         return self.index == 0
 
-    def decide(self, numbers: Sequence[int], choose: Callable[[list[list[int]]], int]) -> int:
-        """Returns what `choose` returns on the first rank, for the numbers of all ranks in their order.
+    def decide(self, failed: Exception | None, numbers: Sequence[int], choose: Callable[[list[list[int]]], int]) -> int:
+        """Returns what `choose` returns on the first rank. What any rank has met is raised on all of them.
 
         Args:
-            numbers: `NUMBERS` integers of 64 bits.
-            choose: is called on the first rank, and must not raise.
+            failed: what this rank has met before.
+            numbers: up to seven integers of 64 bits.
+            choose: is called on the first rank with the numbers of all ranks in their order, unless one has failed.
+                It returns no negative number.
         """
-        own = torch.tensor([*numbers], dtype=torch.int64)
+        own = torch.tensor([failed is not None, *numbers, *[0] * (_MOST_NUMBERS - len(numbers))], dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in self.members] if self.is_first else []
         if self._group is None:
-            return choose([own.tolist()])
-        rows = [torch.empty_like(own) for _ in self.members] if self.is_first else None
-        dist.gather(own, rows, group=self._group, group_dst=0)
-        answer = torch.tensor([0 if rows is None else choose([row.tolist() for row in rows])])
-        dist.broadcast(answer, group=self._group, group_src=0)
+            rows = [own]
+        else:
+            dist.gather(own, rows or None, group=self._group, group_dst=0)
+        found: int | None = None
+        if self.is_first and not any(row[0] for row in rows):
+            found, failed = attempt(lambda: choose([row[1:].tolist() for row in rows]))
+        answer = torch.tensor(-1 if found is None else found)
+        if self._group is not None:
+            dist.broadcast(answer, group=self._group, group_src=0)
+        if answer < 0:
+            every = self.gather(None if failed is None else portable(failed))
+            if failed is not None:
+                raise failed
+            rank, (kind, text) = next((rank, each) for rank, each in zip(self.members, every, strict=True) if each)
+            raise kind(f"rank {rank}: {text}")
         return int(answer)
 
     def broadcast(self, data: bytes, source: int) -> bytes:
@@ -101,17 +113,8 @@ class Team:
             failed: what this rank has met before.
         """
         value, failed = (None, failed) if failed is not None else attempt(function)
-        if self.decide([failed is not None, *[0] * (NUMBERS - 1)], lambda rows: int(any(row[0] for row in rows))):
-            self.raise_together(failed)
+        self.decide(failed, (), lambda rows: 0)
         return value  # type: ignore[return-value]
-
-    def raise_together(self, error: BaseException | None) -> NoReturn:
-        """Raises `error`, or on ranks that have none the first one of others."""
-        found = self.gather(None if error is None else portable(error))
-        if error is not None:
-            raise error
-        rank, (kind, text) = next((rank, each) for rank, each in zip(self.members, found, strict=True) if each)
-        raise kind(f"rank {rank}: {text}")
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:

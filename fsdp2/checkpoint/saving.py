@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from .attempt import Attempt
-from .commit import Session, session_of
+from ..shards.tensors import check_bool
+from .content import Content, check_values
+from .folders import check_path
 from .ranks import attempt
+from .session import Choices, Save, Session, session_of
 from .snapshot import Snapshot
-from .state import Optimizers
+from .state import Optimizers, check_arguments
 
 
 class Saving:
@@ -60,12 +63,12 @@ class Saving:
             self._thread.join()
         return self._error
 
-    def _run(self, session: Session, made: Attempt, snapshot: Snapshot | None) -> None:
+    def _run(self, session: Session, save: Save, snapshot: Snapshot | None, failed: Exception | None) -> None:
         try:
             if snapshot is not None:
-                _, made.failed = attempt(snapshot.finish)
+                _, failed = attempt(snapshot.finish)
             self._is_copied.set()
-            session.finish(self, made)
+            self.nbytes = session.finish(save, save.content.state.local if snapshot is None else snapshot.value, failed)
         except BaseException as error:
             self._error = error
         finally:
@@ -98,9 +101,9 @@ def save(
     """Saves a checkpoint that any number of ranks can load, with `load` or with torch.distributed.checkpoint.
 
     Every rank must call it, between steps. Each writes one file, in order, from its own shards; replicas share the
-    work. The first save compares the ranks. Each save ends with one round of 64 bytes for each rank. The checkpoint
-    takes the place of `folder` in one step when all files are on the disk: a kill at any moment leaves the previous
-    checkpoints whole. What the kill has left behind, the next job removes.
+    work. A save begins and ends with a round of 64 bytes for each rank: in the first, ranks compare what they save. The
+    checkpoint takes the place of `folder` in one step when all files are on the disk: a kill at any moment leaves the
+    previous checkpoints whole. What the kill has left behind, the next job removes.
 
     With `wait=False` it returns when it knows what to write. A thread copies this rank's shards into host memory while
     the next forward and backward run, and writes them from there. An `optimizer.step()` that comes before the copy has
@@ -148,25 +151,44 @@ def save(
         RuntimeError: another job saves into the folder around `folder`; an earlier save has failed.
         All errors are raised on all ranks, and leave earlier checkpoints as they are.
     """
-    made = Attempt()
-    _, made.failed = attempt(
-        lambda: made.check(
-            folder, model, optimizer, extra, per_rank, wait, keep_last, trainable_only, in_memory, flat_keys
+
+    def check() -> tuple[tuple[Optimizer, ...], Choices]:
+        check_path("folder", folder)
+        optimizers = check_arguments("save", model, optimizer)
+        check_values("extra", extra)
+        check_values("per_rank", per_rank)
+        choices = {"in_memory": in_memory, "trainable_only": trainable_only, "flat_keys": flat_keys}
+        for name, value in {"wait": wait, **choices}.items():
+            check_bool(name, value)
+        for name, value in (extra or {}).items():
+            if flat_keys and isinstance(value, Tensor):
+                raise ValueError(
+                    f"extra: {name}: expected no tensor with flat_keys=True, where tensors without a dict are the "
+                    f"model's. Pass it inside a dict."
+                )
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ValueError(f"keep_last: expected a number from 1 on, or None, got {keep_last!r}")
+        return optimizers, Choices(Path(folder).absolute(), keep_last, **choices)
+
+    checked, failed = attempt(check)
+    session = session_of("save", process_group, failed)
+    session.end_previous()
+    optimizers, choices = checked or ((), None)
+    content = None
+    if failed is None:
+        content, failed = attempt(
+            lambda: Content(model, optimizers, extra or {}, per_rank or {}, trainable_only, flat_keys)
         )
-    )
-    session = session_of("save", process_group, made.failed)
-    session.begin(made)
-    if made.failed is None:
-        _, made.failed = attempt(lambda: made.collect(model, extra, per_rank, trainable_only, flat_keys))
+    made = session.agree(content, choices, failed)
     saving = Saving(made.final)
-    if wait is not False:
-        session.finish(saving, made)
+    if wait:
+        saving.nbytes = session.finish(made, made.content.state.local, None)
         return saving
-    snapshot = None
-    if made.failed is None:
-        snapshot, made.failed = attempt(lambda: session.take_snapshot(made))
+    snapshot, failed = attempt(lambda: session.take_snapshot(made))
     session.running = saving
-    saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in made.optimizers]
-    saving._thread = threading.Thread(target=saving._run, args=(session, made, snapshot), name="fsdp2.checkpoint")
+    saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in optimizers]
+    saving._thread = threading.Thread(
+        target=saving._run, args=(session, made, snapshot, failed), name="fsdp2.checkpoint"
+    )
     saving._thread.start()
     return saving

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..shards.dtensors import box_of, cut_axes
+from ..shards.dtensors import cuts_of as cuts_of_rank
 from ..shards.find import shards_of
 from ..shards.tensors import PLAIN, local_if_any, require_module
-from .layout import Entry, Kind, Mesh, box_of
+from .layout import Entry, Kind, Mesh
 
 Optimizers = Optimizer | Sequence[Optimizer]
 MODEL, OPTIMIZER, PER_RANK = "model", "optimizer", "per_rank"
@@ -134,29 +136,27 @@ def nest(values: Mapping[tuple[Any, ...], Any]) -> Any:
 
 
 def cuts_of(name: str, tensor: DTensor) -> tuple[tuple[int, int], ...]:
-    """Returns pairs of a mesh axis and a dim, in the order in which these axes cut a DTensor.
-
-    DTensor cuts by the axes of the mesh from left to right, except that a strided shard, which FSDP makes of what
-    tensor parallelism has cut along the same dim, cuts behind the axes to its right.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    axes = [axis for axis, each in enumerate(placements) if not each.is_replicate() and mesh.size(axis) > 1]
-    last = [axis for axis in axes if hasattr(placements[axis], "split_factor")]
-    dims: list[Any] = [getattr(each, "dim", None) for each in placements]
-    order = [*(axis for axis in axes if axis not in last), *last]
-    cuts = tuple((axis, dims[axis] % tensor.dim()) for axis in order if dims[axis] is not None)
-    at = mesh.get_coordinate()
-    is_known = len(last) < 2 and len(cuts) == len(axes)
-    if is_known and at is not None:
-        numbers = [(mesh.size(axis), dim) for axis, dim in cuts]
-        is_known = box_of(tensor.shape, numbers, [at[axis] for axis, _ in cuts])[1] == local_if_any(tensor).shape
+    """Returns pairs of a mesh axis and a dim, in the order in which these axes cut a DTensor into chunks."""
+    shape, local = [*tensor.shape], [*local_if_any(tensor).shape]
+    try:
+        axes = cut_axes(name, tensor.device_mesh, tensor.placements, tensor.dim())
+        is_known = [each.stop - each.start for each in box_of_rank(name, tensor)] == local
+    except NotImplementedError:
+        is_known = False
     if not is_known:
         raise NotImplementedError(
             f"{name}: expected a DTensor that each axis of its mesh shards in chunks or replicates, got placements "
-            f"{tuple(placements)} and the local shape {[*local_if_any(tensor).shape]} of {[*tensor.shape]}. Take it "
-            "out of the state dict, or save its full_tensor() in extra=."
+            f"{tuple(tensor.placements)} and the local shape {local} of {shape}. Take it out of the state dict, or "
+            "save its full_tensor() in extra=."
         )
-    return cuts
+    return (*axes,)
+
+
+def box_of_rank(name: str, tensor: DTensor) -> tuple[slice, ...]:
+    """Returns one slice for each dim of a DTensor: what this rank holds of it."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return (slice(0, 0),) * tensor.dim()
+    return box_of(cuts_of_rank(name, tensor.device_mesh, tensor.placements, tensor.shape), tensor.shape)
 
 
 def _check(name: str, local: Tensor) -> None:

@@ -9,10 +9,8 @@ import io
 import json
 import math
 import os
-import pickle
 import struct
 import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,30 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..torch_private.checkpoints import REBUILD_TENSOR
 from .folders import require_regular
 from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, file_of
-from .metadata import check_tensors, read_metadata
-from .parts import bytes_in, checksum_at, file_head
+from .metadata import damaged, read_metadata
+from .parts import PIECE_NBYTES, Crc, PageSums, bytes_in, checksum_at, file_head
 
-# Values that can't be read straight to their place are read so many bytes at a time.
-_BUCKET_NBYTES = 32 * 1024 * 1024
 _READ_NBYTES = 1 << 30
-# The names by which torch.save says the dtype of a tensor. It writes others in another way, which torch.load reads.
-_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 
 
 class StoredTensor(NamedTuple):
@@ -68,45 +48,52 @@ class StoredTensor(NamedTuple):
 class _Values(NamedTuple):
     """Where the values of a part begin in a file, or all of them where they do not lie there as they are.
 
-    `checksum`: their CRC-32; 0 if it is not known.
+    `checksum`: that of the class `kind`; 0 if it is not known.
     """
 
     path: Path
     offset: int
     values: Tensor | None
     checksum: int = 0
+    kind: type[Crc] = Crc
 
 
-class Checkpoint:
-    """A checkpoint in a folder, of which only the index was read.
-
-    Attributes:
-        tensors: key -> a tensor.
-        objects: the keys of values that are no tensors.
-        paths: key -> the keys and indices on the way to it in the state dict.
-        save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Returns the checkpoint in a folder, of which only the index was read.
 
     Raises:
         FileNotFoundError: the folder has no checkpoint.
         OSError: its index can't be read.
-        ValueError: its index is damaged, is of a newer release, or names what could run code.
+        ValueError: its index is damaged, is of another release, or names what could run code.
+    """
+    if not (folder / METADATA).is_file():
+        found = "a folder without it" if folder.is_dir() else "no such folder"
+        raise FileNotFoundError(
+            f"{folder}: expected the folder of a checkpoint, with a file {METADATA}; got {found}. It is written "
+            "last: a save that was interrupted has none. fsdp2.checkpoint.latest finds the last complete one."
+        )
+    return _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
+
+
+class Checkpoint:
+    """A checkpoint in a folder.
+
+    Attributes:
+        folder: the folder.
+        tensors: key -> a tensor.
+        objects: the keys of values that are no tensors.
+        paths: key -> the keys and indices on the way to it in the state dict.
+        save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
     """
 
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, Any]
+    paths: Mapping[str, tuple[Any, ...]]
+    save_id = ""
+
     def __init__(self, folder: Path) -> None:
-        if not (folder / METADATA).is_file():
-            found = "a folder without it" if folder.is_dir() else "no such folder"
-            raise FileNotFoundError(
-                f"{folder}: expected the folder of a checkpoint, with a file {METADATA}; got {found}. It is written "
-                "last: a save that was interrupted has none. fsdp2.checkpoint.latest finds the last complete one."
-            )
         self.folder = folder
         self._files: dict[Path, int] = {}
-        index: Any = _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
-        self._index = index
-        self.tensors: Mapping[str, StoredTensor] = index.tensors
-        self.objects: Mapping[str, Any] = index.objects
-        self.paths: Mapping[str, tuple[Any, ...]] = index.paths
-        self.save_id: str = index.save_id
 
     def close(self) -> None:
         """Closes all files."""
@@ -126,7 +113,15 @@ class Checkpoint:
             FileNotFoundError: a file is missing.
             ValueError: a file is shorter, or of another save.
         """
-        self._index.check(names, index, size)
+        raise NotImplementedError
+
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
+        """Returns the file of a value that is no tensor, its first byte there, and the number of its bytes."""
+        raise NotImplementedError
+
+    def _values_of(self, name: str, index: int) -> _Values:
+        """Returns where the values of a part of a tensor are."""
+        raise NotImplementedError
 
     def object(self, name: str) -> Any:
         """Returns a value that is no tensor.
@@ -135,7 +130,7 @@ class Checkpoint:
             OSError: it can't be read.
             ValueError: it is damaged, or could run code.
         """
-        path, offset, nbytes = self._index.object_at(name)
+        path, offset, nbytes = self._object_at(name)
         data = bytearray(nbytes)
         self._read(path, offset, memoryview(data), name)
         try:
@@ -191,7 +186,7 @@ class Checkpoint:
         region: Tensor,
     ) -> None:
         """Fills `region` with the elements `inside` of the part with that index."""
-        at: _Values = self._index.values_of(self, name, index)
+        at = self._values_of(name, index)
         if at.values is not None:
             region.copy_(at.values[inside])
             return
@@ -199,30 +194,36 @@ class Checkpoint:
             sizes, inside, region = (1,), (slice(0, 1),), region.view(1)
         row, rows = math.prod(sizes[1:]) * dtype.itemsize, inside[0]
         # Of those who read of this part, the one that has its first element compares the checksum of all of it.
-        checksum, end = 0, sizes[0] if all(each.start == 0 for each in inside) else rows.stop
-        start = rows.start
-        if region.is_cpu and region.dtype == dtype and region.is_contiguous() and region.shape[1:] == sizes[1:]:
-            self._read(at.path, at.offset + start * row, bytes_in(region), name)
-            checksum, start = zlib.crc32(bytes_in(region)), rows.stop
+        end = sizes[0] if all(each.start == 0 for each in inside) else rows.stop
+        is_place = region.is_cpu and region.dtype == dtype and region.is_contiguous() and region.shape[1:] == sizes[1:]
+        place, bucket = bytes_in(region) if is_place else None, torch.empty(0, dtype=torch.uint8)
+        is_checked = at.checksum and end == sizes[0] and not rows.start
+        start, most, checksum = rows.start, max(1, PIECE_NBYTES // max(1, row)), at.kind()
         while start < end:
-            limit = rows.stop if start < rows.stop else end
-            count = min(limit - start, max(1, _BUCKET_NBYTES // max(1, row)))
-            bucket = torch.empty(count * row, dtype=torch.uint8)
-            self._read(at.path, at.offset + start * row, bytes_in(bucket), name)
-            checksum = zlib.crc32(bytes_in(bucket), checksum)
-            if start < rows.stop:
+            is_wanted = start < rows.stop
+            count, first = min((rows.stop if is_wanted else end) - start, most), start - rows.start
+            if is_wanted and place is not None:
+                memory = place[first * row : (first + count) * row]
+            else:
+                if not bucket.numel():
+                    bucket = torch.empty(min(most, end - start) * row, dtype=torch.uint8)
+                memory = bytes_in(bucket[: count * row])
+            self._read(at.path, at.offset + start * row, memory, name)
+            if is_checked:
+                checksum.add(memory)
+            if is_wanted and place is None:
                 columns = (slice(None), *inside[1:])
-                values = bucket.view(dtype).view(count, *sizes[1:])[columns]
-                region[start - rows.start : start - rows.start + count].copy_(values)
+                values = bucket[: count * row].view(dtype).view(count, *sizes[1:])[columns]
+                region[first : first + count].copy_(values)
             start += count
-        if end == sizes[0] and at.checksum not in (0, checksum) and rows.start == 0:
+        if is_checked and (found := checksum.value()) != at.checksum:
             raise ValueError(
-                f"{at.path}: {name}: expected values with the checksum {at.checksum:08x}, got {checksum:08x}: bytes of "
+                f"{at.path}: {name}: expected values with the checksum {at.checksum:08x}, got {found:08x}: bytes of "
                 "the file have changed since it was saved"
             )
 
     def _read(self, path: Path, offset: int, memory: memoryview, name: str) -> None:
-        descriptor = self.descriptor(path)
+        descriptor = self._descriptor(path)
         done = 0
         while done < len(memory):
             got = os.preadv(descriptor, [memory[done : done + _READ_NBYTES]], offset + done)
@@ -233,7 +234,7 @@ class Checkpoint:
                 )
             done += got
 
-    def descriptor(self, path: Path) -> int:
+    def _descriptor(self, path: Path) -> int:
         """Returns the open file of a path, which stays open until `close`."""
         if path not in self._files:
             require_regular(path)
@@ -241,19 +242,20 @@ class Checkpoint:
         return self._files[path]
 
 
-class _Ours:
-    """The index of a checkpoint of fsdp2. The parts follow from the kinds of ranks that saved."""
+class _Ours(Checkpoint):
+    """A checkpoint of fsdp2. The parts follow from the kinds of ranks that saved."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, path = folder, folder / LAYOUT
+        super().__init__(folder)
+        path = folder / LAYOUT
         require_regular(path)
         try:
             content = json.loads(path.read_bytes())
-            if content["format"] > FORMAT:
-                raise _NewerError
+            if content["format"] != FORMAT:
+                raise _OtherFormatError
             kinds, of_rank = content["kinds"]
             members: list[int] = content["members"]
-            self.save_id: str = content["save_id"]
+            self.save_id = str(content["save_id"])
             self._kinds = [
                 (
                     [rank for rank, kind in zip(members, of_rank, strict=True) if kind == i],
@@ -264,9 +266,9 @@ class _Ours:
             self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
             self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
             self._layout = Layout(self._kinds)
-        except _NewerError:
+        except _OtherFormatError:
             raise ValueError(
-                f"{path}: expected format {FORMAT} or older, got {content['format']}: a newer fsdp2 has saved it. "
+                f"{path}: expected format {FORMAT}, got {content['format']}: another release of fsdp2 has saved it. "
                 "torch.distributed.checkpoint.load reads it, too."
             ) from None
         except OSError:
@@ -282,7 +284,7 @@ class _Ours:
     def _offsets(self) -> Mapping[str, Tensor]:
         return self._layout.offsets
 
-    def check(self, names: Iterable[str], index: int, size: int) -> None:
+    def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         ends = torch.zeros(max((max(members) for members, _ in self._kinds), default=0) + 1, dtype=torch.int64)
         for name in names:
             parts, offsets = self._layout.tensors[name], self._offsets[name]
@@ -291,7 +293,7 @@ class _Ours:
             self._check_file(writer, int(ends[writer]))
 
     def _check_file(self, rank: int, end: int) -> None:
-        path = self._folder / file_of(rank)
+        path = self.folder / file_of(rank)
         if not path.exists():
             raise FileNotFoundError(f"{path}: a part of the checkpoint is in this file, which is not there")
         require_regular(path)
@@ -306,72 +308,115 @@ class _Ours:
         if path.stat().st_size < end:
             raise ValueError(f"{path}: expected {end:,} bytes at least, got {path.stat().st_size:,}. It is truncated.")
 
-    def object_at(self, name: str) -> tuple[Path, int, int]:
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
         rank, offset, nbytes = self.objects[name]
         self._check_file(rank, offset + nbytes)
-        return self._folder / file_of(rank), offset, nbytes
+        return self.folder / file_of(rank), offset, nbytes
 
-    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
+    def _values_of(self, name: str, index: int) -> _Values:
         parts = self._layout.tensors[name]
-        path, offset = self._folder / file_of(int(parts.writers[index])), int(self._offsets[name][index])
-        tail = os.pread(reader.descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
+        path, offset = self.folder / file_of(int(parts.writers[index])), int(self._offsets[name][index])
+        tail = os.pread(self._descriptor(path), TAIL_ROOM, offset + int(parts.nbytes[index]))
         if (at := checksum_at(tail)) is None:
             raise ValueError(f"{path}: {name}: expected the end of a tensor behind its values. It is truncated.")
-        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"))
+        return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"), PageSums)
 
 
-class _NewerError(Exception):
-    """A newer release has saved the checkpoint."""
+class _OtherFormatError(Exception):
+    """Another release has saved the checkpoint."""
 
 
-class _Torchs:
-    """The index of a checkpoint of torch.distributed.checkpoint."""
+class _Torchs(Checkpoint):
+    """A checkpoint of torch.distributed.checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.save_id = folder, ""
-        self._metadata = read_metadata(folder / METADATA)
-        stored = self._metadata.state_dict_metadata
-        self.paths = {name: tuple((self._metadata.planner_data or {}).get(name, (name,))) for name in stored}
-        self.tensors: dict[str, StoredTensor] = {}
-        self.objects: dict[str, None] = {}
+        super().__init__(folder)
+        metadata = read_metadata(folder / METADATA)
+        stored, paths = metadata.state_dict_metadata, metadata.planner_data or {}
+        self.paths = {name: tuple(paths.get(name, (name,))) for name in stored}
+        self.tensors = tensors = {}
+        self.objects = {name: None for name, each in stored.items() if not isinstance(each, TensorStorageMetadata)}
         self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
-        for index, info in self._metadata.storage_data.items():
-            self._at[index.fqn][tuple(index.offset or ())] = info
-        for name, each in stored.items():
-            if isinstance(each, TensorStorageMetadata):
-                rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
-                boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
-                self.tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
-            else:
-                self.objects[name] = None
+        self._sizes: dict[Path, int] = {}
+        self._plain: set[Any] = set()
+        """Descriptions of tensors by torch.save that are contiguous and as the index says: many are equal."""
+        try:
+            for index, info in metadata.storage_data.items():
+                self._at[index.fqn][tuple(index.offset or ())] = (
+                    PurePath(info.relative_path),
+                    info.offset,
+                    info.offset + info.length,
+                    getattr(info, "transform_descriptors", None),
+                )
+            for name, each in stored.items():
+                if isinstance(each, TensorStorageMetadata):
+                    rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
+                    boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
+                    tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise damaged(folder / METADATA, f"got something else ({error})") from error
 
-    def check(self, names: Iterable[str], index: int, size: int) -> None:
-        check_tensors(self._folder, self._metadata, names)
+    def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
+        for name in names:
+            dtype, shape, starts, sizes = self.tensors[name]
+            is_inside = bool(((starts >= 0) & (sizes >= 0) & (starts + sizes <= torch.tensor(shape))).all())
+            found = int(sizes.prod(1).sum()) if is_inside else 0
+            parts = [(*row,) for row in starts.tolist() if (*row,) in self._at[name]]
+            held = sum(end - offset for _, offset, end in (self._place(name, part) for part in parts))
+            numel = math.prod(shape)
+            if found < numel or held < numel * dtype.itemsize:
+                what = f"{numel} elements for shape {[*shape]}, got {found} in {held} bytes of files"
+                raise damaged(self.folder / METADATA, f"{name}: expected {what}")
 
     def _place(self, name: str, starts: tuple[int, ...]) -> tuple[Path, int, int]:
-        info = self._at[name][starts]
-        if getattr(info, "transform_descriptors", None):
+        """Returns the file of a part, and its first and last byte there, which the file has."""
+        if starts not in self._at[name]:
+            raise damaged(self.folder / METADATA, f"got no file for the part of {name} at {[*starts]}")
+        relative, offset, end, packed = self._at[name][starts]
+        path = self.folder / relative
+        if packed:
             raise NotImplementedError(
-                f"{self._folder}: {name}: expected values as they are, got {info.transform_descriptors}, which only "
+                f"{self.folder}: {name}: expected values as they are, got {packed}, which only "
                 "torch.distributed.checkpoint reads"
             )
-        path = self._folder / info.relative_path
-        if ".." in PurePath(info.relative_path).parts or self._folder not in path.parents:
-            raise ValueError(f"{self._folder / METADATA}: expected files in this folder, got {path} for {name}")
-        return path, info.offset, info.length
+        if path not in self._sizes:
+            if ".." in relative.parts or self.folder not in path.parents:
+                raise damaged(self.folder / METADATA, f"got a file outside of the folder for {name}, {path}")
+            if not path.exists():
+                raise FileNotFoundError(f"{path}: {name} is in this file, which is not there")
+            require_regular(path)
+            self._sizes[path] = path.stat().st_size
+        if not 0 <= offset <= end <= self._sizes[path]:
+            what = f"expected it at bytes {offset} to {end}, but the file has {self._sizes[path]}"
+            raise ValueError(f"{path}: {name}: {what}. It is truncated, or of another save.")
+        return path, offset, end
 
-    def object_at(self, name: str) -> tuple[Path, int, int]:
-        return self._place(name, ())
+    def _object_at(self, name: str) -> tuple[Path, int, int]:
+        path, offset, end = self._place(name, ())
+        return path, offset, end - offset
 
-    def values_of(self, reader: Checkpoint, name: str, index: int) -> _Values:
-        stored = self.tensors[name]
-        path, offset, nbytes = self._place(name, tuple(stored.starts[index].tolist()))
-        sizes = tuple(stored.sizes[index].tolist())
+    def _values_of(self, name: str, index: int) -> _Values:
+        dtype, _, starts, every = self.tensors[name]
+        sizes = torch.Size(every[index].tolist())
+        path, offset, end = self._place(name, (*starts[index].tolist(),))
+        view: Any = _View(self._descriptor(path), offset, end - offset)
         try:
-            view = _View(reader.descriptor(path), offset, nbytes)
-            found = _find_values(view, stored.dtype, sizes)
-            if found is not None:
-                return _Values(path, offset + found[0], None, found[1])
+            with zipfile.ZipFile(view) as archive:
+                records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                data, order = records["data/0"], records.get("byteorder")
+                is_plain = not data.compress_type and (order is None or archive.read(order) == b"little")
+                described = archive.read(records["data.pkl"]), dtype, sizes, data.file_size
+            if is_plain and described not in self._plain:  # its dtype, shape and strides, without values
+                view.seek(0)
+                found = torch.load(view, map_location="meta", weights_only=True)
+                is_plain = isinstance(found, Tensor) and found.dtype == dtype and found.shape == sizes
+                is_plain = is_plain and found.is_contiguous() and data.file_size == found.nbytes
+                if is_plain:
+                    self._plain.add(described)
+            if is_plain:
+                view.seek(data.header_offset + 26)
+                start = data.header_offset + 30 + sum(struct.unpack("<HH", view.read(4)))
+                return _Values(path, offset + start, None, data.CRC)
             view.seek(0)
             values = torch.load(io.BytesIO(view.read()), map_location="cpu", weights_only=True)
             if not isinstance(values, Tensor) or values.shape != sizes:
@@ -403,59 +448,8 @@ class _View(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._nbytes - self._at)
-        count = left if size is None or size < 0 else min(size, left)
-        data = os.pread(self._descriptor, count, self._offset + self._at)
-        self._at += len(data)
-        return data
-
-
-def _find_values(view: _View, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int] | None:
-    """Returns where the values of a contiguous tensor begin in what torch.save has written, and their checksum.
-
-    None if they do not lie there as they are.
-    """
-    with zipfile.ZipFile(view) as archive:
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        data, order = records["data/0"], records.get("byteorder")
-        if order is not None and archive.read(order) != b"little":
-            return None
-        try:
-            described = _Described(io.BytesIO(archive.read(records["data.pkl"]))).load()
-        except _OtherTensorError:
-            return None
-        if described != (dtype, sizes) or data.compress_type or data.file_size != _nbytes(dtype, sizes):
-            return None
-        view.seek(data.header_offset + 26)
-        name, extra = struct.unpack("<HH", view.read(4))
-        return data.header_offset + 30 + int(name) + int(extra), data.CRC
-
-
-def _nbytes(dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel() * dtype.itemsize
-
-
-class _OtherTensorError(Exception):
-    """A tensor is written in another way, which torch.load reads, or refuses."""
-
-
-class _Described(pickle.Unpickler):
-    """Reads what torch.save says of one tensor: its dtype and shape, if it is contiguous; anything else if not."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == REBUILD_TENSOR:
-            return _describe
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        raise _OtherTensorError
-
-    def persistent_load(self, found: Any) -> Any:
-        return found
-
-
-def _describe(storage: Any, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
-    is_plain = offset == 0 and strides == torch.empty(sizes, device="meta").stride()
-    return (_DTYPES.get(storage[1]), tuple(sizes)) if is_plain else None
+    def readinto(self, memory: Any) -> int:
+        view = memoryview(memory).cast("B")[: max(0, self._nbytes - self._at)]
+        count = os.preadv(self._descriptor, [view], self._offset + self._at)
+        self._at += count
+        return count

@@ -110,7 +110,8 @@ class Memory:
         with internals.below_autograd():
             for local, spec, offset in zip(locals_, self.layout.specs, self.layout.shard_offsets, strict=True):
                 own = own_storage_view(self.shards, offset, local.shape, spec.storage_dtype)
-                own.copy_(local)
+                if local.untyped_storage().nbytes():  # else it has no values yet
+                    own.copy_(local)
                 placed.append(own)
         return placed
 

@@ -1,4 +1,4 @@
-"""Finds what peft saves of an adapter: parameters, parts of them, and tensors that it computes from some.
+"""Finds what peft saves of an adapter: parameters, and parts of them.
 
 It also gives values to adapters on meta, around a model that is loaded.
 """
@@ -7,79 +7,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .skeleton import SAVE_IN_FULL, make_parts, make_skeleton
-from .tensors import ModelTensor, Slot
+from .tensors import ModelTensor
 from .trace import Tracer
 from .views import View
 
 
-class AdapterFile(NamedTuple):
-    """Describes what is saved. `names`: name in the file -> a view of parameters. `computed`: what peft has computed
-    besides. `missing`: parameters and buffers whose values it needs for that; then the others are not complete.
-    """
+def find_adapter(model: nn.Module, tensors: Sequence[ModelTensor], adapter_name: str) -> dict[str, View]:
+    """Returns what peft's own function saves of an adapter: names in the file, and views of parameters.
 
-    names: dict[str, View]
-    computed: list[ModelTensor]
-    missing: list[ModelTensor]
-
-
-def find_adapter(
-    model: nn.Module, tensors: Sequence[ModelTensor], adapter_name: str, values: Mapping[str, Tensor]
-) -> AdapterFile:
-    """Finds what peft's own function saves of an adapter. It runs on a skeleton of the model, without a collective.
-
-    `values`: of whole parameters and buffers, by name, as far as they are known.
+    The function runs on a skeleton of the model, without a collective.
 
     Raises:
-        NotImplementedError: it needs values, and which is unknown.
+        NotImplementedError: it computes values: the embeddings of prompt tuning, for example.
     """
-    tracer, parts = Tracer(), make_parts(tensors, values)
+    tracer, parts = Tracer(), make_parts(tensors)
     for name, part in parts.items():
         tracer.follow(name, part)
-    failed: Exception | None = None
-    found: dict[str, Tensor] = {}
     try:
         with tracer:
             found = _call_peft(model, tensors, parts, adapter_name)
+        views = {name: tracer.view_of(each) for name, each in found.items()}
+        computed = ", ".join(name for name, view in views.items() if not isinstance(view, View))
     except (RuntimeError, NotImplementedError) as error:  # there are no values on meta
-        failed = error
-    computed = {name: each.detach() for name, each in found.items() if not isinstance(tracer.view_of(each), View)}
-    missing = [each for each in tensors if each.name in tracer.read - {*values}]
-    if failed is not None or any(each.is_meta for each in computed.values()):
-        if missing:
-            return AdapterFile({}, [], missing)
-        raise NotImplementedError(
-            f"save_adapter: peft computes {', '.join(computed) or 'tensors'} from values that fsdp2 does not find "
-            f"({failed}). {SAVE_IN_FULL}."
-        ) from failed
-    views = {name: tracer.view_of(each) for name, each in found.items() if name not in computed}
-    return AdapterFile({name: view for name, view in views.items() if isinstance(view, View)}, _hold(computed), [])
-
-
-def _hold(computed: Mapping[str, Tensor]) -> list[ModelTensor]:
-    """Returns computed tensors as buffers of a module: the first rank saves its own."""
-    holder, made = nn.Module(), []
-    for name, tensor in computed.items():
-        holder._buffers[name] = tensor
-        made.append(ModelTensor(tensor, None))
-        made[-1].names.append(name)
-        made[-1].slots.append(Slot(holder, name))
-    return made
-
-
-def gather(tensors: Sequence[ModelTensor]) -> dict[str, Tensor]:
-    """Returns the whole values of parameters and buffers. Every rank must call it with the same tensors."""
-    with torch.no_grad():
-        return {
-            each.name: each.tensor.full_tensor() if isinstance(each.tensor, DTensor) else each.tensor.detach()
-            for each in tensors
-        }
+        computed = f"it ({error})"
+    if computed:
+        raise NotImplementedError(f"save_adapter: peft computes {computed}, and fsdp2.hf moves values. {SAVE_IN_FULL}.")
+    return {name: view for name, view in views.items() if isinstance(view, View)}
 
 
 def _call_peft(

@@ -7,7 +7,6 @@ can be counted, need no more memory than one bucket, and no memory map of the fi
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import math
@@ -106,8 +105,8 @@ def _files_of(folder: Path) -> tuple[Path | None, list[Path]]:
     if folder.is_file():
         return (folder, []) if folder.name.endswith(".json") else (None, [folder])
     if not folder.is_dir():
-        left = sorted(folder.parent.glob(f".{glob.escape(folder.name)}.previous-*")) if folder.parent.is_dir() else []
-        advice = f". An interrupted save has left the previous one as {left[0]}: rename it." if left else ""
+        left = folder.with_name(f"{folder.name}.previous")
+        advice = f". An interrupted save has left the previous one as {left}: rename it." if left.is_dir() else ""
         raise FileNotFoundError(f"{folder}: expected a folder with safetensors files, found none{advice}")
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file() and single.is_file():

@@ -175,9 +175,15 @@ def load_model(
                 f"load_model: {folder} lacks {report.missing[0]}, and has packed values as {packed}. {DEQUANTISE}"
             )
         raise ValueError(f"load_model: {folder} {_contradictions(report)}")
+    empty = [each for each in matching.sources if each.tensor.is_meta]
     ranks.run(lambda: _materialise(model, tensors, matching.sources, ranks.device, init, strict, report), doing)
     reader = _Reader(checkpoint, matching.scales, ranks)
-    ranks.run(lambda: reader.load(matching.sources), doing)
+    try:
+        ranks.run(lambda: reader.load(matching.sources), doing)
+    except BaseException:
+        for each in empty:  # so that no forward takes a half for weights
+            mark(each.tensor)
+        raise
     report.bytes_read = reader.bytes_read
     if converter is not None:
         converter.note(model)
@@ -388,13 +394,13 @@ def _materialise(
     if not on_meta:
         return
     _give_memory(model, tensors, device)
-    buffers = [registered(*place) for place in on_meta if place[1] in place[0]._buffers]
-    for buffer in buffers:
-        mark(buffer)
-    if buffers:
-        shards_of(model).note_emptied(buffers)
     loaded = {(slot.module, slot.name) for tensor in sources for slot in tensor.slots}
     rest = {place: registered(*place) for place in on_meta if place not in loaded}
+    buffers = [registered(*place) for place in on_meta if place[1] in place[0]._buffers]
+    for tensor in (*buffers, *rest.values()):
+        mark(tensor)
+    if buffers:
+        shards_of(model).note_emptied(buffers)
     rest = {place: tensor for place, tensor in rest.items() if tensor.numel()}
     versions = {place: tensor._version for place, tensor in rest.items()}
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folders import check_path
-from ..checkpoint.stored import Checkpoint, StoredTensor
+from ..checkpoint.stored import Checkpoint, StoredTensor, open_checkpoint
 from .files import Box, parse_size
 from .ranks import Ranks
 from .save import Turns, plan_save, write_files
@@ -82,7 +82,7 @@ def merge_checkpoint(
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key: expected a str or None, got {key!r}")
     most, table = parse_size(max_shard_size), NameTable(names)
-    reader = Checkpoint(Path(checkpoint))
+    reader = open_checkpoint(Path(checkpoint))
     try:
         chosen, left_out = _model_of(reader, key)
         stored = _named(chosen, table, left_out)

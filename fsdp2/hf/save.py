@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import nn
 from ..checkpoint.folders import NewFolder, check_path, naming, path_text
 from ..shards.find import groups_managing
 from ..shards.tensors import bits_of, check_bool, checksum, no_torch_function, require_module
-from .adapters import find_adapter, gather
+from .adapters import find_adapter
 from .conversion import Converter, converter_of
 from .files import CODES, FileTensor, Layout, NewFiles, parse_size, plan_files
 from .load import BUCKET_NBYTES
@@ -123,10 +122,8 @@ def save_adapter(
 
     A model of peft, or one of Transformers with an adapter, gives `adapter_model.safetensors` and
     `adapter_config.json`, which `PeftModel.from_pretrained` loads: what peft's `save_pretrained` writes, to the byte,
-    for each kind of adapter. What peft computes (the embeddings of prompt tuning, prefix tuning and P-tuning, the
-    largest weights of VBLoRA) is computed on every rank, for which it gathers the few parameters that take part. Of any
-    model without peft, all parameters with `lora_` in their names are saved, under their FQNs. Every rank must call it,
-    between steps.
+    for each kind of adapter but those of which it computes tensors (prompts). Of any model without peft, all parameters
+    with `lora_` in their names are saved, under their FQNs. Every rank must call it, between steps.
 
     Args:
         model: a module, of which all, some or no submodules are sharded.
@@ -139,7 +136,7 @@ def save_adapter(
 
     Raises:
         ValueError: there is no such adapter.
-        NotImplementedError: peft computes a tensor from values that are not found.
+        NotImplementedError: peft computes what it saves, as of prompt tuning. The error says what to write instead.
             Besides, what `save_model` raises.
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
@@ -168,13 +165,13 @@ def save_adapter(
                     "save_adapter: expected parameters with lora_ in their names, found none. Use save_model."
                 )
             return ranks.run(lambda: plan_save(tensors, lora, dtype, None, "adapter_model", only=True), doing)
-        values: dict[str, torch.Tensor] = {}
-        find = partial(find_adapter, model, tensors, adapter_name, values)
-        while (found := ranks.run(find, doing)).missing:
-            values.update(gather(found.missing))  # on all ranks: what peft computes is computed on each
-        names = {**found.names, **{each.name: as_view(each.name) for each in found.computed}}
-        every = [*tensors, *found.computed]
-        return ranks.run(lambda: plan_save(every, names, dtype, None, "adapter_model", only=True), doing)
+
+        def plan() -> Plan:
+            return plan_save(
+                tensors, find_adapter(model, tensors, adapter_name), dtype, None, "adapter_model", only=True
+            )
+
+        return ranks.run(plan, doing)
 
     return _save(model, folder, dtype, make_plan, "adapter_model", add_files)
 

@@ -21,15 +21,11 @@ SAVE_IN_FULL = (
 Parts = Mapping[str, Tensor]
 
 
-def make_parts(tensors: Sequence[ModelTensor], values: Parts | None = None) -> dict[str, Tensor]:
-    """Returns what stands for each parameter and buffer in a skeleton: `values` as far as there are some, and tensors
-    on meta. All have the whole shapes.
-    """
+def make_parts(tensors: Sequence[ModelTensor]) -> dict[str, Tensor]:
+    """Returns what stands for each parameter and buffer in a skeleton: tensors of the whole shapes on meta."""
     parts = {}
     for each in tensors:
-        made = (values or {}).get(each.name)
-        if made is None:
-            made = torch.empty(each.shape, dtype=each.dtype, device="meta")
+        made = torch.empty(each.shape, dtype=each.dtype, device="meta")
         needs_grad = each.is_parameter and each.tensor.requires_grad
         parts[each.name] = nn.Parameter(made, requires_grad=needs_grad) if each.is_parameter else made
     return parts

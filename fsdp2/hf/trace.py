@@ -16,14 +16,12 @@ class Tracer(TorchDispatchMode):
     """While it is entered, operations on the tensors on meta that it follows are noted as views.
 
     Operations that cut, join and rearrange are known. The result of any other has no view, and `view_of` names it.
-    `read`: the names of tensors from which such a result was computed. `of_files`: the tensors are in files, where they
-    may be seen as other shapes.
+    `of_files`: the tensors are in files, where they may be seen as other shapes.
     """
 
     def __init__(self, *, of_files: bool = False) -> None:
         super().__init__()
         self._of_files = of_files
-        self.read: set[str] = set()
         # Identity of a tensor -> the tensor, which keeps that identity its own, and its view.
         self._views: dict[int, tuple[Tensor, View]] = {}
         self._computed: dict[int, tuple[Tensor, str]] = {}
@@ -63,9 +61,6 @@ class Tracer(TorchDispatchMode):
         rule = _RULES.get(name)
         known = [view for view in views if isinstance(view, View)]
         if rule is None or len(known) < len(views):
-            for view in map(self.view_of, _flat((args, kwargs))):
-                if isinstance(view, View):
-                    self.read |= {leaf.name for leaf in view.resolve(_no_shape)[1]}
             failed = next((view for view in views if isinstance(view, str) and view.startswith("aten")), name)
             for each in found:
                 self._views.pop(id(each), None)

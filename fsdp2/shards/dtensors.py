@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from ..torch_private.internals import local_of
 from .protocol import Cut
 
-__all__ = ["box_of", "cuts_of", "device_of", "device_of_kind", "replicas_of"]
+__all__ = ["box_of", "cut_axes", "cuts_of", "device_of", "device_of_kind", "replicas_of"]
 
 
-def cuts_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> tuple[Cut, ...]:
-    """Returns how a value of that shape is cut by these placements, from the innermost cut to the outermost.
+def cut_axes(name: str, mesh: DeviceMesh, placements: Sequence[Any], ndim: int) -> list[tuple[int, int]]:
+    """Returns pairs of a mesh axis and the dim that it cuts, in the order of cutting, from the outermost cut on.
 
     DTensor cuts by the axes of the mesh from left to right, except that a strided shard, which FSDP makes of what
     tensor parallelism has cut along the same dim, cuts behind the axes to its right.
@@ -33,14 +33,20 @@ def cuts_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: Seque
             f"{name}: expected a DTensor that is sharded or replicated along each axis of its mesh, got placements "
             f"{tuple(placements)}. Take {name}.full_tensor() for this parameter."
         )
+    return [(axis, placements[axis].dim % ndim) for axis in [axis for axis in axes if axis not in last] + last]
+
+
+def cuts_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]) -> tuple[Cut, ...]:
+    """Returns how a value of that shape is cut by these placements, from the innermost cut to the outermost.
+
+    Raises:
+        NotImplementedError: see `cut_axes`.
+    """
     cuts: list[Cut] = []
     now = tuple(shape)
-    for axis in [axis for axis in axes if axis not in last] + last:
-        cut = Cut(
-            mesh.get_group(axis), placements[axis].dim % len(now), now, mesh.size(axis), mesh.get_local_rank(axis)
-        )
-        cuts.append(cut)
-        now = cut.chunk_shape()
+    for axis, dim in cut_axes(name, mesh, placements, len(now)):
+        cuts.append(Cut(mesh.get_group(axis), dim, now, mesh.size(axis), mesh.get_local_rank(axis)))
+        now = cuts[-1].chunk_shape()
     return (*reversed(cuts),)
 
 

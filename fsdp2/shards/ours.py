@@ -33,7 +33,7 @@ from ..features.large_submodules import is_read_outside
 from ..features.module_repr import dtype_text
 from ..features.optimizer_in_backward import steps_of
 from ..features.passes import finalize, reset
-from ..parameters.empty_memory import find_unwritten, mark
+from ..parameters.empty_memory import find_unwritten
 from ..parameters.replacements import Accept
 from ..parameters.subclasses import gathers_itself
 from ..parameters.tensor_parallel import TensorParallel
@@ -170,13 +170,13 @@ class OurParam:
         self.engine_param.register(parameter)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A group copies new local tensors into its shard buffer. Those made here take no memory: all their elements
-        are one. `device`: where parameters rest is known.
+        """A group moves new local tensors into its shard buffer, and copies nothing of those that have no memory, as
+        this one. `device`: where parameters rest is known.
         """
         param = self.engine_param
-        one = torch.empty((), dtype=param.local.dtype, device=param.storage_device)
-        mark(one)
-        return new_dtensor(param.tensor_class, one.expand(param.local.shape), param.dtensor_spec)
+        local = torch.empty((), dtype=param.local.dtype, device=param.storage_device).expand(param.local.shape)
+        local.untyped_storage().resize_(0)
+        return new_dtensor(param.tensor_class, local, param.dtensor_spec)
 
 
 def place_of(param: OurParam, known: dict[Any, Any]) -> Place | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .lookup import optional
 
-__all__ = ["METADATA_NAMES", "REBUILD_TENSOR", "STORAGE_INFO"]
+__all__ = ["METADATA_NAMES", "STORAGE_INFO"]
 
 METADATA_NAMES = {
     "collections": "OrderedDict",
@@ -19,5 +19,3 @@ METADATA_NAMES = {
 private to torch."""
 STORAGE_INFO = optional("torch.distributed.checkpoint.filesystem._StorageInfo", "fsdp2.checkpoint")
 """The class of a place in a file in `.metadata`. torch has no public one."""
-REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
-"""The function that the pickle in a file of torch.save names, to say the shape of a plain tensor and its strides."""

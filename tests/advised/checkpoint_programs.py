@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from advised.file_programs import new_folder
 from advised.registry import build, follows, refused, same, same_parameters, shard
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import attempt, folders, memory, snapshot, state
+from fsdp2.checkpoint import folders, memory, session, snapshot
 from fsdp2.checkpoint.layout import Entry, Kind, Layout
 
 
@@ -134,16 +134,13 @@ def states_of_local_rows() -> None:
 def disks_that_ranks_do_not_share() -> None:
     model, folder = shard(build()), new_folder()
     own = folder / f"rank-{dist.get_rank()}"
-    function = attempt.Attempt.write
+    function = session.Session.write
 
-    def on_own_disk(made: Any, agreed: Any, rank: int) -> Any:
-        made.new, shared = own / "x", made.new
-        made.new.parent.mkdir(exist_ok=True)
-        if rank == 0:
-            made.new = shared
-        return function(made, agreed, rank)
+    def on_own_disk(made: Any, save: Any, values: Any) -> Any:
+        own.mkdir(exist_ok=True)
+        return function(made, save._replace(new=own / "x") if dist.get_rank() else save, values)
 
-    with mock.patch.object(attempt.Attempt, "write", on_own_disk):
+    with mock.patch.object(session.Session, "write", on_own_disk):
         refused(lambda: checkpoint.save(folder / "a", model), OSError)
     checkpoint.save(folder / "a", model)
     again = shard(build(seed=2))
@@ -171,17 +168,6 @@ def a_write_between() -> None:
         next(expected.parameters()).add_(1)
     checkpoint.load(folder / "b", model)
     same_parameters(model, build())
-
-
-@follows("Nothing was saved; save again, with wait=True")
-def a_layout_that_others_change() -> None:
-    model, folder = shard(build()), new_folder()
-    copy = snapshot.Snapshot(state.State({}), (), {}, None)
-    refused(lambda: copy.value("x"))
-    checkpoint.save(folder / "a", model)
-    again = shard(build(seed=2))
-    checkpoint.load(folder / "a", again)
-    same_parameters(again, build())
 
 
 @follows("Take it out of the state dict, or save its full_tensor() in extra=")

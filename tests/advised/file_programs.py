@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from advised.registry import Net, build, compared, follows, refused, same, same_parameters, shard
 from fsdp2 import full_params, hf, sync_module_states
-from fsdp2.checkpoint.folders import NewFolder
 from safetensors_files import file_bytes
 
 
@@ -46,7 +45,7 @@ def folders_that_are_left() -> None:
     plain = build()
     good = files_of(plain)
     gone = good.parent / f"{good.name}-x"
-    left = good.parent / f".{gone.name}.previous-abc"
+    left = good.parent / f"{gone.name}.previous"
     by_first(lambda: os.rename(good, left))
     model = shard(build(seed=1))
     text = refused(lambda: hf.load_model(model, gone))
@@ -60,21 +59,6 @@ def folders_that_are_left() -> None:
     by_first(stale.unlink)
     hf.load_model(model, gone)
     same_parameters(model, plain)
-
-
-@follows("Save again when it has ended, or pass a folder of this program's own")
-def another_save_runs() -> None:
-    model, folder = shard(build()), new_folder()
-    running: list[NewFolder] = []
-    by_first(lambda: running.append(NewFolder(folder / "out")))
-    refused(lambda: hf.save_model(model, folder / "out"))
-    hf.save_model(model, folder / "own")
-    by_first(lambda: running[0].publish("model"))
-    hf.save_model(model, folder / "out")
-    for name in ("own", "out"):
-        again = shard(build(seed=2))
-        hf.load_model(again, folder / name)
-        same_parameters(again, build())
 
 
 @follows("or the folder that the program works in, does not allow. Pass a folder inside it")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import tiny_llama
-from fsdp2 import fully_shard, hf
+from fsdp2 import full_params, fully_shard, hf
 from helpers import assert_same, full, run_checks
 from tiny_llama import SIZES
 
@@ -517,7 +517,7 @@ def test_other_models_of_the_same_files(sources: Path, tmp_path: Path) -> None:
 
 MODULES: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
-# Of each kind: what peft saves as it is, under other names, parts of it, and what it computes.
+# Of each kind: what peft saves as it is, under other names, and parts of it.
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: peft.LoraConfig(**MODULES),
     "DoRA": lambda: peft.LoraConfig(**MODULES, use_dora=True, task_type="CAUSAL_LM"),
@@ -530,10 +530,15 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "VeRA": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"]),
     "VeRA without projections": lambda: peft.VeraConfig(r=2, target_modules=["q_proj"], save_projection=False),
     "VBLoRA": lambda: peft.VBLoRAConfig(r=2, target_modules=["q_proj"], vector_length=4, num_vectors=8, topk=2),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "multitask prompts": lambda: peft.MultitaskPromptTuningConfig(**PROMPT, num_tasks=2, num_ranks=1),
+}
+TASK = {"multitask prompts": {"task_ids": torch.tensor([0, 1])}}
+# What peft computes when it saves it.
+COMPUTED: dict[str, Callable[[], Any]] = {
     "VBLoRA, the largest": lambda: peft.VBLoRAConfig(
         r=2, target_modules=["q_proj"], vector_length=4, num_vectors=8, topk=2, save_only_topk_weights=True
     ),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "prompt tuning": lambda: peft.PromptTuningConfig(**PROMPT),
     "prefix tuning": lambda: peft.PrefixTuningConfig(**PROMPT),
     "prefix tuning, projected": lambda: peft.PrefixTuningConfig(
@@ -543,14 +548,12 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "P-tuning with an LSTM": lambda: peft.PromptEncoderConfig(
         **PROMPT, encoder_hidden_size=6, encoder_reparameterization_type="LSTM", encoder_dropout=0.0
     ),
-    "multitask prompts": lambda: peft.MultitaskPromptTuningConfig(**PROMPT, num_tasks=2, num_ranks=1),
 }
-TASK = {"multitask prompts": {"task_ids": torch.tensor([0, 1])}}
 
 
 def adapted(folder: Path, kind: str) -> Any:
     torch.manual_seed(2)
-    model = peft.get_peft_model(tiny_llama.load(folder), ADAPTERS[kind]())
+    model = peft.get_peft_model(tiny_llama.load(folder), (ADAPTERS | COMPUTED)[kind]())
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for param in model.parameters():
@@ -590,6 +593,20 @@ def adapter(folder: Path, target: Path, theirs: Path, kind: str) -> None:
     with pytest.raises(ValueError, match="adapter_name: expected one of default, got 'other'"):
         hf.save_adapter(model, target, adapter_name="other")
     dist.barrier()
+
+
+def computed_adapter(folder: Path, target: Path, kind: str) -> None:
+    """It is refused, and what the error says to write saves it."""
+    plain, model = adapted(folder, kind), fully_shard(adapted(folder, kind))
+    with pytest.raises(NotImplementedError, match=r"peft computes .* fsdp2\.full_params\(model, offload_to_cpu=True"):
+        hf.save_adapter(model, target)
+    with full_params(model, offload_to_cpu=True):
+        if dist.get_rank() == 0:
+            model.save_pretrained(target)
+    dist.barrier()
+    found = safetensors_torch.load_file(target / "adapter_model.safetensors")
+    for name, value in peft.get_peft_model_state_dict(plain).items():
+        assert torch.equal(found[name], value), name
 
 
 def injected_adapter(folder: Path, target: Path) -> None:
@@ -683,6 +700,8 @@ def test_adapters_of_peft(world_size: int, sources: Path, tmp_path: Path) -> Non
         theirs = tmp_path / f"theirs {kind}"
         adapted(folder, kind).save_pretrained(theirs)
         checks.append((kind, partial(adapter, folder, tmp_path / f"ours {kind}", theirs, kind)))
+    for kind in COMPUTED:
+        checks.append((kind, partial(computed_adapter, folder, tmp_path / f"ours {kind}", kind)))
     checks.append(("injected", partial(injected_adapter, folder, tmp_path / "injected")))
     if world_size in (1, 3):
         check = partial(around_adapters, sources / "llama" / "new", sources / "mixtral" / "new")

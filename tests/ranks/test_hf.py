@@ -6,7 +6,7 @@ The oracle is a plain model: its values, and the bytes of the file that safetens
 import json
 import logging
 import os
-import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -833,7 +833,7 @@ def test_kill_9_leaves_a_whole_folder(moment: str, tmp_path: Path) -> None:
         (target / "model.safetensors").rename(target / "kept.txt")
         hf.save_model(model, target)
 
-        def die(*_: Any) -> Any:
+        def die(*_: Any, **__: Any) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
 
         count, written = iter(range(100)), os.pwrite
@@ -851,7 +851,7 @@ def test_kill_9_leaves_a_whole_folder(moment: str, tmp_path: Path) -> None:
             if moment == "before the exchange":
                 save.NewFolder.publish = die  # type: ignore[method-assign]
             if moment == "after the exchange":
-                save.NewFolder.remove = die  # type: ignore[method-assign]
+                shutil.rmtree = die  # type: ignore[assignment]
             hf.save_model(model, target)
 
     with pytest.raises(RankError, match="died without a report"):
@@ -911,31 +911,24 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
 
 
 def test_two_programs_that_save_into_one_folder(tmp_path: Path) -> None:
-    """Each save ends well, or says that the other one runs; the folder is whole all the time."""
+    """The last one wins, and the folder is whole all the time."""
     target = tmp_path / "out"
 
     models = [TinyGPT() for _ in range(2)]
     states = [state_of(model) for model in models]
     hf.save_model(models[0], target)
 
-    def body(rank: int, _: int) -> int:
+    def body(rank: int, _: int) -> None:
         dist.barrier()
         dist.destroy_process_group()
-        refused: list[str] = []
         for _ in range(25):
-            try:
-                hf.save_model(models[rank], target)
-            except RuntimeError as error:
-                refused.append(str(error))
+            hf.save_model(models[rank], target)
             again = TinyGPT()
             hf.load_model(again, target)
             found = state_of(again)
             assert any(all(torch.equal(found[name], state[name]) for name in state) for state in states)
-        text = r".*out: another save into this folder runs \((host \S+, process \d+|it has just begun)\)"
-        assert [each for each in refused if not re.match(text, each)] == []
-        return len(refused)
 
-    assert max(run_ranks(2, body)) < 25
+    run_ranks(2, body)
     assert os.listdir(tmp_path) == ["out"]
 
 

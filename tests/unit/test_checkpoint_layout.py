@@ -5,7 +5,7 @@ import json
 import pickle
 import random
 import time
-from itertools import product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2.checkpoint.layout import FILE_HEAD, Entry, Kind, Layout, Mesh, box_of, boxes_of
-from fsdp2.checkpoint.parts import bytes_in, head_and_tail, lengths_around
+from fsdp2.checkpoint.layout import FILE_HEAD, Entry, Kind, Layout, Mesh, boxes_of
+from fsdp2.checkpoint.parts import PageSums, bytes_in, head_and_tail, lengths_around
 from fsdp2.checkpoint.pickled import StoredObject, metadata_chunks
-from fsdp2.checkpoint.state import State, cuts_of, nest
+from fsdp2.checkpoint.state import State, box_of_rank, cuts_of, nest
 from fsdp2.torch_private.checkpoints import STORAGE_INFO
 from helpers import fake_world
 
@@ -104,15 +104,6 @@ def test_kinds_that_differ_are_refused() -> None:
         Layout([([0], one), ([1], other)])
 
 
-def test_one_chunk_is_one_of_all_chunks() -> None:
-    for shape, numbers in product(((7, 4), (0, 3), (1, 1)), ((2, 3), (4, 1))):
-        cuts = [(numbers[0], 0), (numbers[1], 0)]
-        grid = torch.tensor([*product(range(numbers[0]), range(numbers[1]))])
-        starts, sizes = boxes_of(shape, cuts, grid)
-        for i, coordinates in enumerate(grid.tolist()):
-            assert box_of(shape, cuts, coordinates) == (tuple(starts[i].tolist()), tuple(sizes[i].tolist()))
-
-
 @pytest.mark.parametrize("placements", [(Shard(0), Replicate()), (Shard(1), Shard(0)), (Shard(0), Shard(0))])
 def test_chunks_are_those_of_torch(placements: Any) -> None:
     """The local shape of each rank of a mesh of 2 x 3, as torch cuts it."""
@@ -129,8 +120,11 @@ def test_chunks_are_those_of_torch(placements: Any) -> None:
             tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=(5, 7), stride=(7, 1))
             cuts = cuts_of("x", tensor)
             numbers = [(mesh.size(axis), dim) for axis, dim in cuts]
-            start, size = box_of((5, 7), numbers, [mesh.get_coordinate()[axis] for axis, _ in cuts])
-            assert torch.equal(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))], local)
+            at = torch.tensor([[mesh.get_coordinate()[axis] for axis, _ in cuts]])
+            (start,), (size,) = (each.tolist() for each in boxes_of((5, 7), numbers, at))
+            box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
+            assert torch.equal(whole[box], local)
+            assert box_of_rank("x", tensor) == box
 
 
 def test_other_placements_are_refused() -> None:
@@ -152,6 +146,32 @@ def test_parts_are_what_torch_loads(dtype: torch.dtype, shape: tuple[int, ...]) 
     assert found.dtype == dtype
     assert found.shape == shape
     assert bytes(bytes_in(found)) == bytes(bytes_in(values))
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, 4097, 20_003])
+def test_checksums_of_pieces(nbytes: int) -> None:
+    """However bytes are cut, and wherever they lie in memory; each bit counts, and the order of pages."""
+    draw = random.Random(nbytes)
+    memory = torch.randint(0, 256, (nbytes + 1,), dtype=torch.uint8)
+    values = memory[1:]
+
+    def checksum(cuts: list[int]) -> int:
+        sums = PageSums()
+        for start, end in pairwise([0, *cuts, nbytes]):
+            sums.add(bytes_in(values[start:end]))
+        return sums.value()
+
+    expected = checksum([])
+    for _ in range(20):
+        assert checksum(sorted(draw.randrange(nbytes + 1) for _ in range(draw.randrange(9)))) == expected
+    for at in {draw.randrange(nbytes) for _ in range(20)} if nbytes else ():
+        bit = 1 << draw.randrange(8)
+        values[at] ^= bit
+        assert checksum([]) != expected
+        values[at] ^= bit
+    if nbytes > 3 * 4096:
+        values[:8192] = torch.cat((values[4096:8192], values[:4096]))
+        assert checksum([]) != expected
 
 
 def objects_of_torch(layout: Layout, around: dict[str, tuple[Tensor, Tensor]], stored: Any, paths: Any) -> Metadata:

@@ -43,7 +43,7 @@ CACHE = "remembers the last answer for objects that are not the package's"
 ALLOWED = {
     "torch_private._finder": "waits for modules that the program may import, one for each process",
     "bridge._replaced": OF_TORCH,
-    "checkpoint._sessions": "process groups are torch's, and have no place for what the saves of one share",
+    "checkpoint._sessions": "process groups are torch's, and have no place for what the saves of one share; weak",
     "checks._conversations": "what a thread of the process looks at, in one operation",
     "checks._groups": "what checks know of a process group, which is torch's, and which several Comms share",
     "checks._running": "threads, which are the process's",

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp2 import checkpoint, fully_shard
-from fsdp2.checkpoint import attempt, commit, parts, saving
-from fsdp2.checkpoint.layout import LAYOUT, METADATA
+from fsdp2.checkpoint import parts, saving, session
+from fsdp2.checkpoint.layout import LAYOUT, METADATA, file_of
 from helpers import full, run_checks, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -55,28 +55,16 @@ def refused(call: Callable[[], object], kind: type[Exception], text: str) -> Non
     assert time.monotonic() - began < 20
 
 
-def only_on(rank: int, error: Exception) -> Any:
-    """Context: writing the file of one rank fails."""
-    function = parts.write_parts
+def failing(name: str, rank: int, error: Exception) -> Any:
+    """Context: writing the file of that name fails on one rank."""
+    function = session.write_file
 
-    def write(*args: Any) -> int:
-        if dist.get_rank() == rank:
+    def write(path: Path, chunks: Any) -> int:
+        if dist.get_rank() == rank and path.name == name:
             raise error
-        return function(*args)
+        return function(path, chunks)
 
-    return mock.patch.object(attempt, "write_parts", write)
-
-
-def index_fails(name: str) -> Any:
-    """Context: writing an index, after the files of all ranks, fails."""
-    function = commit.write_file
-
-    def write(path: Path, chunks: Any) -> None:
-        if path.name == name:
-            raise OSError(28, "No space left on device", "the file")
-        function(path, chunks)
-
-    return mock.patch.object(commit, "write_file", write)
+    return mock.patch.object(session, "write_file", write)
 
 
 def one_rank_fails(folder: Path, wait: bool) -> None:
@@ -86,8 +74,8 @@ def one_rank_fails(folder: Path, wait: bool) -> None:
     before = weights(model)
     train(model, optimizer)
     space = OSError(28, "No space left on device", "the file")
-    for failing in (*(only_on(rank, space) for rank in range(2)), index_fails(LAYOUT), index_fails(METADATA)):
-        with failing:
+    for rank, name in ((0, file_of(0)), (1, file_of(1)), (0, LAYOUT), (0, METADATA)):
+        with failing(name, rank, space):
             call = lambda: checkpoint.save(folder / "b", model, optimizer, wait=wait).wait()  # noqa: E731
             refused(call, OSError, "No space left on device")
     assert sorted(each.name for each in folder.iterdir()) == [".fsdp2-lock", "a"]
@@ -100,7 +88,7 @@ def one_rank_fails(folder: Path, wait: bool) -> None:
 
 def an_error_is_raised_by_the_next_save(folder: Path) -> None:
     model, optimizer = make()
-    with only_on(1, OSError(28, "No space left on device", "the file")):
+    with failing(file_of(1), 1, OSError(28, "No space left on device", "the file")):
         running = checkpoint.save(folder / "a", model, optimizer, wait=False)
         refused(lambda: checkpoint.save(folder / "b", model, optimizer), OSError, "No space left")
         running = checkpoint.save(folder / "a", model, optimizer, wait=False)
@@ -354,7 +342,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "a newer release": (
         lambda f: change_layout(f, lambda content: content.update(format=9)),
         ValueError,
-        r"\.fsdp2_layout: expected format 1 or older, got 9",
+        r"\.fsdp2_layout: expected format 2, got 9",
     ),
     "a damaged layout": (lambda f: os.truncate(f / ".fsdp2_layout", 300), ValueError, r"\.fsdp2_layout: expected what"),
     "a layout of other kinds": (
