@@ -42,8 +42,8 @@ TOPOLOGIES = ("1", "2", "3", "2x2 across")
 PLACES = {"1": None, "2": None, "3": training.PLACES["various"], "2x2 across": training.PLACES["last"]}
 """Along which dims parameters are cut: others than where they were saved."""
 ROWS = 12
-BEFORE, AFTER = 2, 2
-"""Steps before and after the checkpoint."""
+BEFORE, AFTER = 2, 1
+"""Steps before and after the checkpoint: one shows all of the optimizer's state."""
 
 
 class WithBuffer(OddMLP):
