@@ -71,7 +71,10 @@ def _no_backward_before_forks(request: pytest.FixtureRequest) -> Iterator[None]:
         )
 
 
-_NUMERIC = ("hsdp", "shards_at_rest", "offload", "replicate", "compressed", "gather_codec", "clip")
+_NUMERIC = (
+    *("hsdp", "shards_at_rest", "offload", "replicate", "compressed", "gather_codec", "clip"),
+    *("tied", "full_tensor"),
+)
 _WITHOUT_CHECKS = frozenset(f"test_{each}.py" for each in _NUMERIC)
 """Files whose models train a step or two, in which all checks are due, and are not what is tested. Each takes more."""
 

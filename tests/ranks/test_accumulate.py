@@ -27,7 +27,7 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.compression import Compression
 from fsdp2.engine.state import groups_below
-from helpers import assert_same, full, run_checks, world_sizes
+from helpers import NIGHTLY, assert_same, full, run_checks, world_sizes
 from helpers import shard_blocks as shard
 from models import FrozenMix, OddMLP, SkippedModule, TanhBlock, TinyGPT, TinyModel, build
 
@@ -87,14 +87,14 @@ def step(model: Any, parts: list[Part], **options: Any) -> Any:
 
 
 def trains(
-    make: Callable[[], TinyModel], apply: Callable[[Any], Any], sync: str, known: bool, steps: int = 2, data: Any = None
+    make: Callable[[], TinyModel], apply: Callable[[Any], Any], sync: str, known: bool, data: Any = None
 ) -> None:
     """Gradients, mean loss and total weight of each step, on any partition; and the parameters that follow."""
-    rank, ranks = data or (dist.get_rank(), dist.get_world_size())
+    rank, ranks = data() if data else (dist.get_rank(), dist.get_world_size())
     model, plain = apply(build(make)), build(make)
     before = settings(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for number in range(steps):
+    for number in range(2):
         micro_batches = 3 - number
         for each in (model, plain):
             each.before_step(number)
@@ -110,18 +110,18 @@ def trains(
 
 
 WAYS = [(sync, known) for sync in ("last", "each") for known in (True, False)]
+TWO_WAYS = (WAYS, WAYS) if NIGHTLY else ((WAYS[0], WAYS[3]), (WAYS[1], WAYS[2]))
+"""Of which either two have each value of either choice."""
 ONE_AXIS = (OddMLP, TinyGPT, FrozenMix, SkippedModule)
 
 
 @pytest.mark.parametrize("ranks", world_sizes(1, 2, nightly=[3]))
 def test_random_partitions(ranks: int) -> None:
     cases: list[tuple[str, Callable[[], None]]] = []
-    for i, (sync, known) in enumerate(WAYS):
-        for make in ONE_AXIS if ranks == 2 else ONE_AXIS[i : i + 1]:
-            cases.append((f"{make.__name__} {sync} {known}", partial(trains, make, shard, sync, known)))
-        cases.append(
-            (f"replicate {sync} {known}", partial(trains, OddMLP, partial(shard, apply=replicate), sync, known))
-        )
+    for i, make in enumerate((*ONE_AXIS, None)):
+        apply = partial(shard, apply=replicate) if make is None else shard
+        for way in TWO_WAYS[i % 2] if ranks > 1 else WAYS[i : i + 1]:
+            cases.append((f"{make} {way}", partial(trains, make or OddMLP, apply, *way)))
     run_checks(ranks, cases)
 
 
@@ -153,13 +153,10 @@ def a_loss_of_tensor_parallelism() -> None:
 
 def test_four_ranks() -> None:
     """HSDP, and tensor parallelism: its two ranks have the same rows, which count once."""
+    hybrid, of_pair = (lambda model: shard(model, **hsdp())), (lambda: (dist.get_rank() // 2, 2))
     cases: list[tuple[str, Callable[[], None]]] = []
-    for sync, known in WAYS:
-        name = f"{sync} {known}"
-        cases.append((f"hsdp {name}", lambda s=sync, k=known: trains(TinyGPT, lambda m: shard(m, **hsdp()), s, k)))
-        cases.append(
-            (f"tp {name}", lambda s=sync, k=known: trains(Wide, tensor_parallel, s, k, data=(dist.get_rank() // 2, 2)))
-        )
+    cases += [(f"hsdp {way}", partial(trains, TinyGPT, hybrid, *way)) for way in TWO_WAYS[0]]
+    cases += [(f"tp {way}", partial(trains, Wide, tensor_parallel, *way, data=of_pair)) for way in TWO_WAYS[1]]
     run_checks(4, [*cases, ("a loss of tensor parallelism", a_loss_of_tensor_parallelism)])
 
 
@@ -169,7 +166,7 @@ def test_four_ranks() -> None:
 def in_pieces() -> None:
     """Large gradients are reduced part by part, and divided once."""
     with small_pieces(piece_bytes=64):
-        for sync, known in WAYS:
+        for sync, known in TWO_WAYS[0]:
             trains(OddMLP, shard, sync, known)
 
 
@@ -185,7 +182,7 @@ def finalized_by_hand() -> None:
         shard(model).set_manual_backward_finalization(True)
         return model
 
-    for sync, known in WAYS:
+    for sync, known in TWO_WAYS[1]:
         trains(OddMLP, apply, sync, known)
 
 
@@ -242,7 +239,7 @@ def conditional_modules() -> None:
         fully_shard(model.tower, conditional=True)
         return fully_shard(model)
 
-    for sync, known in WAYS:
+    for sync, known in TWO_WAYS[0]:
         trains(WithTower, apply, sync, known)
 
 
@@ -397,15 +394,10 @@ def nothing_stays(model: Any, message: str, kind: type[Exception] = RuntimeError
     assert settings(model) == before
     assert all(param.grad is None for param in model.parameters())
     plain = build()
-    parts = draw(plain, 7, 2, dist.get_world_size())
-    step(model, parts[dist.get_rank()], sync="last", num_batches=2)
+    parts, rank = draw(plain, 7, 2, dist.get_world_size()), dist.get_rank()
+    step(model, parts[rank], sync="last", num_batches=2)
     plain_backward(plain, parts)
     same(model, plain)
-    model.zero_grad()
-    parts = draw(plain, 8, 1, dist.get_world_size())
-    loss_sum(model, parts[dist.get_rank()][0]).backward()
-    plain.zero_grad()
-    plain_backward(plain, [[(rows, torch.full_like(weights, 0.5))] for ((rows, weights),) in parts])
     model.zero_grad()
 
 
@@ -572,8 +564,8 @@ def hooks_before_an_error() -> None:
 def test_errors_on_two_ranks() -> None:
     cases: list[tuple[str, Callable[[], None]]] = [
         (f"{check.__name__} {sync} {known}", partial(check, sync, known))
-        for check in (bad_weights, misused)
-        for sync, known in WAYS
+        for check, ways in zip((bad_weights, misused), TWO_WAYS, strict=True)
+        for sync, known in ways
     ]
     checks = (
         *(refused_at_entry, no_sync_gives_settings_back, another_number_of_micro_batches),

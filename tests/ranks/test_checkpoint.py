@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+import helpers
 import training
 from fsdp2 import fully_shard
-from helpers import assert_same, assert_same_names, assert_shard_of, full, run_ranks, shard_batch, world_sizes
+from helpers import assert_same, assert_same_names, assert_shard_of, full, shard_batch, world_sizes
 from models import FrozenMix, OddMLP, TinyGPT, TinyModel, mean_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch")
@@ -42,8 +42,8 @@ TOPOLOGIES = ("1", "2", "3", "2x2 across")
 PLACES = {"1": None, "2": None, "3": training.PLACES["various"], "2x2 across": training.PLACES["last"]}
 """Along which dims parameters are cut: others than where they were saved."""
 ROWS = 12
-BEFORE, AFTER = 2, 2
-"""Steps before and after the checkpoint."""
+BEFORE, AFTER = 2, 1
+"""Steps before and after the checkpoint: one shows all of the optimizer's state."""
 
 
 class WithBuffer(OddMLP):
@@ -139,34 +139,14 @@ def uninterrupted(case: Case, steps: int = BEFORE + AFTER) -> tuple[TinyModel, t
     return model, optimizer
 
 
-def all_cases(cases: list[Case], check: Callable[[Case, int, int], None]) -> Callable[[int, int], list[str]]:
-    """A body for run_ranks: `check` for each case; the names and messages of those that failed."""
+def run_checks(world_size: int, checks: list[Callable[[Case, int, int], None]]) -> None:
+    """Runs each check with each case."""
 
-    def body(rank: int, world_size: int) -> list[str]:
-        failed = []
-        for case in cases:
-            print(f"rank {rank}: {check.__name__} {case.name}", file=sys.stderr, flush=True)
-            try:
-                check(case, rank, world_size)
-            except (Exception, pytest.fail.Exception) as error:
-                failed.append(f"{check.__name__} [{case.name}]: {type(error).__name__}: {error}")
-            dist.barrier()
-        return failed
+    def bound(check: Callable[[Case, int, int], None], case: Case) -> Callable[[], None]:
+        return lambda: check(case, dist.get_rank(), world_size)
 
-    return body
-
-
-def run_checks(
-    world_size: int, checks: list[Callable[[Case, int, int], None]], cases: list[Case] = CASES, timeout: float = 60
-) -> None:
-    bodies = [all_cases(cases, check) for check in checks]
-
-    def body(rank: int, size: int) -> list[str]:
-        return [text for each in bodies for text in each(rank, size)]
-
-    failed = run_ranks(world_size, body, timeout=timeout)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    named = [(f"{check.__name__} [{case.name}]", bound(check, case)) for check in checks for case in CASES]
+    helpers.run_checks(world_size, named)
 
 
 # ---- from N ranks to M
@@ -461,20 +441,12 @@ def test_async_save_writes_the_values_at_its_call(tmp_path: Path) -> None:
         train(model, optimizer, 0, BEFORE)
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
-        future = dcp.async_save(state, checkpoint_id=tmp_path / case.name, process_group=writers)
+        future = dcp.async_save(state, checkpoint_id=tmp_path / case.name, process_group=writers())
         train(model, optimizer, BEFORE, AFTER)
         future.result()
         again, again_optimizer = load(case, tmp_path / case.name)
         train(again, again_optimizer, BEFORE, AFTER)
         assert_values(again, values(model), exact=True, name="reloaded")
 
-    writers: Any = None
-
-    def body(rank: int, world_size: int) -> list[str]:
-        nonlocal writers
-        writers = dist.new_group(backend="gloo")  # the writers' collectives run beside training's
-        return all_cases(CASES, save_and_go_on)(rank, world_size)
-
-    failed = run_ranks(2, body, timeout=60)
-    if any(failed):
-        pytest.fail("\n".join(f"rank {r}: {text}" for r, texts in enumerate(failed) for text in texts), pytrace=False)
+    writers = functools.cache(lambda: dist.new_group(backend="gloo"))  # their collectives run beside training's
+    run_checks(2, [save_and_go_on])
