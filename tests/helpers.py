@@ -159,7 +159,7 @@ def in_a_fork(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def run_checks(
-    world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 60, device: str = "cpu"
+    world_size: int, checks: Sequence[tuple[str, Callable[[], None]]], timeout: float = 150, device: str = "cpu"
 ) -> None:
     """Runs named checks one after the other on forked ranks, in one launch; fails with the name of each that raises.
 
