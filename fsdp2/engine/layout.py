@@ -274,6 +274,20 @@ class GatherLayout:
         return not self.aliased and nbytes >= APART_BYTES and 4 * nbytes >= self.packed_start
 
     @cached_property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """The parameters, in runs of equal ones at equal distances in the full storage: one operation reads a run."""
+        runs: list[list[int]] = []
+        last_of: dict[ParamSpec, list[int]] = {}
+        places = self.unsharded_offsets
+        for i, spec in enumerate(self.specs):
+            run = last_of.get(spec, [])
+            if not run or (run[1:] and places[i] - places[run[-1]] != places[run[1]] - places[run[0]]):
+                run = last_of[spec] = []
+                runs.append(run)
+            run.append(i)
+        return tuple(map(tuple, runs))
+
+    @cached_property
     def unsharded_nbytes(self) -> int:
         """Bytes of the storage of all unsharded parameters."""
         return self.packed_start + (0 if self.packs_apart else self.segments_nbytes)
