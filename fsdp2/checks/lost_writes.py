@@ -184,7 +184,7 @@ class UnshardedContent:
         assert buffers is not None, "the group is unsharded"
         self._params, self._buffers = group.parameters.plain, buffers
         # Parameter indices in the order of all numbers here.
-        self._order = [i for run in buffers.layout.runs for i in run]
+        self._order = [i for run in buffers.layout.runs for i in run.indices]
         self._unsharded = group.unsharded
         self._held = self._read()
 
@@ -193,10 +193,9 @@ class UnshardedContent:
         # No view is kept: the memory could not be freed.
         memory, layout = self._unsharded.memory, self._buffers.layout
         words, offsets, sums = view_bytes(memory, 0, memory.numel() // _WORD, torch.int64), layout.unsharded_offsets, []
-        for run in layout.runs:
-            shape = len(run), -(-layout.specs[run[0]].nbytes // _WORD)
-            distance = offsets[run[min(1, len(run) - 1)]] - offsets[run[0]]
-            sums.append(words.as_strided(shape, (distance // _WORD, 1), offsets[run[0]] // _WORD).sum(1))
+        for (first, *others), (distance,) in layout.runs:
+            shape = 1 + len(others), -(-layout.specs[first].nbytes // _WORD)
+            sums.append(words.as_strided(shape, (distance // _WORD, 1), offsets[first] // _WORD).sum(1))
         return torch.cat(sums) if sums else NO_NUMBERS
 
     def changes(self) -> Tensor:

@@ -19,7 +19,7 @@ makes of it ("encoded"): these lie in memory of their own until they are decoded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
@@ -232,6 +232,33 @@ class CastRun(NamedTuple):
     compute_dtype: torch.dtype
 
 
+class Run(NamedTuple):
+    """Equal parameters at equal distances: one operation reads or writes all of them."""
+
+    indices: tuple[int, ...]
+    # In bytes, in each of the buffers in which they lie so; 0 for a single parameter.
+    distances: tuple[int, ...]
+
+
+def find_runs(
+    specs: Sequence[ParamSpec], indices: Iterable[int], *offsets: Sequence[int] | Mapping[int, int]
+) -> tuple[Run, ...]:
+    """Returns the parameters `indices` as runs. `offsets`: where each parameter begins, for one buffer or several."""
+    runs: list[Run] = []
+    last_of: dict[ParamSpec, int] = {}
+    for i in indices:
+        number = last_of.get(specs[i])
+        if number is not None:
+            members, distances = runs[number]
+            own = tuple([places[i] - places[members[-1]] for places in offsets])
+            if len(members) == 1 or own == distances:
+                runs[number] = Run((*members, i), own)
+                continue
+        last_of[specs[i]] = len(runs)
+        runs.append(Run((i,), (0,) * len(offsets)))
+    return tuple(runs)
+
+
 @dataclass(frozen=True)
 class GatherLayout:
     """Holds byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all, in compute dtypes).
@@ -274,18 +301,14 @@ class GatherLayout:
         return not self.aliased and nbytes >= APART_BYTES and 4 * nbytes >= self.packed_start
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, ...], ...]:
-        """The parameters, in runs of equal ones at equal distances in the full storage: one operation reads a run."""
-        runs: list[list[int]] = []
-        last_of: dict[ParamSpec, list[int]] = {}
-        places = self.unsharded_offsets
-        for i, spec in enumerate(self.specs):
-            run = last_of.get(spec, [])
-            if not run or (run[1:] and places[i] - places[run[-1]] != places[run[1]] - places[run[0]]):
-                run = last_of[spec] = []
-                runs.append(run)
-            run.append(i)
-        return tuple(map(tuple, runs))
+    def runs(self) -> tuple[Run, ...]:
+        """The parameters, in runs in the full storage."""
+        return find_runs(self.specs, range(len(self.specs)), self.unsharded_offsets)
+
+    @cached_property
+    def packed_runs(self) -> tuple[Run, ...]:
+        """Those that are gathered packed, in runs in the full storage, and in a rank's packed segment."""
+        return find_runs(self.specs, self.packed, self.unsharded_offsets, self.packed_offsets)
 
     @cached_property
     def unsharded_nbytes(self) -> int:
