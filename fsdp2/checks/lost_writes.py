@@ -182,7 +182,9 @@ class UnshardedContent:
     def __init__(self, group: FSDPParamGroup) -> None:
         buffers = group.parameters.buffers
         assert buffers is not None, "the group is unsharded"
-        self._params, self._buffers = [*group.parameters.plain], buffers
+        self._params, self._buffers = group.parameters.plain, buffers
+        # Parameter indices in the order of all numbers here.
+        self._order = [i for run in buffers.layout.runs for i in run.indices]
         self._unsharded = group.unsharded
         self._held = self._read()
 
@@ -190,10 +192,11 @@ class UnshardedContent:
         """Returns sums modulo 2 ** 64: another value at one index shows, an exchange of values does not."""
         # No view is kept: the memory could not be freed.
         memory, layout = self._unsharded.memory, self._buffers.layout
-        words = view_bytes(memory, 0, memory.numel() // _WORD, torch.int64)
-        rows = zip(layout.specs, layout.unsharded_offsets, strict=True)
-        sums = [words.as_strided((-(-spec.nbytes // _WORD),), (1,), at // _WORD).sum() for spec, at in rows]
-        return torch.stack(sums) if sums else NO_NUMBERS
+        words, offsets, sums = view_bytes(memory, 0, memory.numel() // _WORD, torch.int64), layout.unsharded_offsets, []
+        for (first, *others), (distance,) in layout.runs:
+            shape = 1 + len(others), -(-layout.specs[first].nbytes // _WORD)
+            sums.append(words.as_strided(shape, (distance // _WORD, 1), offsets[first] // _WORD).sum(1))
+        return torch.cat(sums) if sums else NO_NUMBERS
 
     def changes(self) -> Tensor:
         """Returns, as int64, which unsharded parameters hold something else now; for `named`."""
@@ -203,12 +206,13 @@ class UnshardedContent:
         """Returns, as int64, which unsharded parameters differ from their shards, as far as this rank knows; for
         `named`.
         """
-        differ = [*map(_differs, self._params, self._buffers.unsharded_parameters())]
+        memory = self._buffers.unsharded_parameters()
+        differ = [_differs(self._params[i], memory[i]) for i in self._order]
         return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
 
     def named(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
-        return [param.name for param, flag in zip(self._params, flags, strict=True) if flag]
+        return [self._params[i].name for i in sorted(i for i, flag in zip(self._order, flags, strict=True) if flag)]
 
 
 # Each parameter begins at a multiple of so many bytes.

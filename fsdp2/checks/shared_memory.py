@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..engine.build import Plan
 from ..engine.events import extensions
 from ..engine.parameter import Slot, fqn
 from ..parameters.ties import original_of
-from ..torch_private.rare_internals import Memory, memory_of
+from ..torch_private.rare_internals import Memory, is_alone, memory_of
 
 # What each module has besides its own attributes.
 _USUAL = frozenset(vars(nn.Module()))
@@ -21,18 +22,16 @@ _USUAL = frozenset(vars(nn.Module()))
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None), FunctionType, MethodType, torch.dtype, torch.device))
 
 
-class _MemoryBefore(dict[tuple[int, str], "Memory | None"]):
-    """Where parameters of one call were in memory before it; None if they had none. By the id of the module of the
-    first slot, which the parameter's group keeps alive, and the name there.
-    """
-
-
 # Identity of a storage -> where parameters lie in it.
 _Places = dict[int, list[tuple[Memory, Slot]]]
 
 
+class _MemoryBefore(list[tuple[Memory, Slot]]):
+    """Where those parameters of one call were in memory before it that were not alone in their storage."""
+
+
 def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses tensors that share memory with a parameter, and notes where each parameter is.
+    """Refuses tensors that share memory with a parameter, and notes where parameters lie that are not alone.
 
     Two parameters over the same memory, not being one object, would be two after sharding. A buffer, or an attribute of
     a module, would keep what the parameter is now.
@@ -40,19 +39,17 @@ def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
     Raises:
         ValueError: there are such tensors.
     """
-    places: _Places = {}
-    memory = plan.notes.of(_MemoryBefore)
-    for there, slot in _sharded_memory(plan):
-        places.setdefault(there.storage.cdata, []).append((there, slot))
+    noted = plan.notes.of(_MemoryBefore)
     for planned, parameter in zip(plan.parameters.values(), parameters.values(), strict=True):
-        slot = planned.slots[0]
-        at = memory[id(slot.module), slot.name] = memory_of(parameter)
+        at = None if is_alone(parameter) else memory_of(parameter)
         if at is not None:
-            key = at.storage.cdata
-            if key in places:
-                places[key].append((at, slot))
-            else:
-                places[key] = [(at, slot)]
+            noted.append((at, planned.slots[0]))
+    places: _Places = {}
+    of_inside = {id(state.notes): state.notes.of(_MemoryBefore) for state in plan.inside}
+    for there in [*chain.from_iterable(of_inside.values()), *noted]:
+        places.setdefault(there[0].storage.cdata, []).append(there)
+    if not places:
+        return
     for shared in places.values():
         if shared[1:]:
             _check_parameters(plan, shared)
@@ -74,16 +71,6 @@ def _check_attribute(
         is_sharded = isinstance(tensor, extensions().tensor_class) or original_of(tensor) is not None
         if not is_sharded and not any(tensor is each for each in parameters.values()):
             _check_other(plan, places, fqn(plan.names[module], path), "an attribute", tensor)
-
-
-def _sharded_memory(plan: Plan) -> Iterator[tuple[Memory, Slot]]:
-    """Yields where parameters of inner calls were, before they were sharded."""
-    for group in [group for state in plan.inside for group in state.groups]:
-        memory = group.state.notes.of(_MemoryBefore)
-        for slot in [param.slots[0] for param in group.params]:
-            there = memory.get((id(slot.module), slot.name))
-            if there is not None:
-                yield there, slot
 
 
 def _check_parameters(plan: Plan, shared: Sequence[tuple[Memory, Slot]]) -> None:

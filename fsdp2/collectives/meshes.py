@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 from ..engine.mesh import DataMesh, Topology, Use
 from ..torch_private import internals
+from .choose import require_backend
 
 # ---- as users say it
 
@@ -124,6 +125,7 @@ def on_axes(
     Raises:
         ValueError: this rank is not part of `mesh`; an axis is given twice; or see `check_order`.
         ValueError, NotImplementedError: see `_joined`.
+        RuntimeError: a process group has no backend for the device of the mesh.
     """
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh: rank {dist.get_rank()} is not part of {mesh}. Pass the mesh that it is part of.")
@@ -145,6 +147,8 @@ def on_axes(
         else:
             found = DataMesh(mesh, shard_axes, replicate_axes)
         check_order(found.mesh, found.shard_axes, found.shard_group)
+        for group in (found.shard_group, found.replicate_group):
+            require_backend(group, found.device)
         _in_use[key] = found
     return found
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
 from ..calls.user_code import hides_modes
-from ..collectives.choose import require_backend, separate_where_usual
+from ..collectives.choose import separate_where_usual
 from ..devices.offload import OffloadChoice, shard_nbytes, storage_place
 from ..parameters.tensor_parallel import distribute
 from ..parameters.ties import MARK, find_owner, mark_originals, original_of
@@ -102,7 +102,6 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
     for check in extensions().plan:
         check(plan)
     classes = [make_class(type(root)) for root in plan.roots]
-    _check_backends(plan)
     with _forgotten_if_it_fails(plan) as states:
         # From here on nothing is refused.
         for each in plan.managed:
@@ -118,18 +117,6 @@ def apply(module: Modules, given: Arguments, make_class: Callable[[type], type])
         if isinstance(given.offload_policy, OffloadBudget):
             given.offload_policy._take(plan.nbytes_of_budget)
     return module
-
-
-def _check_backends(plan: Plan) -> None:
-    """Checks that the process groups can communicate, before anything is changed.
-
-    Raises:
-        RuntimeError: a group has no backend for the device of its mesh.
-    """
-    meshes = {id(plan.mesh): plan.mesh, **{id(each.mesh): each.mesh for each in plan.parameters.values()}}
-    for mesh in meshes.values():
-        for group in (mesh.shard_group, mesh.replicate_group):
-            require_backend(group, mesh.device)
 
 
 @contextmanager

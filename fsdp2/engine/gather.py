@@ -21,7 +21,7 @@ from ..devices.streams import Work, costs_launches
 from ..torch_private.internals import below_autograd, copy_all, part_of_storage
 from .codec import Codec, encode
 from .comm import TORCH_MEMORY, Comm, CommMemory
-from .layout import GatherLayout, ParamSpec, contiguous_stride, split_chunks
+from .layout import GatherLayout, ParamSpec, Run, contiguous_stride, split_chunks
 
 if TYPE_CHECKING:
     from .unsharded import UnshardedParameters
@@ -278,8 +278,8 @@ class GatherPlan:
         if splits and all(layout.specs[i].has_few_slices for i in layout.packed):
             self._plan_split(output)
             return
-        for i in layout.packed:
-            self._plan_copy_out(i)
+        for alike in layout.packed_runs:
+            self._plan_copies_out(alike)
 
     def _plan_split(self, segments: Tensor) -> None:
         """Plans one copy of all: the chunks of each parameter, or of each of its slices, with padding, are a part of
@@ -301,22 +301,25 @@ class GatherPlan:
         targets = [memory[offset : offset + rows * nbytes].view(rows, nbytes) for memory, offset, nbytes in places]
         self.split = segments.view(self._world_size, -1)[:rows], [nbytes for *_, nbytes in places], targets
 
-    def _plan_copy_out(self, i: int) -> None:
-        spec, layout = self._layout.specs[i], self._layout
+    def _plan_copies_out(self, run: Run) -> None:
+        layout, first, size = self._layout, run.indices[0], len(run.indices)
+        spec, offsets = layout.specs[first], layout.unsharded_offsets
         dtype, itemsize, numel = spec.compute_dtype, spec.compute_dtype.itemsize, spec.shard_numel
         if dtype not in self._typed:
             self._typed[dtype] = self._segments.view(dtype), self._unsharded.view(dtype)
         segments, unsharded = self._typed[dtype]
-        shape = spec.num_holders, numel  # the last ranks may hold nothing of a parameter of few rows
-        first = (self._segments_start + layout.packed_offsets[i]) // itemsize
+        shape = size, spec.num_holders, numel  # the last ranks may hold nothing of a parameter of few rows
+        distance, packed_distance = (each // itemsize for each in run.distances)
+        start = (self._segments_start + layout.packed_offsets[first]) // itemsize
         # One `as_strided` takes the host less time than the six views that would lead there.
-        chunks = segments.as_strided(shape, (layout.packed_nbytes // itemsize, 1), first)
+        chunks = segments.as_strided(shape, (packed_distance, layout.packed_nbytes // itemsize, 1), start)
         if spec.dim == 0:
-            place = unsharded.as_strided(shape, (numel, 1), layout.unsharded_offsets[i] // itemsize)
+            place = unsharded.as_strided(shape, (distance, numel, 1), offsets[first] // itemsize)
             self._copies_out.append((place, chunks))
-        else:
-            whole = view_bytes(self._unsharded, layout.unsharded_offsets[i], spec.numel, dtype)
-            self._copies_out += zip(*_places_of_chunks(whole, chunks, spec), strict=True)
+            return
+        for i, own in zip(run.indices, chunks, strict=True):
+            whole = view_bytes(self._unsharded, offsets[i], spec.numel, dtype)
+            self._copies_out += zip(*_places_of_chunks(whole, own, spec), strict=True)
 
     def _own_part(self, output: Tensor, nbytes: int) -> Tensor:
         return output[self._rank * nbytes : (self._rank + 1) * nbytes]

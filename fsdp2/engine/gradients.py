@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, cached_property, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -116,8 +116,6 @@ class GroupGradients:
         self.specs: tuple[ParamSpec, ...] = ()
         """The layout of each parameter."""
         self._bucket_plan = BucketPlan((), (), (), (), 0)
-        # Parameter indices -> how they are reduced, and their names for errors.
-        self._plan, self._names = cache(self._make_plan), cache(self._make_names)
         # Unsharded parameters with a hook that tells a bucket of their gradients.
         self._hooked: list[Tensor] = []
 
@@ -136,7 +134,7 @@ class GroupGradients:
 
     def forget_names(self) -> None:
         """Notes that the parameters have got other names."""
-        self._names.cache_clear()
+        vars(self).pop("_names", None)
 
     def prepare(self, specs: tuple[ParamSpec, ...], policy: MixedPrecisionPolicy, trainable: Iterable[int]) -> None:
         """Plans the buckets of the parameters `trainable`."""
@@ -161,8 +159,18 @@ class GroupGradients:
             arrive = bucket.arrive if self._streams is None else _noting(self._streams, bucket.arrive)
             for i in bucket.indices:
                 internals.on_accumulated(self._params[i].unsharded, _KEY, arrive)
-        self._plan.cache_clear()
-        self._names.cache_clear()
+        vars(self).pop("_plan", None)
+        self.forget_names()
+
+    @cached_property
+    def _plan(self) -> Callable[..., ReducePlan]:
+        """Returns how parameters are reduced, by their indices. It is made in backward, as the next one."""
+        return cache(self._make_plan)
+
+    @cached_property
+    def _names(self) -> Callable[[tuple[int, ...]], str]:
+        """Returns the names of parameters for errors, by their indices."""
+        return cache(self._make_names)
 
     def _make_plan(self, indices: tuple[int, ...], may_be_sums: bool, in_tree: bool = False) -> ReducePlan:
         first, buffers = indices[0], self.group.parameters.buffers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -238,7 +237,7 @@ class FSDPParamGroup:
                 if prefix is not None:
                     param.names[i] = fqn(prefix, slot.name)
         self.name = label = names.get(self.modules[0], "") or "root"
-        if not re.search("[^0-9.]", self.name):  # indices alone, of an nn.Sequential, say little in an error
+        if not self.name.strip("0123456789."):  # indices alone, of an nn.Sequential, say little in an error
             label = f'{type(self.modules[0]).__name__} "{self.name}"'
         self.comm_label.rename(self.name, label)
 

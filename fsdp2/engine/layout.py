@@ -19,7 +19,7 @@ makes of it ("encoded"): these lie in memory of their own until they are decoded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
@@ -232,6 +232,33 @@ class CastRun(NamedTuple):
     compute_dtype: torch.dtype
 
 
+class Run(NamedTuple):
+    """Equal parameters at equal distances: one operation reads or writes all of them."""
+
+    indices: tuple[int, ...]
+    # In bytes, in each of the buffers in which they lie so; 0 for a single parameter.
+    distances: tuple[int, ...]
+
+
+def find_runs(
+    specs: Sequence[ParamSpec], indices: Iterable[int], *offsets: Sequence[int] | Mapping[int, int]
+) -> tuple[Run, ...]:
+    """Returns the parameters `indices` as runs. `offsets`: where each parameter begins, for one buffer or several."""
+    runs: list[Run] = []
+    last_of: dict[ParamSpec, int] = {}
+    for i in indices:
+        number = last_of.get(specs[i])
+        if number is not None:
+            members, distances = runs[number]
+            own = tuple([places[i] - places[members[-1]] for places in offsets])
+            if len(members) == 1 or own == distances:
+                runs[number] = Run((*members, i), own)
+                continue
+        last_of[specs[i]] = len(runs)
+        runs.append(Run((i,), (0,) * len(offsets)))
+    return tuple(runs)
+
+
 @dataclass(frozen=True)
 class GatherLayout:
     """Holds byte offsets of one group: shard buffer (one rank's part, at rest), full storage (all, in compute dtypes).
@@ -272,6 +299,16 @@ class GatherLayout:
         """True if the packed segments land in memory of their own, from the beginning of a gather to its end."""
         nbytes = self.packed_nbytes * self.world_size
         return not self.aliased and nbytes >= APART_BYTES and 4 * nbytes >= self.packed_start
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The parameters, in runs in the full storage."""
+        return find_runs(self.specs, range(len(self.specs)), self.unsharded_offsets)
+
+    @cached_property
+    def packed_runs(self) -> tuple[Run, ...]:
+        """Those that are gathered packed, in runs in the full storage, and in a rank's packed segment."""
+        return find_runs(self.specs, self.packed, self.unsharded_offsets, self.packed_offsets)
 
     @cached_property
     def unsharded_nbytes(self) -> int:

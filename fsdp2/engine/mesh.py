@@ -244,7 +244,10 @@ class Distribution:
 
     def as_parameter(self, gathered: Tensor, shape: tuple[int, ...], requires_grad: bool) -> nn.Parameter:
         """Returns an unsharded parameter over `gathered`; `shape` is that of the whole parameter."""
-        return nn.Parameter(gathered, requires_grad)
+        if type(gathered) is not Tensor:
+            return nn.Parameter(gathered, requires_grad)
+        parameter: nn.Parameter = internals.of_class(gathered, nn.Parameter, requires_grad)  # in half the time
+        return parameter
 
     def gathered_gradient(self, gradient: Tensor) -> Tensor:
         """Returns a gradient of the unsharded parameter as the ranks of the shard group share it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from .mesh import DataMesh, Distribution
 from .policy import MixedPrecisionPolicy
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)  # frozen, it would take three times as long to make
 class Slot:
     """A module and a name under which it has a parameter. Tied parameters have several slots."""
 
@@ -174,9 +173,7 @@ class FSDPParam:
         self, stored: torch.dtype, compute: torch.dtype, self_gathering: bool = False, codec: Codec | None = None
     ) -> ParamSpec:
         size, dim = self.mesh.size, self.distribution.dim
-        return param_spec(
-            self.gathered_shape, stored, compute, size, dim, self_gathering, cast("Hashable | None", codec)
-        )
+        return param_spec(self.gathered_shape, stored, compute, size, dim, self_gathering, codec)  # type: ignore[arg-type]
 
     # ---- from the whole parameter to its shard
 

@@ -518,7 +518,8 @@ def distributed_parameter(cls: type[DTensor], local: Tensor, spec: DTensorSpec, 
     """
     tensor: Any = new_dtensor(cls, local, spec, requires_grad=requires_grad)
     tensor._is_param = True  # what makes it an instance of nn.Parameter
-    return cast(Parameter, tensor)
+    parameter: Parameter = tensor
+    return parameter
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

@@ -123,6 +123,11 @@ def memory_of(tensor: Tensor) -> Memory | None:
     return tuple.__new__(Memory, (StorageWeakRef(storage), data.data_ptr(), part))
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Returns True if a plain tensor is the only tensor that uses its storage, hence shares no memory."""
+    return type(tensor) in PLAIN and internals.storage_uses(internals.storage_address(tensor)) == 1
+
+
 def saved_by(node: Any) -> list[Any]:
     """Returns the values that a graph node has saved for its gradient; none, if a backward has freed them."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
