@@ -53,7 +53,13 @@ class Team:
         """True on the rank that commits."""
         return self.index == 0
 
-    def decide(self, failed: Exception | None, numbers: Sequence[int], choose: Callable[[list[list[int]]], int]) -> int:
+    def decide(
+        self,
+        failed: Exception | None,
+        numbers: Sequence[int],
+        choose: Callable[[list[list[int]]], int],
+        undo: Callable[[], object] = lambda: None,
+    ) -> int:
         """Returns what `choose` returns on the first rank. What any rank has met is raised on all of them.
 
         Args:
@@ -61,6 +67,8 @@ class Team:
             numbers: up to seven integers of 64 bits.
             choose: is called on the first rank with the numbers of all ranks in their order, unless one has failed.
                 It returns no negative number.
+            undo: is called on each rank before it raises what ranks have agreed on; not if a rank is gone, because
+                then the first one may have chosen.
         """
         own = torch.tensor([failed is not None, *numbers, *[0] * (_MOST_NUMBERS - len(numbers))], dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in self.members] if self.is_first else []
@@ -75,6 +83,7 @@ class Team:
         if self._group is not None:
             dist.broadcast(answer, group=self._group, group_src=0)
         if answer < 0:
+            undo()
             every = self.gather(None if failed is None else portable(failed))
             if failed is not None:
                 raise failed

@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -253,11 +254,8 @@ class Session:
         """
         written, failed = (None, failed) if failed is not None else attempt(lambda: self.write(save, values))
         numbers = [*(written or (0, 0)), len(save.content.per_rank)]
-        try:
-            self.team.decide(failed, numbers, lambda rows: self._commit(save, rows))
-        except BaseException:
-            shutil.rmtree(save.new, ignore_errors=True)
-            raise
+        remove = partial(shutil.rmtree, save.new, ignore_errors=True)
+        self.team.decide(failed, numbers, lambda rows: self._commit(save, rows), undo=remove)
         if self.team.is_first:
             home, keep_last = save.choices.folder.parent, save.choices.keep_last
             if keep_last is not None:

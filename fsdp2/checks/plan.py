@@ -313,16 +313,11 @@ def _check_compression(name: str, policy: MixedPrecisionPolicy, mesh: DataMesh, 
             )
 
 
-@lru_cache
-def _clashes_of_class(cls: Any) -> frozenset[str]:
-    return frozenset().union(*[vars(each).keys() & public_methods() for each in cls.__mro__])
-
-
 def _check_names(root: nn.Module) -> None:
     """Refuses a module that has what the methods of its new class would hide."""
-    places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root)]
-    of_class = _clashes_of_class(type(root))  # type: ignore[arg-type]
-    clash = sorted(of_class.union(*[place.keys() & public_methods() for place in places]))
+    added = public_methods()
+    places: list[Any] = [root._modules, root._parameters, root._buffers, vars(root), *map(vars, type(root).__mro__)]
+    clash = sorted(set().union(*[place.keys() & added for place in places]))
     if clash:
         raise TypeError(
             f"{type(root).__name__} has {', '.join(clash)} of its own, which are methods of FSDPModule. Rename them."

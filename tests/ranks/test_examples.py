@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from examples.tiny_text import DOCUMENTATION, LEARNING_RATE, STEPS, Text, make_gpt
-from fsdp2.checkpoint import attempt, commit
+from fsdp2.checkpoint import session
 from helpers import NIGHTLY, alone
 from programs import ROOT, kill_at, run_forked
 
@@ -277,17 +277,17 @@ def test_what_resume_elsewhere_shows(tmp_path: Path, plain_losses: Curve) -> Non
 def dies_writing(rank: int) -> None:
     """Rank 1, of its second checkpoint: after its own files, before the others' are known to be there."""
     if rank == 1:
-        kill_at(2, attempt, "write_parts", after=True)
+        kill_at(2, session, "write_file", after=True)
 
 
 def dies_with_all_data_written(rank: int) -> None:
     if rank == 0:
-        kill_at(4, commit, "write_file")  # the second of two indices of each checkpoint
+        kill_at(6, session, "write_file")  # the second of two indices of a checkpoint, after the file of this rank
 
 
 def dies_before_the_name(rank: int) -> None:
     if rank == 0:
-        kill_at(2, commit, "replace_folder")
+        kill_at(2, session, "replace_folder")
 
 
 @pytest.mark.parametrize("dies", [dies_writing, dies_with_all_data_written, dies_before_the_name])

@@ -229,7 +229,7 @@ def test_killed_while_a_checkpoint_replaces_another(tmp_path: Path) -> None:
 
     def before(rank: int) -> None:
         if rank == 0:
-            kill_at(1, folders, "remove_folder")  # of the old one, which has just changed places with the new one
+            kill_at(1, folders, "exchange", after=True)  # the old one has just changed places with the new one
 
     train(
         tmp_path,
