@@ -91,7 +91,6 @@ REMEMBERED = {
     "checkpoint.head_and_tail": VALUES,
     "checks._follow_log_level": "sets a logger of the process",
     "checks._indices_among": VALUES,
-    "checks._clashes_of_class": BY_CLASS,
     "checks._managed_by_class": BY_CLASS,
     "checks._chosen": "the level that the user has chosen for the process; it begins as the environment says",
     "dtensor._has_other_subclasses": BY_CLASS,
