@@ -22,7 +22,7 @@ CODECS = "fsdp2.codecs"
 
 
 class Content:
-    """What one rank brings to a save. See `save` for the arguments.
+    """The tensors and other values that one rank brings to a save. See `save` for the arguments.
 
     Attributes:
         state: its tensors and objects.

@@ -1,4 +1,4 @@
-"""What the saves of one group of ranks share: layouts, locks, memory for copies; and the two rounds of each save.
+"""Keeps layouts, locks and memory for copies from one save of a group of ranks to the next, and takes its two rounds.
 
 In the first round ranks compare what they save. Ranks that do not know each other's tensors tell them, and compute the
 layout. Then each rank writes its file. In the second round the first rank commits them all in one step.

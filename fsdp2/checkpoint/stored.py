@@ -11,6 +11,7 @@ import math
 import os
 import struct
 import zipfile
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -46,7 +47,7 @@ class StoredTensor(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Where the values of a part begin in a file, or all of them where they do not lie there as they are.
+    """The place of the values of a part in a file; or the values, if the file does not hold them as they are.
 
     `checksum`: that of the class `kind`; 0 if it is not known.
     """
@@ -75,7 +76,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return _Ours(folder) if (folder / LAYOUT).is_file() else _Torchs(folder)
 
 
-class Checkpoint:
+class Checkpoint(ABC):
     """A checkpoint in a folder.
 
     Attributes:
@@ -101,6 +102,7 @@ class Checkpoint:
             os.close(descriptor)
         self._files.clear()
 
+    @abstractmethod
     def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         """Checks that files have what the index says of these tensors.
 
@@ -113,15 +115,14 @@ class Checkpoint:
             FileNotFoundError: a file is missing.
             ValueError: a file is shorter, or of another save.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _object_at(self, name: str) -> tuple[Path, int, int]:
         """Returns the file of a value that is no tensor, its first byte there, and the number of its bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _values_of(self, name: str, index: int) -> _Values:
         """Returns where the values of a part of a tensor are."""
-        raise NotImplementedError
 
     def object(self, name: str) -> Any:
         """Returns a value that is no tensor.

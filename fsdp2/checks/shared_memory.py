@@ -27,7 +27,7 @@ _Places = dict[int, list[tuple[Memory, Slot]]]
 
 
 class _MemoryBefore(list[tuple[Memory, Slot]]):
-    """Where those parameters of one call were in memory before it that were not alone in their storage."""
+    """The places in memory, before one call, of its parameters that were not alone in their storage."""
 
 
 def check_memory(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> None:
