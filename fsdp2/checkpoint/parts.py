@@ -134,9 +134,11 @@ def lengths_around(tensors: Mapping[str, Parts]) -> dict[str, tuple[Tensor, Tens
     for name, parts in tensors.items():
         key = parts.dtype, parts.sizes.data_ptr(), parts.sizes.shape
         if key not in known:
-            rows, which = parts.sizes[:1], torch.zeros(len(parts.sizes), dtype=torch.int64)
-            if parts.sizes.numel():
-                rows, which = torch.unique(parts.sizes, dim=0, return_inverse=True)
+            which = torch.zeros(len(parts.sizes), dtype=torch.int64)
+            for column in parts.sizes.unbind(1) if parts.sizes.numel() else ():  # torch.unique of rows is slow
+                which = torch.unique(which * (column.max() + 1) + column, return_inverse=True)[1]
+            rows = parts.sizes[:1].repeat(int(which.amax()) + 1 if len(which) else 0, 1)
+            rows[which] = parts.sizes
             pairs = [head_and_tail(parts.dtype, tuple(row)) for row in rows.tolist()]
             lengths = torch.tensor([(len(head), len(tail)) for head, tail in pairs]).view(-1, 2)[which]
             known[key] = lengths[:, 0], lengths[:, 1]

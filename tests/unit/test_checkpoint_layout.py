@@ -209,8 +209,16 @@ def test_metadata_is_what_torch_pickles(seed: int) -> None:
 
 
 def test_layout_and_metadata_of_4096_ranks() -> None:
-    """Llama 8B with AdamW: 2.9 million parts, without a process group, in seconds of one core."""
+    """Llama 8B with AdamW: 2.9 million parts, without a process group, at a tenth of the price of an object for each.
+
+    The price of objects is measured beside it, with 32 ranks: machines differ too much for a limit in seconds.
+    """
     assert not dist.is_initialized()
+    few = Layout([(range(32), llama_8b(32))])
+    around, began = lengths_around(few.tensors), time.process_time()
+    pickle.dumps(objects_of_torch(few, around, {}, {}))
+    of_an_object = (time.process_time() - began) / sum(len(parts.writers) for parts in few.tensors.values())
+
     kind, began = llama_8b(4096), time.process_time()
     layout = Layout([(range(4096), kind)])
     own = layout.places_of(17)
@@ -222,7 +230,8 @@ def test_layout_and_metadata_of_4096_ranks() -> None:
     assert sum(int(parts.nbytes.sum()) for parts in layout.tensors.values()) == total
     assert 0.9 < sum(place.nbytes for place in own) * 4096 / total < 1.2  # chunks of 32 of 128,256 rows
     assert nbytes < 150 * 2_887_443
-    assert seconds < 5, f"{seconds:.1f} s of CPU"
+    objects = of_an_object * 2_887_443
+    assert seconds < objects / 10, f"{seconds:.1f} s of CPU, and {objects:.1f} with an object for each part"
 
 
 def test_flat_keys_are_those_of_torch() -> None:
