@@ -72,13 +72,13 @@ MUTATIONS = (
         "secondary shards are the rows of rank 0",
         r"shape, \(first, last\) = spec\.local_shape\(rank\), spec\.rows\(rank\)",
         "shape, (first, last) = spec.local_shape(rank), spec.rows(0)",
-        (TRAINING,),
+        ("tests/trace/test_late_steps.py",),
     ),
     Mutation(
         "ranks of two shard axes are counted in the wrong order",
         r"rank = rank \* self\.mesh\.size\(axis\) \+ self\.mesh\.get_local_rank\(axis\)",
         "rank = rank + self.mesh.get_local_rank(axis) * (2 if rank or axis else 1)",
-        ("tests/ranks/test_mesh_order.py", "tests/trace/test_mesh.py"),
+        ("tests/trace/test_gradient_layout.py", "tests/ranks/test_mesh_order.py"),
     ),
     Mutation(
         "one group too many is gathered ahead",
@@ -434,13 +434,13 @@ MUTATIONS = (
         "each piece of an uneven gradient has the last rows of the first piece",
         r"rest = flat\[whole:\]\[first:last\]",
         "rest = flat[whole:][: last - first]",
-        (TRAINING,),
+        ("tests/unit/test_reduce.py",),
     ),
     Mutation(
         "padding that a codec reads is what it was",
         r"segments\.flat\.zero_\(\)",
         "pass",
-        (TRAINING,),
+        ("tests/unit/test_reduce.py",),
     ),
     Mutation(
         "ranks that exchange by a gather take the slices of the first one",
