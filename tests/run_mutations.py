@@ -78,7 +78,7 @@ MUTATIONS = (
         "ranks of two shard axes are counted in the wrong order",
         r"rank = rank \* self\.mesh\.size\(axis\) \+ self\.mesh\.get_local_rank\(axis\)",
         "rank = rank + self.mesh.get_local_rank(axis) * (2 if rank or axis else 1)",
-        ("tests/trace/test_gradient_layout.py", "tests/ranks/test_mesh_order.py"),
+        ("tests/trace/test_mesh.py",),
     ),
     Mutation(
         "one group too many is gathered ahead",

@@ -46,6 +46,15 @@ def test_nothing_keeps_the_default_mesh_alive() -> None:
         assert mesh() is None
 
 
+def test_ranks_of_two_shard_axes_are_counted_in_row_major_order() -> None:
+    """Every rank of 2 x 3 has its own rows. On real ranks another order hangs, or crashes, and says nothing."""
+    for rank in range(6):
+        with fake_world(6, rank):
+            grid = dist.init_device_mesh("cpu", (2, 3), mesh_dim_names=("outer", "inner"))
+            assert (DataMesh(grid, (0, 1)).rank, DataMesh(grid, (0, 1)).size) == (rank, 6)
+            assert (DataMesh(grid, (1,)).rank, DataMesh(grid, (1,)).size) == (rank % 3, 3)
+
+
 def test_a_subgroup_lives_as_long_as_its_group() -> None:
     with fake_world(4):
         group = dist.group.WORLD
