@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _forks(item: pytest.Item) -> bool:
-    names = ("test_benchmark_libraries.py", "test_hidden_names.py")
+    names = ("test_benchmark_libraries.py", "test_hidden_names.py", "test_command.py")
     return bool({"ranks", "clients", "fake_gpu"} & set(item.path.parts)) or item.path.name in names
 
 

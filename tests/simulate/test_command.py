@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from documents import code_blocks
 from fsdp2.simulate.command import main
-from helpers import world_sizes
+from helpers import alone, world_sizes
 from programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,11 +222,13 @@ def test_training_has_the_bits_of_processes(library: str, ranks: int, tmp_path: 
     processes.mkdir()
     simulated.mkdir()
     run_forked("train_gpt.py", ranks, *options, before=lambda _: note_digests(processes) and None)
-    hook = note_digests(simulated)
-    try:
-        assert main(["--ranks", str(ranks), str(ROOT / "examples/train_gpt.py"), *options]) == 0
-    finally:
-        hook.remove()
+
+    def simulate_alone() -> int:
+        dist.destroy_process_group()
+        note_digests(simulated)
+        return main(["--ranks", str(ranks), str(ROOT / "examples/train_gpt.py"), *options])
+
+    assert alone(simulate_alone) == 0
     digests = [[(each / str(rank)).read_text().split() for rank in range(ranks)] for each in (processes, simulated)]
     assert digests[0] == digests[1]
     assert [len(each) for each in digests[0]] == [4] * ranks
