@@ -25,7 +25,7 @@ from programs import run_forked
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def note_digests(folder: Path) -> Any:
+def note_digests(folder: Path) -> None:
     """Has optimizers of this process write a digest of a rank's parameters to its file, at each step."""
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -37,7 +37,7 @@ def note_digests(folder: Path) -> Any:
         with (folder / os.environ["RANK"]).open("a") as file:
             print(digest.hexdigest(), file=file)
 
-    return register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(note)
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +221,7 @@ def test_training_has_the_bits_of_processes(library: str, ranks: int, tmp_path: 
     processes, simulated = tmp_path / "processes", tmp_path / "simulated"
     processes.mkdir()
     simulated.mkdir()
-    run_forked("train_gpt.py", ranks, *options, before=lambda _: note_digests(processes) and None)
+    run_forked("train_gpt.py", ranks, *options, before=lambda _: note_digests(processes))
 
     def simulate_alone() -> int:
         dist.destroy_process_group()

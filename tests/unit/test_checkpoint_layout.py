@@ -209,7 +209,7 @@ def test_metadata_is_what_torch_pickles(seed: int) -> None:
 
 
 def test_layout_and_metadata_of_4096_ranks() -> None:
-    """Llama 8B with AdamW: 2.9 million parts, without a process group, at a tenth of the price of an object for each.
+    """Llama 8B with AdamW: 2.9 million parts, without a process group, at a twentieth of the price of objects.
 
     The price of objects is measured beside it, with 32 ranks: machines differ too much for a limit in seconds.
     """
@@ -231,7 +231,7 @@ def test_layout_and_metadata_of_4096_ranks() -> None:
     assert 0.9 < sum(place.nbytes for place in own) * 4096 / total < 1.2  # chunks of 32 of 128,256 rows
     assert nbytes < 150 * 2_887_443
     objects = of_an_object * 2_887_443
-    assert seconds < objects / 10, f"{seconds:.1f} s of CPU, and {objects:.1f} with an object for each part"
+    assert seconds < objects / 20, f"{seconds:.1f} s of CPU, and {objects:.1f} with an object for each part"
 
 
 def test_flat_keys_are_those_of_torch() -> None:
