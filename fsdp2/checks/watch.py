@@ -152,8 +152,8 @@ class Watch:
             self._num_begun, self._idle_since = num_begun, now
             self._note_place("")
         elif now - self._idle_since >= WAIT_S:
-            frames = sys._current_frames()
-            own = {thread: frames[thread] for thread in self._threads & frames.keys()}
+            # Not the frame of this function: what it has would stay in a cycle, with all that other threads compute.
+            own = {thread: frame for thread, frame in sys._current_frames().items() if thread in self._threads}
             is_late = now - max(self._idle_since, self._asked_at) >= ASK_S
             are_blocked = any(map(is_blocked, own.values()))
             places = {thread: describe(own[thread]) for thread in own} if is_late or are_blocked else {}

@@ -2,13 +2,17 @@
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict
@@ -17,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.checks import watch
 from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.root import Root
 from fsdp2.features import large_submodules
@@ -350,3 +355,53 @@ def test_a_model_goes_with_its_last_reference(name: str, checks: str, monkeypatc
 
 def alive() -> list[int]:
     return [id(each) for each in gc.get_objects() if issubclass(type(each), Root | FSDPParamGroup)]
+
+
+@contextmanager
+def without_collections() -> Iterator[list[Any]]:
+    """Yields a list of what only the garbage collector can free of the work inside; programs turn it off for speed."""
+    found: list[Any] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+STEPPED = ("bf16", "kept for backward", "offloaded", "recomputed", "flattened", "clipped", "conditional", "streamed")
+
+
+@pytest.mark.parametrize("name", [*STEPPED, "stepped in backward", "replicas", "frozen"])
+def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:
+    """Also those in which checks are due."""
+    model = PROGRAMS[name]()
+    with without_collections() as garbage:
+        train(model, steps=9)
+    assert not [each for each in garbage if isinstance(each, torch.Tensor | FrameType)]
+
+
+def test_looks_at_other_threads_leave_nothing_to_the_garbage_collector() -> None:
+    """The thread that watches idle ranks looks at what all of them run, twice a second, with all their tensors."""
+    assert dist.group.WORLD is not None
+    watched = watch.Watch(dist.group.WORLD)
+
+    def look() -> None:
+        thread = threading.Thread(target=watched.look)
+        thread.start()
+        thread.join()
+
+    def compute() -> weakref.ref[torch.Tensor]:
+        tensor = torch.ones(4)
+        look()
+        return weakref.ref(tensor)
+
+    with mock.patch.object(watch, "WAIT_S", 0.0), without_collections() as garbage:
+        look()  # notes how many collectives were begun
+        assert compute()() is None
+    assert not [each for each in garbage if isinstance(each, FrameType)]
