@@ -256,7 +256,7 @@ def communicates_once(case: Case) -> None:
 
 
 def test_micro_batches_share_one_gather_and_one_reduction() -> None:
-    cases = [Case("Interleaved1F1B", False), Case("InterleavedZeroBubble", False)]
+    cases = [Case(schedule, False) for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")]
     cases += [Case(schedule, budget=2**20) for schedule in SCHEDULES]
     run_checks(PIPELINE * DATA, [(str(case), functools.partial(patched, communicates_once, case)) for case in cases])
 
