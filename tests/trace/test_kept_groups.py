@@ -57,6 +57,20 @@ def test_equal_blocks_are_gathered_as_rarely_as_can_be(micro_batches: int) -> No
             assert meter.peak <= budget * nbytes
 
 
+def test_the_first_forward_of_a_step_gathers_ahead() -> None:
+    """Also if the groups that stay take the whole budget."""
+    with fake_world(4):
+        for budget in range(1, BLOCKS + 2):
+            model, nbytes, meter = make()
+            model.set_unsharded_budget(budget * nbytes)
+            for _ in range(2):
+                step(model, 3)
+            meter.clear()
+            model(torch.ones(2, WIDTH))
+            assert meter.num_ahead == len(meter.gathers) == BLOCKS
+            assert meter.peak <= budget * nbytes
+
+
 def test_a_step_of_one_backward_keeps_nothing_for_the_next() -> None:
     """Its weights change: they would take memory while the optimizer steps."""
     with fake_world(4):
