@@ -730,9 +730,8 @@ class FSDPParamGroup:
         """Reshards, or keeps the data for the next pass, by the setting `reshard_after_backward` and the budget."""
         is_running = self.state.running or (self.sharing_states and self.num_running)
         root = self.root
-        stays = not self.settings.reshard_after_backward
-        if root.settings.unsharded_budget and not stays:
-            stays = root.prefetcher.kept.stays(self, root.num_backwards)
+        stays = bool(root.settings.unsharded_budget) and root.prefetcher.kept.stays(self, root.num_backwards)
+        stays = stays or not self.settings.reshard_after_backward
         if not stays or is_running or not self.is_unsharded:
             self.reshard_if_idle(drops_secondary=False)
         else:

@@ -85,6 +85,20 @@ def test_a_step_of_one_backward_keeps_nothing_for_the_next() -> None:
     assert kept == [False, False, True, False, True, False], "a step is expected to have as many as the last one"
 
 
+def test_the_pass_that_reduces_accumulated_gradients_is_the_last_one() -> None:
+    """However many passes the last step had."""
+    with fake_world(4):
+        model, nbytes, _ = make()
+        model.set_unsharded_budget(2 * BLOCKS * nbytes)
+        for micro_batches in (3, 2, 4):
+            for i in range(micro_batches):
+                model.set_requires_gradient_sync(i == micro_batches - 1)
+                model(torch.ones(2, WIDTH)).float().sum().backward()
+                there = [groups_of(block)[0].unsharded.is_allocated for block in model]
+                assert there == [0 < i < micro_batches - 1] * BLOCKS or (i == 0 and len(set(there)) == 1)
+            step(model, 0)
+
+
 def test_frozen_groups_stay_over_steps() -> None:
     with fake_world(4):
         model, nbytes, meter = make()

@@ -95,3 +95,18 @@ def test_the_root_stays_between_forwards_unless_weights_change() -> None:
         optimize(model)
         model(torch.ones(2, WIDTH))
         assert gathers.count(root) == 2
+
+
+def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
+    """They are stale after the optimizer's step, during which they would take memory."""
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
+        for is_first in (True, False):
+            meter.clear()
+            run_stage(model)
+            assert not any(group.unsharded.is_allocated for group in groups)
+            optimize(model)
+            # The first forward of the first step does not know that others follow.
+            assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
