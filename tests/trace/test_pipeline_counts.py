@@ -110,3 +110,14 @@ def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
             optimize(model)
             # The first forward of the first step does not know that others follow.
             assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
+
+
+def test_unsynchronized_gradients_launch_no_fills() -> None:
+    """There is a placeholder for each of them after each backward pass."""
+    with fake_world(4):
+        model, _ = make()
+        run_stage(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run_stage(model)
+    counts = {each.key: each.count for each in profile.key_averages()}
+    assert counts.get("aten::zero_", 0) == 0
