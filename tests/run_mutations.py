@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a hold is ignored between passes",
-        r"if until is KeepUntil\.END_OF_USE or \(until >= KeepUntil\.NEXT_PASS and self\.is_up_to_date\(\)\):",
+        r"if until is KeepUntil\.END_OF_USE or \(stays and self\.is_up_to_date\(\)\):",
         "if until is KeepUntil.END_OF_USE:",
         ("tests/trace/test_every_setting.py", "tests/trace/test_evaluation_gathers.py", VIEW),
     ),

@@ -5,10 +5,13 @@ from fsdp2.engine.group import FSDPParamGroup
 
 
 class Meter(Observer):
-    """Counts all-gathers of groups inside the root, and the most bytes unsharded besides the groups in use."""
+    """Counts all-gathers of groups inside the root, those that forward begins ahead of use, and the most bytes
+    unsharded besides the groups in use.
+    """
 
     def __init__(self) -> None:
         self.gathers: list[FSDPParamGroup] = []
+        self.num_ahead = 0
         self.peak = 0
         self._last: FSDPParamGroup | None = None
 
@@ -20,6 +23,7 @@ class Meter(Observer):
     def before_gather(self, group: FSDPParamGroup) -> None:
         if group is not group.root.group:
             self.gathers.append(group)
+            self.num_ahead += group.num_running == 0
 
     def unsharded(self, group: FSDPParamGroup) -> None:
         # In backward, the group that was reached before has perhaps not left. The root is in use in all of a pass.
@@ -30,4 +34,4 @@ class Meter(Observer):
 
     def clear(self) -> None:
         self.gathers.clear()
-        self.peak = 0
+        self.peak = self.num_ahead = 0

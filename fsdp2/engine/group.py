@@ -730,9 +730,8 @@ class FSDPParamGroup:
         """Reshards, or keeps the data for the next pass, by the setting `reshard_after_backward` and the budget."""
         is_running = self.state.running or (self.sharing_states and self.num_running)
         root = self.root
-        stays = not self.settings.reshard_after_backward
-        if root.settings.unsharded_budget and not stays:
-            stays = root.prefetcher.kept.stays(self, root.num_backwards)
+        stays = bool(root.settings.unsharded_budget) and root.prefetcher.kept.stays(self, root.num_backwards)
+        stays = stays or not self.settings.reshard_after_backward
         if not stays or is_running or not self.is_unsharded:
             self.reshard_if_idle(drops_secondary=False)
         else:
@@ -744,12 +743,18 @@ class FSDPParamGroup:
     def reshard_stale(self) -> None:
         """Reshards between passes, unless the parameters are kept until the next pass or longer, and nothing has
         changed. What a user has asked for stays in force. Drops secondary shards of parameters that were written to.
+
+        Parameters that a forward has left for its backward stay, too, if the user has chosen that they stay after each
+        forward, or the root uses them in all of a pass: a pipeline runs several forwards before the first backward.
         """
-        self.root.is_in_backward()  # one that has failed is over
+        root, choice = self.root, self.settings.after_forward
+        root.is_in_backward()  # one that has failed is over
         until = self.keep_until
         if self.phase is SECONDARY and self.shard_versions() != self.gathered_versions:
             self.reshard()
-        if until is KeepUntil.END_OF_USE or (until >= KeepUntil.NEXT_PASS and self.is_up_to_date()):
+        stays = until >= KeepUntil.NEXT_PASS or choice is AfterForward.KEEP
+        stays = stays or (choice is None and (root.group is self or root.state in self.sharing_states))
+        if until is KeepUntil.END_OF_USE or (stays and self.is_up_to_date()):
             return
         self.reshard_if_idle(drops_secondary=False)
         if until is KeepUntil.USER:

@@ -15,8 +15,9 @@ class KeptGroups:
     """Chooses which groups stay unsharded from one use to the next, within a user's budget.
 
     They are gathered once for all micro-batches of a step, and for all forwards of an evaluation. What a step changes
-    is gathered again, so that the weights of a step that has one backward stay no longer than that. How many backward
-    passes a step has is taken from the last step; frozen parameters stay over steps.
+    is gathered again, so that weights stay no longer than the last backward pass of a step. It is the one that reduces
+    gradients which earlier passes have left unsynchronized. If none has, a step is expected to have as many backward
+    passes as the last one. Frozen parameters stay over steps.
     """
 
     def __init__(self, groups: Sequence[FSDPParamGroup]) -> None:
@@ -29,6 +30,8 @@ class KeptGroups:
         self._versions: tuple[int, ...] = ()
         # How many backward passes the root had run when the present step began, and how many the last step had.
         self._step_began, self._num_expected = 0, 1
+        # Groups whose gradients an earlier backward pass of the present step has left unsynchronized.
+        self._accumulating: set[FSDPParamGroup] = set()
 
     def begin_pass(self, order: Sequence[FSDPParamGroup], budget: int | None, num_backwards: int) -> int:
         """Chooses among the groups of `order`, and reshards those that do not stay any more. Returns the bytes of all
@@ -56,6 +59,7 @@ class KeptGroups:
         if versions == self._versions:
             return True
         self._versions = versions
+        self._accumulating.clear()
         self._step_began, self._num_expected = num_backwards, max(1, num_backwards - self._step_began)
         return self._num_expected > 1
 
@@ -63,8 +67,12 @@ class KeptGroups:
         """Returns True if `group` stays after the backward that ends, behind `num_backwards` others."""
         if group not in self.after_backward:
             return False
-        is_last = num_backwards + 1 - self._step_began == self._num_expected
-        return not is_last or (group in self.groups and is_frozen(group))
+        if group in self.groups and is_frozen(group):
+            return True
+        if not (group.settings.reduce_gradients and group.settings.all_reduce):
+            self._accumulating.add(group)
+            return True
+        return group not in self._accumulating and num_backwards + 1 - self._step_began != self._num_expected
 
 
 def is_frozen(group: FSDPParamGroup) -> bool:

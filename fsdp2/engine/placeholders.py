@@ -113,7 +113,8 @@ def _set_to_zero(gradients: Any) -> Any:
 def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
     """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
     if not isinstance(param.sharded.grad, UnsynchronizedGrad):
-        nothing = torch.zeros((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
+        # Nothing reads the value: to fill it would be a launch for each gradient of each pass.
+        nothing = torch.empty((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
         placeholder: Any = new_dtensor(kind, nothing, param.gradient_spec)
         placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
         param.sharded.grad = placeholder

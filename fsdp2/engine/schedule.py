@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import islice, takewhile
@@ -62,20 +62,30 @@ class Cursor(Generic[Item]):
 
 
 def within_budget(
-    items: Iterable[Item], size: Callable[[Item], int], budget: int, at_least_one: bool = True
+    items: Iterable[Item],
+    size: Callable[[Item], int],
+    budget: int,
+    at_least_one: bool = True,
+    apart: Collection[Item] = frozenset(),
+    budget_apart: int = 0,
 ) -> Iterator[Item]:
     """Yields items in order while their sizes fit `budget` together. `at_least_one`: the first one in any case.
 
-    Items of size 0 are skipped.
+    Items of size 0 are skipped. Those in `apart` have a budget of their own, and the first of them fits in any case.
     """
-    spent = 0
+    spent = spent_apart = 0
     for item in items:
         cost = size(item)
         if cost == 0:
             continue
-        if (spent or not at_least_one) and spent + cost > budget:
-            return
-        spent += cost
+        if item in apart:
+            if spent_apart and spent_apart + cost > budget_apart:
+                return
+            spent_apart += cost
+        else:
+            if (spent or not at_least_one) and spent + cost > budget:
+                return
+            spent += cost
         yield item
 
 
@@ -108,6 +118,9 @@ class Prefetcher:
         self.kept = KeptGroups(groups)
         # How many bytes may be gathered ahead; and whether one group may be, of any size.
         self._budget = (0, True)
+        # Bytes of a typical group. So many may be gathered ahead of those that stay unsharded from one use to the next,
+        # for which the user's budget has room.
+        self._typical = 0
         self._order: list[FSDPParamGroup] = []
         self._order_now: list[FSDPParamGroup] = []
         # Groups that ran without a gather -> how many others had run before them, in the pass that ran last.
@@ -135,7 +148,8 @@ class Prefetcher:
         kept = 0
         if budget or self.kept.after_backward:
             kept = self.kept.begin_pass(self._order, budget, num_backwards)
-        self._budget = (median_low(sizes), True) if budget is None else (budget - kept, False)
+        self._typical = median_low(sizes)
+        self._budget = (self._typical, True) if budget is None else (budget - kept, False)
         self._forward = self._cursor(self._order)
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
@@ -174,7 +188,8 @@ class Prefetcher:
             self.first_in_backward.discard(group)  # its last forward in a pass decides
         chosen: Iterable[FSDPParamGroup] | None = group.settings.forward_prefetch
         if chosen is None:
-            chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget)
+            kept = self.kept.groups, self._typical
+            chosen = within_budget(self._forward.ahead(), _bytes_to_gather, *self._budget, *kept)
         else:
             chosen = _on_all_ranks(group, chosen)
         return self._sharded(chosen)
@@ -193,7 +208,8 @@ class Prefetcher:
         self._reached.add(group)
         chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
         if chosen is None:
-            chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget)
+            kept = self.kept.groups, self._typical
+            chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget, *kept)
         else:
             chosen = [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
         return self._sharded(chosen)

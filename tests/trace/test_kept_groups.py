@@ -57,6 +57,20 @@ def test_equal_blocks_are_gathered_as_rarely_as_can_be(micro_batches: int) -> No
             assert meter.peak <= budget * nbytes
 
 
+def test_the_first_forward_of_a_step_gathers_ahead() -> None:
+    """Also if the groups that stay take the whole budget."""
+    with fake_world(4):
+        for budget in range(1, BLOCKS + 2):
+            model, nbytes, meter = make()
+            model.set_unsharded_budget(budget * nbytes)
+            for _ in range(2):
+                step(model, 3)
+            meter.clear()
+            model(torch.ones(2, WIDTH))
+            assert meter.num_ahead == len(meter.gathers) == BLOCKS
+            assert meter.peak <= budget * nbytes
+
+
 def test_a_step_of_one_backward_keeps_nothing_for_the_next() -> None:
     """Its weights change: they would take memory while the optimizer steps."""
     with fake_world(4):
@@ -69,6 +83,20 @@ def test_a_step_of_one_backward_keeps_nothing_for_the_next() -> None:
             assert all(there) or not any(there)
             kept.append(there[0])
     assert kept == [False, False, True, False, True, False], "a step is expected to have as many as the last one"
+
+
+def test_the_pass_that_reduces_accumulated_gradients_is_the_last_one() -> None:
+    """However many passes the last step had."""
+    with fake_world(4):
+        model, nbytes, _ = make()
+        model.set_unsharded_budget(2 * BLOCKS * nbytes)
+        for micro_batches in (3, 2, 4):
+            for i in range(micro_batches):
+                model.set_requires_gradient_sync(i == micro_batches - 1)
+                model(torch.ones(2, WIDTH)).float().sum().backward()
+                there = [groups_of(block)[0].unsharded.is_allocated for block in model]
+                assert there == [0 < i < micro_batches - 1] * BLOCKS or (i == 0 and len(set(there)) == 1)
+            step(model, 0)
 
 
 def test_frozen_groups_stay_over_steps() -> None:

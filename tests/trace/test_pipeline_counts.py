@@ -1,0 +1,123 @@
+"""Tests what one stage of a pipeline gathers, launches and keeps, in the order in which 1F1B runs micro-batches.
+
+tests/ranks/test_pipelining.py compares numbers of torch's own schedules with a plain model.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import fully_shard
+from fsdp2.engine.events import Observer
+from fsdp2.engine.group import FSDPParamGroup
+from fsdp2.engine.state import groups_below
+from helpers import fake_world
+from unsharded_meter import Meter
+
+WIDTH, BLOCKS = 4, 6
+# The first of four stages: three forwards warm up, and three backwards end the step.
+ORDER = "FFFFBFBFBFBBBB"
+
+
+def make(**options: Any) -> tuple[Any, Meter]:
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)) for _ in range(BLOCKS)))
+    for block in model:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    meter = Meter()
+    groups_below(model)[0].root.add(meter)
+    return model, meter
+
+
+class AllGathers(Observer):
+    """Notes all-gathers, those of the root included."""
+
+    def __init__(self) -> None:
+        self._groups: list[FSDPParamGroup] = []
+
+    def before_gather(self, group: FSDPParamGroup) -> None:
+        self._groups.append(group)
+
+    def count(self, group: FSDPParamGroup) -> int:
+        return self._groups.count(group)
+
+
+def run_stage(model: Any, order: str = ORDER) -> None:
+    """Calls `model` as torch's schedules do: they keep gradients unsynchronized, and reduce them behind all passes."""
+    outputs = deque[Tensor]()
+    for action in order:
+        if action == "F":
+            outputs.append(model(torch.ones(2, WIDTH)))
+        else:
+            set_last(model, False)
+            outputs.popleft().sum().backward()
+    set_last(model, True)
+    model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def set_last(model: Any, is_last: bool) -> None:
+    model.set_is_last_backward(is_last)
+    model.set_reshard_after_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
+
+
+def optimize(model: nn.Module) -> None:
+    """Stands for an optimizer's step: weights change."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0)
+            parameter.grad = None
+
+
+def test_parameters_that_stay_after_forward_are_gathered_once_a_step() -> None:
+    """Several forwards run before the first backward."""
+    with fake_world(4):
+        model, meter = make(reshard_after_forward=False)
+        for _ in range(3):
+            meter.clear()
+            run_stage(model)
+            optimize(model)
+            assert len(meter.gathers) == BLOCKS
+
+
+def test_the_root_stays_between_forwards_unless_weights_change() -> None:
+    with fake_world(4):
+        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        fully_shard(model[0])
+        root = groups_below(fully_shard(model))[0]
+        gathers = AllGathers()
+        root.root.add(gathers)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH))
+        assert gathers.count(root) == 1
+        optimize(model)
+        model(torch.ones(2, WIDTH))
+        assert gathers.count(root) == 2
+
+
+def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
+    """They are stale after the optimizer's step, during which they would take memory."""
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
+        for is_first in (True, False):
+            meter.clear()
+            run_stage(model)
+            assert not any(group.unsharded.is_allocated for group in groups)
+            optimize(model)
+            # The first forward of the first step does not know that others follow.
+            assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
+
+
+def test_unsynchronized_gradients_launch_no_fills() -> None:
+    """There is a placeholder for each of them after each backward pass."""
+    with fake_world(4):
+        model, _ = make()
+        run_stage(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run_stage(model)
+    counts = {each.key: each.count for each in profile.key_averages()}
+    assert counts.get("aten::zero_", 0) == 0
