@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -87,6 +88,7 @@ def load(
             different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
             was not saved.
         TypeError: an argument.
+        NotImplementedError: the model is one of torch's FullyShardedDataParallel.
         OSError: a file can't be read.
         All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
         was. After one that a read meets, the model has some of the new weights: load another checkpoint.
@@ -109,7 +111,9 @@ def load(
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
         flat_model, flat_optimizer = _flat_keys(stored)
-        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False, flat_keys=flat_optimizer)
+        for each in optimizers:
+            get_optimizer_state_dict(model, each)  # which makes the states that this fills, by a step on zeros
+        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=flat_optimizer)
         if not weights:
             del nested[MODEL]
         nested |= {name: state_of(value) for name, value in (extra or {}).items()}

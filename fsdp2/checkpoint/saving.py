@@ -141,11 +141,12 @@ def save(
         A `Saving`.
 
     Raises:
-        ValueError: ranks differ in an argument, or share a tensor in different ways; a name in `extra` is taken; plain
-            tensors of the optimizer differ between ranks.
+        ValueError: ranks differ in an argument, or share a tensor in different ways, or some ranks of its mesh lack it:
+            states of an optimizer that has stepped on other ranks only; a name in `extra` is taken; plain tensors of
+            the optimizer differ between ranks; an optimizer has a parameter that the model lacks.
         TypeError: an argument; a value that can't be loaded without running code.
-        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; `in_memory` on
-            several machines.
+        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; the model is
+            one of torch's FullyShardedDataParallel; `in_memory` on several machines.
         FileExistsError: `folder` is there, and is no checkpoint.
         OSError: the disk is full, read-only or not there. The error names the file.
         RuntimeError: another job saves into the folder around `folder`; an earlier save has failed.
