@@ -7,6 +7,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,8 +141,33 @@ def arguments(folder: Path) -> None:
     assert sorted(path.name for path in (folder / "b").iterdir()) == ["notes-0", "notes-1"]
 
 
-def a_step_waits(folder: Path) -> None:
-    model, optimizer = make()
+class Wrapped(torch.optim.Optimizer):
+    """Passes all on to an optimizer, and has no hooks, as accelerate's."""
+
+    state, param_groups, defaults = (  # type: ignore[assignment]
+        property(attrgetter(f"optimizer.{name}")) for name in ("state", "param_groups", "defaults")
+    )
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def a_step_waits(folder: Path, is_wrapped: bool) -> None:
+    model, plain = make()
+    optimizer = Wrapped(plain) if is_wrapped else plain
+    train(model, plain)
     function = saving.Snapshot.finish
 
     def slow(snapshot: Any) -> None:
@@ -151,14 +177,16 @@ def a_step_waits(folder: Path) -> None:
     before = weights(model)
     with mock.patch.object(saving.Snapshot, "finish", slow):
         running = checkpoint.save(folder / "a", model, optimizer, wait=False)
+        plain.register_step_pre_hook(lambda *_: None)
         train(model, optimizer)
         running.wait()
     assert 0.2 < running.step_waited_s < 5
     train(model, optimizer)
     assert running.step_waited_s < 5
-    other, _ = make(1)
-    checkpoint.load(folder / "a", other)
+    other, states = make(1)
+    checkpoint.load(folder / "a", other, Wrapped(states) if is_wrapped else states)
     same(weights(other), before)
+    assert [state["step"] for state in states.state.values()] == [1] * 4
 
 
 def buffers_are_copied_at_once(folder: Path) -> None:
@@ -255,7 +283,8 @@ CHECKS = {
     "an error is raised by the next save": an_error_is_raised_by_the_next_save,
     "ranks that differ": ranks_that_differ,
     "arguments": arguments,
-    "a step waits": a_step_waits,
+    "a step waits": functools.partial(a_step_waits, is_wrapped=False),
+    "a step of an optimizer in another waits": functools.partial(a_step_waits, is_wrapped=True),
     "buffers are copied at once": buffers_are_copied_at_once,
     "fresh optimizers stay fresh": fresh_optimizers_stay_fresh,
     "keeps the last": keeps_the_last,
