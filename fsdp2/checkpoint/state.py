@@ -246,6 +246,30 @@ def states_of(
     return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
 
 
+def make_states(optimizer: Optimizer) -> None:
+    """Makes the states of parameters that have none, by a step on gradients of zeros with a learning rate of 0.
+
+    Every rank must call it: a step may communicate.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    fresh = {param for param in params if param not in optimizer.state}
+    if not fresh:
+        return
+    gradients = [param.grad for param in params]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param in fresh else None
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        for group, rate in rates:
+            group["lr"] = rate
+
+
 def fqn_of(model: nn.Module, key: str) -> str:
     """Returns a key of the model's state dict without the names that DDP, torch.compile and checkpointing add."""
     names, module = list[str](), model

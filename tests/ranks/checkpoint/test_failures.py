@@ -1,5 +1,6 @@
 """Tests that a save or load that fails does so on all ranks, names the file, and leaves earlier checkpoints whole."""
 
+import contextlib
 import functools
 import json
 import os
@@ -115,6 +116,44 @@ def ranks_that_differ(folder: Path) -> None:
         lambda: checkpoint.load(folder / ("c" if rank else "a"), model), FileNotFoundError, r"c: expected the folder"
     )
     assert sorted(each.name for each in folder.iterdir()) == [".fsdp2-lock", "a", "b"]
+
+
+def one_rank_fails_in_load(folder: Path) -> None:
+    """Before it reads, while it reads, and when it hands out what it has read."""
+    model, optimizer = make()
+    train(model, optimizer)
+    checkpoint.save(folder / "a", model, optimizer, extra={"x": 1})
+    other, states = make(1)
+    before, rank = weights(other), dist.get_rank()
+    load: Any = functools.partial(checkpoint.load, folder / "a")
+    refused(lambda: load(other if rank else 3, states), TypeError, "load: model: expected an nn.Module")
+    refused(lambda: load(other, states if rank else optimizer), ValueError, "optimizer: expected parameters of the mod")
+    kept: Any = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=dict)
+    for method in ("state_dict", "load_state_dict"):
+        raising = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=dict)
+        setattr(raising, method, mock.Mock(side_effect=ArithmeticError("no such state")))
+        broken = {"x": raising if rank else kept}
+        refused(lambda: load(other, states, extra=broken), Exception, "no such state")  # noqa: B023
+        if method == "state_dict":
+            same(weights(other), before)
+    name = f"{saving.__package__}.stored.Checkpoint.read"
+    with mock.patch(name, side_effect=OSError(5, "broken disk")) if rank else contextlib.nullcontext():
+        refused(lambda: load(other, states), OSError, "broken disk")
+    load(other, states)
+    same(weights(other), weights(model))
+
+
+def files_of_stages(folder: Path) -> None:
+    """Files that one rank alone reads are checked before any rank writes to its weights."""
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+    checkpoint.save(folder / "a", stage)
+    if not rank:
+        os.truncate(folder / "a" / file_of(1), 600)
+    dist.barrier()
+    nn.init.zeros_(stage[str(rank)].weight)
+    refused(lambda: checkpoint.load(folder / "a", stage), ValueError, r"__1_0\.distcp: .*truncated")
+    assert not stage[str(rank)].weight.any()
 
 
 def arguments(folder: Path) -> None:
@@ -278,6 +317,8 @@ def parts_alone(folder: Path) -> None:
 CHECKS = {
     "parts alone": parts_alone,
     "ranks alone": ranks_alone,
+    "one rank fails in a load": one_rank_fails_in_load,
+    "files of stages": files_of_stages,
     "one rank fails": functools.partial(one_rank_fails, wait=True),
     "one rank fails, without waiting": functools.partial(one_rank_fails, wait=False),
     "an error is raised by the next save": an_error_is_raised_by_the_next_save,
