@@ -42,7 +42,7 @@ class Content:
         trainable_only: bool,
         flat_keys: bool,
     ) -> None:
-        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=True, flat_keys=flat_keys)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=flat_keys)
         self.state = State(nested | {name: state_of(value) for name, value in extra.items()}, flat_keys)
         self.later = self.state.may_be_copied_later(model)
         own = {name: state_of(value) for name, value in per_rank.items()}

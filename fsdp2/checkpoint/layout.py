@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..shards.tensors import some_of
+
 # The two indices of a checkpoint: that of torch.distributed.checkpoint, which is written last, and the kinds of ranks.
 METADATA, LAYOUT = ".metadata", ".fsdp2_layout"
 FORMAT = 2
@@ -145,7 +147,8 @@ class Layout:
         kinds: pairs of the ranks of a kind, and the kind. Equal on all ranks, in one order.
 
     Raises:
-        ValueError: two kinds have a tensor of one name, and share it among ranks in different ways.
+        ValueError: two kinds have a tensor of one name, and share it among ranks in different ways; or not all ranks
+            of a tensor's mesh have it.
     """
 
     def __init__(self, kinds: Sequence[tuple[Sequence[int], Kind]]) -> None:
@@ -154,9 +157,10 @@ class Layout:
         self._holders: dict[Any, Tensor] = {}
         holders: dict[str, dict[Any, Tensor]] = {}
         first: dict[str, tuple[Entry, tuple[tuple[int, int], ...]]] = {}
+        present: dict[tuple[str, Mesh], tuple[int, ...]] = {}
         self.objects: dict[str, int] = {}
         """Key of a value that is no tensor -> the rank that writes it."""
-        for members, kind in kinds:
+        for index, (members, kind) in enumerate(kinds):
             for key in kind.objects:
                 self.objects[key] = min(self.objects.get(key, members[0]), *members)
             for entry in kind.entries:
@@ -169,9 +173,23 @@ class Layout:
                         f"{known.dtype} {[*known.shape]} in chunks {known_cuts} and {entry.dtype} {[*entry.shape]} in "
                         f"chunks {cuts} (chunks, dim). Give what differs between ranks another name."
                     )
+                present[entry.name, mesh] = (*present.get((entry.name, mesh), ()), index)
                 holders.setdefault(entry.name, {})[mesh] = self._holders_of(mesh, tuple(a for a, _ in entry.cuts))
+        self._require_whole_meshes(present)
         self.tensors = {name: self._parts_of(*each, [*holders[name].values()]) for name, each in first.items()}
         """Key of a tensor -> its parts, in the order in which each rank writes its own."""
+
+    def _require_whole_meshes(self, present: dict[tuple[str, Mesh], tuple[int, ...]]) -> None:
+        """Checks that each tensor is on all ranks of its mesh. `present`: the indices of the kinds that have it."""
+        names = {(mesh, indices): name for (name, mesh), indices in reversed(present.items())}
+        for (mesh, indices), name in names.items():
+            have = {rank for index in indices for rank in self.kinds[index][0]}
+            if lacking := {*mesh.ranks} - have:
+                there, missing = (some_of(map(str, sorted(ranks))) for ranks in (have, lacking))
+                raise ValueError(
+                    f"{name}: expected it on all ranks of its mesh, got it on ranks {there}, and not on {missing}. "
+                    "Before the save, step the optimizer on all of them, or on none."
+                )
 
     def _holders_of(self, mesh: Mesh, axes: tuple[int, ...]) -> Tensor:
         """Returns the ranks that hold each chunk, shape (chunks, replicas), when these axes of a mesh cut a tensor."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from functools import reduce
+from operator import and_, or_
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from ..shards import codec_state
 from ..shards.find import before_write
@@ -33,6 +36,7 @@ from .state import (
     State,
     box_of_rank,
     check_arguments,
+    make_states,
     nest,
     parameter_of,
     states_of,
@@ -87,12 +91,13 @@ def load(
             different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
             was not saved.
         TypeError: an argument.
+        NotImplementedError: the model is one of torch's FullyShardedDataParallel.
         OSError: a file can't be read.
         All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
         was. After one that a read meets, the model has some of the new weights: load another checkpoint.
     """
 
-    def check() -> tuple[torch.optim.Optimizer, ...]:
+    def check() -> tuple[Optimizer, ...]:
         check_path("folder", folder)
         for name, values in (("extra", extra), ("per_rank", per_rank)):
             _require_loadable(name, values)
@@ -108,29 +113,14 @@ def load(
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
-        flat_model, flat_optimizer = _flat_keys(stored)
-        nested = states_of(model, optimizers, trainable_only=trainable_only, keep_empty=False, flat_keys=flat_optimizer)
-        if not weights:
-            del nested[MODEL]
-        nested |= {name: state_of(value) for name, value in (extra or {}).items()}
-        loading = _Loading(stored, State(nested, flat_model), strict)
-        team.run(lambda: loading.plan(team))
-        left = team.gather(loading.left_over) if strict else [set()]
-        if left_by_all := set.intersection(*left):
-            raise ValueError(
-                f"{stored.folder}: expected a model and an optimizer that take all of their tensors, got none for "
-                f"{some_of(sorted(left_by_all))}. Pass strict=False to leave these out."
-            )
-        loading.before_read()
+        loading = team.run(
+            lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
+        )
+        loading.check(team, strict)
+        before_write()
         team.run(loading.read)
         values = team.run(loading.others)
-        options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            if weights:
-                set_model_state_dict(model, loading.nested(MODEL), options=options)
-            for each in optimizers:
-                set_optimizer_state_dict(model, each, loading.nested(OPTIMIZER), options=StateDictOptions(strict=False))
+        team.run(lambda: loading.install(model, optimizers, strict=strict, trainable_only=trainable_only))
         own = team.run(lambda: loading.of_rank(team.rank, team.size))
     finally:
         stored.close()
@@ -155,20 +145,46 @@ def load(
 
 
 class _Loading:
-    """The part of a checkpoint that one rank reads.
+    """The part of a checkpoint that one rank reads. Every rank must make it. See `load` for the arguments."""
 
-    Attributes:
-        left_over: keys of tensors of the model and the optimizer in the checkpoint that this rank does not read.
-    """
-
-    def __init__(self, stored: Checkpoint, state: State, strict: bool) -> None:
-        self._stored, self._state, self._strict = stored, state, strict
+    def __init__(
+        self,
+        stored: Checkpoint,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra: Mapping[str, Any],
+        *,
+        weights: bool,
+        trainable_only: bool,
+    ) -> None:
+        for each in optimizers:
+            make_states(each)
+        flat_model, flat_optimizer = _flat_keys(stored)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=flat_optimizer)
+        if not weights:
+            del nested[MODEL]
+        self._stored = stored
+        self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, flat_model)
         self._values: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
-        self.left_over: set[str] = set()
 
-    def plan(self, team: Team) -> None:
-        """Finds out what to read, and checks that it is there."""
+    def check(self, team: Team, strict: bool) -> None:
+        """Finds out what to read, and checks that the ranks together read all, and that all of it is there.
+
+        Every rank must call it. Ranks share the checks of files.
+        """
+        left_over = team.run(lambda: self._plan(strict))
+        names = [*self._stored.tensors]
+        asked, left = zip(*team.gather((_mask(names, self._tensors), _mask(names, left_over))), strict=True)
+        if strict and (left_by_all := _masked(names, reduce(and_, left))):
+            raise ValueError(
+                f"{self._stored.folder}: expected a model and an optimizer that take all of their tensors, got none "
+                f"for {some_of(sorted(left_by_all))}. Pass strict=False to leave these out."
+            )
+        team.run(lambda: self._stored.check(_masked(names, reduce(or_, asked)), team.index, team.size))
+
+    def _plan(self, strict: bool) -> set[str]:
+        """Finds the tensors to read. Returns the others of the model and the optimizer that the checkpoint has."""
         stored, state = self._stored, self._state
         tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
         has_state = {parameter_of(path) for path in stored.paths.values()}
@@ -180,7 +196,7 @@ class _Loading:
             if (param := parameter_of(path)) is not None and param not in has_state:
                 continue  # a parameter on which the saved run had not stepped
             missing.append(name)
-        if missing and self._strict:
+        if missing and strict:
             raise ValueError(
                 f"{stored.folder}: expected {some_of(missing)}, which the model or the optimizer has, got "
                 f"{some_of([*stored.tensors])}. Pass strict=False to leave these as they are."
@@ -194,18 +210,13 @@ class _Loading:
         self._tensors = tensors
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
         asked = {*state.tensors, *state.objects}
-        self.left_over = {name for name in stored.tensors if self._root(name) in roots and name not in asked}
-        stored.check(tensors, team.index, team.size)
+        return {name for name in stored.tensors if self._root(name) in roots and name not in asked}
 
     def _root(self, name: str) -> Any:
         """Returns the first key on the way to a stored value. With flat keys, tensors outside dicts are the model's."""
         path = self._stored.paths[name]
         is_model = self._state.flat_keys and len(path) == 1 and name in self._stored.tensors
         return MODEL if is_model else self._state.paths.get(name, path)[0]
-
-    def before_read(self) -> None:
-        """Announces that shards are written to."""
-        before_write()
 
     def read(self) -> None:
         """Reads this rank's shards into their memory, and the other values of the model and the optimizer."""
@@ -220,7 +231,17 @@ class _Loading:
             if name in self._stored.objects:
                 self._values[name] = self._stored.object(name)
 
-    def nested(self, root: str) -> Any:
+    def install(self, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, trainable_only: bool) -> None:
+        """Has the model and the optimizers take what `read` has read."""
+        options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            if any(path[0] == MODEL for path in self._state.paths.values()):
+                set_model_state_dict(model, self._nested(MODEL), options=options)
+            for each in optimizers:
+                set_optimizer_state_dict(model, each, self._nested(OPTIMIZER), options=StateDictOptions(strict=False))
+
+    def _nested(self, root: str) -> Any:
         """Returns the state dict of the model or the optimizer."""
         state, stored = self._state, self._stored
         found: dict[tuple[Any, ...], Any] = {}
@@ -274,6 +295,15 @@ class _Loading:
             return None
         found: dict[str, Any] = self._stored.object(f"{PER_RANK}.{rank}")
         return found
+
+
+def _mask(names: Sequence[str], chosen: Container[str]) -> int:
+    """Returns a number with a bit for each name, which is set if the name was chosen."""
+    return sum(1 << index for index, name in enumerate(names) if name in chosen)
+
+
+def _masked(names: Sequence[str], mask: int) -> list[str]:
+    return [name for index, name in enumerate(names) if mask >> index & 1]
 
 
 def _flat_keys(stored: Checkpoint) -> tuple[bool, bool]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..shards.tensors import check_bool
 from .content import Content, check_values
@@ -37,7 +38,7 @@ class Saving:
         self._error: BaseException | None = None
         self._is_told = False
         self._is_copied = threading.Event()
-        self._hooks: list[Any] = []
+        self._hook: Any = None
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self.done() else "running"
@@ -61,6 +62,7 @@ class Saving:
         """Waits for the end, and returns what the save has met."""
         if self._thread is not None:
             self._thread.join()
+            self._hook.remove()
         return self._error
 
     def _run(self, session: Session, save: Save, snapshot: Snapshot | None, failed: Exception | None) -> None:
@@ -74,14 +76,22 @@ class Saving:
         finally:
             self._is_copied.set()
 
-    def _before_step(self, *_: Any) -> None:
-        """Called before each step of the optimizers: waits until the snapshot has what the step will change."""
-        began = time.perf_counter()
-        self._is_copied.wait()
-        self.step_waited_s += time.perf_counter() - began
-        for each in self._hooks:
-            each.remove()
-        self._hooks.clear()
+    def _watch_steps(self, model: nn.Module) -> None:
+        """Has each step of an optimizer on parameters of the model wait until the snapshot has what it will change.
+
+        The hook is one of all optimizers: those of libraries that wrap one, such as accelerate's, call no hooks.
+        """
+        params = {id(param) for param in model.parameters()}
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            if not self._is_copied.is_set() and any(
+                id(param) in params for group in optimizer.param_groups for param in group["params"]
+            ):
+                began = time.perf_counter()
+                self._is_copied.wait()
+                self.step_waited_s += time.perf_counter() - began
+
+        self._hook = register_optimizer_step_pre_hook(before_step)
 
 
 def save(
@@ -141,11 +151,12 @@ def save(
         A `Saving`.
 
     Raises:
-        ValueError: ranks differ in an argument, or share a tensor in different ways; a name in `extra` is taken; plain
-            tensors of the optimizer differ between ranks.
+        ValueError: ranks differ in an argument, or share a tensor in different ways, or some ranks of its mesh lack it:
+            states of an optimizer that has stepped on other ranks only; a name in `extra` is taken; plain tensors of
+            the optimizer differ between ranks; an optimizer has a parameter that the model lacks.
         TypeError: an argument; a value that can't be loaded without running code.
-        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; `in_memory` on
-            several machines.
+        NotImplementedError: a tensor is of a subclass, or is distributed in another way than by chunks; the model is
+            one of torch's FullyShardedDataParallel; `in_memory` on several machines.
         FileExistsError: `folder` is there, and is no checkpoint.
         OSError: the disk is full, read-only or not there. The error names the file.
         RuntimeError: another job saves into the folder around `folder`; an earlier save has failed.
@@ -186,7 +197,7 @@ def save(
         return saving
     snapshot, failed = attempt(lambda: session.take_snapshot(made))
     session.running = saving
-    saving._hooks += [each.register_step_pre_hook(saving._before_step) for each in optimizers]
+    saving._watch_steps(model)
     saving._thread = threading.Thread(
         target=saving._run, args=(session, made, snapshot, failed), name="fsdp2.checkpoint"
     )

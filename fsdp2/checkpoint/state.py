@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -10,22 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..shards.dtensors import box_of, cut_axes
 from ..shards.dtensors import cuts_of as cuts_of_rank
-from ..shards.find import shards_of
+from ..shards.find import is_sharded_by_fsdp1, shards_of
 from ..shards.tensors import PLAIN, local_if_any, require_module
 from .layout import Entry, Kind, Mesh
 
 Optimizers = Optimizer | Sequence[Optimizer]
 MODEL, OPTIMIZER, PER_RANK = "model", "optimizer", "per_rank"
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class State:
@@ -171,8 +167,20 @@ def _check(name: str, local: Tensor) -> None:
 
 
 def check_arguments(function: str, model: Any, optimizer: Any) -> tuple[Optimizer, ...]:
-    """Returns the optimizers; raises TypeError for what is no module, or no optimizer."""
+    """Returns the optimizers.
+
+    Raises:
+        TypeError: the model is no module, or an optimizer is none.
+        NotImplementedError: torch's FullyShardedDataParallel has sharded the model.
+    """
     require_module("model", model, function)
+    for name, param in model.named_parameters():
+        if is_sharded_by_fsdp1(param):
+            raise NotImplementedError(
+                f"{function}: {name}: expected a parameter that fully_shard has sharded, or a plain one, got one of "
+                "FullyShardedDataParallel. Save and load it by torch.distributed.checkpoint: fsdp2.checkpoint.load "
+                "reads such a folder into a model that fully_shard has sharded."
+            )
     optimizers = [] if optimizer is None else [*optimizer] if isinstance(optimizer, Iterable) else [optimizer]
     for each in optimizers:
         if not isinstance(each, Optimizer):
@@ -192,36 +200,90 @@ def parameter_of(path: Sequence[Any]) -> str | None:
     return str(path[1]).removeprefix("state.").rpartition(".")[0] if is_flat else None
 
 
+@torch.no_grad()
 def states_of(
-    model: nn.Module, optimizers: Sequence[Optimizer], *, trainable_only: bool, keep_empty: bool, flat_keys: bool
+    model: nn.Module, optimizers: Sequence[Optimizer], *, trainable_only: bool, flat_keys: bool
 ) -> dict[str, Any]:
-    """Returns the state dicts of a model and its optimizers. Every rank must call it.
+    """Returns the state dicts of a model and its optimizers, under the keys of torch's functions for state dicts.
+
+    Every rank must call it. It makes no step: an optimizer that has not stepped has no states.
 
     Args:
         model: the model.
         optimizers: its optimizers.
         trainable_only: leave out parameters that do not require a gradient.
-        keep_empty: an optimizer that has not stepped has no states. False: torch makes them, of zeros.
         flat_keys: states and options of the optimizers lie under keys with the FQN of their parameter.
+
+    Raises:
+        ValueError: an optimizer has a parameter that the model lacks.
     """
-    for group in shards_of(model).groups:
-        group.before_read()
-    options = StateDictOptions(ignore_frozen_params=trainable_only, flatten_optimizer_state_dict=flat_keys)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        states: dict[str, Any] = {MODEL: get_model_state_dict(model, options=options)}
-        found: dict[str, Any] = {}
-        for each in optimizers:
-            is_fresh = keep_empty and not each.state
-            own: dict[str, Any] = get_optimizer_state_dict(model, each, options=options)
-            if is_fresh:  # torch has stepped on zeros to make states, and that would count as a step
-                each.state.clear()
-                own = {key: value for key, value in own.items() if key.partition(".")[0] != "state"}
-            for key, value in own.items():
-                if key in ("state", "param_groups") and key in found:
-                    found[key] = found[key] | value if key == "state" else found[key] + value
-                else:
-                    found[key] = value
-        if optimizers:
-            states[OPTIMIZER] = found
-    return states
+    for sharded in shards_of(model).groups:
+        sharded.before_read()
+    found: dict[str, Any] = {MODEL: {fqn_of(model, key): value for key, value in model.state_dict().items()}}
+    names = dict[int, str]()
+    for key, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), fqn := fqn_of(model, key))
+        if trainable_only and not param.requires_grad:
+            found[MODEL].pop(fqn, None)
+    if not optimizers:
+        return found
+    states, groups = dict[str, Any](), list[dict[str, Any]]()
+    for each in optimizers:
+        own, fqns = each.state_dict(), dict[Any, str]()
+        for group, saved in zip(each.param_groups, own["param_groups"], strict=True):
+            for param, number in zip(group["params"], saved["params"], strict=True):
+                if id(param) not in names:
+                    raise ValueError(
+                        f"optimizer: expected parameters of the model, got one of shape {[*param.shape]} in a "
+                        f"{type(each).__name__} that the model lacks. Pass the model that has all of them."
+                    )
+                fqns[number] = names[id(param)]
+            groups.append(saved | {"params": [fqns[number] for number in saved["params"]]})
+        states |= {fqns[number]: state for number, state in own["state"].items()}
+    if flat_keys:
+        options = {fqn: {k: v for k, v in g.items() if k != "params"} for g in groups for fqn in g["params"]}
+        return found | {OPTIMIZER: dict(_flat("state", states)) | dict(_flat("param_groups", options, 2))}
+    return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
+
+
+def make_states(optimizer: Optimizer) -> None:
+    """Makes the states of parameters that have none, by a step on gradients of zeros with a learning rate of 0.
+
+    Every rank must call it: a step may communicate.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    fresh = {param for param in params if param not in optimizer.state}
+    if not fresh:
+        return
+    gradients = [param.grad for param in params]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for param in params:
+            param.grad = torch.zeros_like(param) if param in fresh else None
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        for group, rate in rates:
+            group["lr"] = rate
+
+
+def fqn_of(model: nn.Module, key: str) -> str:
+    """Returns a key of the model's state dict without the names that DDP, torch.compile and checkpointing add."""
+    names, module = list[str](), model
+    for name in key.split("."):
+        if name not in _WRAPPERS and not (name == "module" and isinstance(module, DistributedDataParallel)):
+            names.append(name)
+        module = getattr(module, name, module)
+    return ".".join(names)
+
+
+def _flat(key: str, value: Any, depth: int = -1) -> Iterator[tuple[str, Any]]:
+    """Yields the values in nested dicts, each under the keys on the way to it. `depth`: of how many dicts."""
+    if depth and isinstance(value, dict):
+        for name, each in value.items():
+            yield from _flat(f"{key}.{name}", each, depth - 1)
+    else:
+        yield key, value

@@ -358,7 +358,7 @@ class _Torchs(Checkpoint):
             raise damaged(folder / METADATA, f"got something else ({error})") from error
 
     def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
-        for name in names:
+        for name in [*names][index::size]:
             dtype, shape, starts, sizes = self.tensors[name]
             is_inside = bool(((starts >= 0) & (sizes >= 0) & (starts + sizes <= torch.tensor(shape))).all())
             found = int(sizes.prod(1).sum()) if is_inside else 0

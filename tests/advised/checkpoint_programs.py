@@ -6,8 +6,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.tensor import DTensor, Partial
 
 from advised.file_programs import new_folder
@@ -76,6 +79,60 @@ def kinds_that_differ() -> None:
     found = checkpoint.load(folder / "a", again)
     same(found["x1"], torch.ones(4))
     same_parameters(again, build())
+
+
+@follows("Before the save, step the optimizer on all of them, or on none")
+def optimizers_that_some_ranks_have_stepped() -> None:
+    folder, gradient = new_folder(), torch.ones(8)
+    for steps_everywhere in (True, False):
+        model = shard(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+
+        def step() -> None:
+            for p in model.parameters():  # noqa: B023
+                p.grad = torch.ones_like(p)
+            optimizer.step()  # noqa: B023
+
+        if dist.get_rank() == 1:
+            step()
+        refused(lambda: checkpoint.save(folder / "a", model, optimizer), ValueError)  # noqa: B023
+        optimizer.state.clear()
+        if steps_everywhere:
+            step()
+        checkpoint.save(folder / "a", model, optimizer)
+        again = shard(build(seed=2))
+        loaded = torch.optim.SGD(again.parameters(), lr=0.0, momentum=0.5)
+        checkpoint.load(folder / "a", again, loaded)
+        same_parameters(again, build())
+        found = [state["momentum_buffer"].to_local().unique() for state in loaded.state.values()]
+        same(torch.cat([*found, gradient[:1]]).unique(), gradient[:1])
+        assert bool(found) == steps_everywhere
+
+
+@follows(
+    "Save and load it by torch.distributed.checkpoint: fsdp2.checkpoint.load reads such a folder into a model that "
+    "fully_shard has sharded"
+)
+def models_of_fsdp1() -> None:
+    folder = new_folder()
+    model = FSDP1(build(), device_id=torch.device("cpu"), use_orig_params=True)
+    refused(lambda: checkpoint.save(folder / "a", model), NotImplementedError)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "a")
+    refused(lambda: checkpoint.load(folder / "a", model), NotImplementedError)
+    again = shard(build(seed=2))
+    checkpoint.load(folder / "a", again)
+    same_parameters(again, build())
+
+
+@follows("Pass the model that has all of them")
+def parameters_of_another_model() -> None:
+    model, folder = shard(build()), new_folder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(lambda: checkpoint.save(folder / "a", shard(build()), optimizer), ValueError)
+    checkpoint.save(folder / "a", model, optimizer)
+    optimizer.param_groups[0]["lr"] = 7.0
+    checkpoint.load(folder / "a", model, optimizer)
+    same(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.1))
 
 
 @follows("Pass strict=False to leave these out", "Pass strict=False to leave these as they are")

@@ -269,5 +269,26 @@ def folders_of_both(folder: Path) -> None:
             assert torch.equal(one.to_local(), two.to_local())
 
 
+def saves_while_it_trains(expected: dict[str, Tensor], folder: Path) -> None:
+    """`fsdp2.checkpoint` takes what `prepare` returns; a save goes on while the model trains."""
+    with using("fsdp2"):
+        accelerator = make_accelerator()
+        model, optimizer = accelerator.prepare(*fresh())
+        train(accelerator, model, optimizer, batches(0, 2))
+        running = checkpoint.save(folder / "a", model, optimizer, wait=False)
+        train(accelerator, model, optimizer, batches(2, 4))
+        running.wait()
+        checkpoint.load(folder / "a", model, optimizer)
+        train(accelerator, model, optimizer, batches(2, 4)).assert_like(second_half(expected))
+        others = accelerator.prepare(*fresh())
+        checkpoint.load(folder / "a", *others)
+        train(accelerator, *others, batches(2, 4)).assert_like(second_half(expected))
+
+
+def test_saves_while_it_trains(tmp_path: Path) -> None:
+    expected = alone(trained_plainly)
+    run_checks(2, [("saves", partial(saves_while_it_trains, expected, tmp_path))], timeout=120)
+
+
 def test_folders_of_checkpoints(tmp_path: Path) -> None:
     run_checks(2, [("folders", partial(folders_of_both, tmp_path))])

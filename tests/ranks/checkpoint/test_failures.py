@@ -1,5 +1,6 @@
 """Tests that a save or load that fails does so on all ranks, names the file, and leaves earlier checkpoints whole."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,6 +118,44 @@ def ranks_that_differ(folder: Path) -> None:
     assert sorted(each.name for each in folder.iterdir()) == [".fsdp2-lock", "a", "b"]
 
 
+def one_rank_fails_in_load(folder: Path) -> None:
+    """Before it reads, while it reads, and when it hands out what it has read."""
+    model, optimizer = make()
+    train(model, optimizer)
+    checkpoint.save(folder / "a", model, optimizer, extra={"x": 1})
+    other, states = make(1)
+    before, rank = weights(other), dist.get_rank()
+    load: Any = functools.partial(checkpoint.load, folder / "a")
+    refused(lambda: load(other if rank else 3, states), TypeError, "load: model: expected an nn.Module")
+    refused(lambda: load(other, states if rank else optimizer), ValueError, "optimizer: expected parameters of the mod")
+    kept: Any = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=dict)
+    for method in ("state_dict", "load_state_dict"):
+        raising = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=dict)
+        setattr(raising, method, mock.Mock(side_effect=ArithmeticError("no such state")))
+        broken = {"x": raising if rank else kept}
+        refused(lambda: load(other, states, extra=broken), Exception, "no such state")  # noqa: B023
+        if method == "state_dict":
+            same(weights(other), before)
+    name = f"{saving.__package__}.stored.Checkpoint.read"
+    with mock.patch(name, side_effect=OSError(5, "broken disk")) if rank else contextlib.nullcontext():
+        refused(lambda: load(other, states), OSError, "broken disk")
+    load(other, states)
+    same(weights(other), weights(model))
+
+
+def files_of_stages(folder: Path) -> None:
+    """Files that one rank alone reads are checked before any rank writes to its weights."""
+    rank = dist.get_rank()
+    stage = nn.ModuleDict({str(rank): nn.Linear(2, 2)})
+    checkpoint.save(folder / "a", stage)
+    if not rank:
+        os.truncate(folder / "a" / file_of(1), 600)
+    dist.barrier()
+    nn.init.zeros_(stage[str(rank)].weight)
+    refused(lambda: checkpoint.load(folder / "a", stage), ValueError, r"__1_0\.distcp: .*truncated")
+    assert not stage[str(rank)].weight.any()
+
+
 def arguments(folder: Path) -> None:
     model, optimizer = make()
     save: Any = functools.partial(checkpoint.save, folder / "a", model)
@@ -140,8 +180,33 @@ def arguments(folder: Path) -> None:
     assert sorted(path.name for path in (folder / "b").iterdir()) == ["notes-0", "notes-1"]
 
 
-def a_step_waits(folder: Path) -> None:
-    model, optimizer = make()
+class Wrapped(torch.optim.Optimizer):
+    """Passes all on to an optimizer, and has no hooks, as accelerate's."""
+
+    state, param_groups, defaults = (  # type: ignore[assignment]
+        property(attrgetter(f"optimizer.{name}")) for name in ("state", "param_groups", "defaults")
+    )
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def a_step_waits(folder: Path, is_wrapped: bool) -> None:
+    model, plain = make()
+    optimizer = Wrapped(plain) if is_wrapped else plain
+    train(model, plain)
     function = saving.Snapshot.finish
 
     def slow(snapshot: Any) -> None:
@@ -151,14 +216,16 @@ def a_step_waits(folder: Path) -> None:
     before = weights(model)
     with mock.patch.object(saving.Snapshot, "finish", slow):
         running = checkpoint.save(folder / "a", model, optimizer, wait=False)
+        plain.register_step_pre_hook(lambda *_: None)
         train(model, optimizer)
         running.wait()
     assert 0.2 < running.step_waited_s < 5
     train(model, optimizer)
     assert running.step_waited_s < 5
-    other, _ = make(1)
-    checkpoint.load(folder / "a", other)
+    other, states = make(1)
+    checkpoint.load(folder / "a", other, Wrapped(states) if is_wrapped else states)
     same(weights(other), before)
+    assert [state["step"] for state in states.state.values()] == [1] * 4
 
 
 def buffers_are_copied_at_once(folder: Path) -> None:
@@ -182,9 +249,13 @@ def buffers_are_copied_at_once(folder: Path) -> None:
 
 
 def fresh_optimizers_stay_fresh(folder: Path) -> None:
-    """torch steps on zeros to make states, which would count as a step."""
+    """torch's functions step on zeros to make states, which would count as a step; a save makes none."""
     model, optimizer = make()
+    steps = list[object]()
+    handle = optimizer.register_step_pre_hook(lambda *args: steps.append(args))
     checkpoint.save(folder / "a", model, optimizer)
+    handle.remove()
+    assert not steps
     assert not optimizer.state
     other, states = make(1)
     train(other, states)
@@ -246,12 +317,15 @@ def parts_alone(folder: Path) -> None:
 CHECKS = {
     "parts alone": parts_alone,
     "ranks alone": ranks_alone,
+    "one rank fails in a load": one_rank_fails_in_load,
+    "files of stages": files_of_stages,
     "one rank fails": functools.partial(one_rank_fails, wait=True),
     "one rank fails, without waiting": functools.partial(one_rank_fails, wait=False),
     "an error is raised by the next save": an_error_is_raised_by_the_next_save,
     "ranks that differ": ranks_that_differ,
     "arguments": arguments,
-    "a step waits": a_step_waits,
+    "a step waits": functools.partial(a_step_waits, is_wrapped=False),
+    "a step of an optimizer in another waits": functools.partial(a_step_waits, is_wrapped=True),
     "buffers are copied at once": buffers_are_copied_at_once,
     "fresh optimizers stay fresh": fresh_optimizers_stay_fresh,
     "keeps the last": keeps_the_last,
