@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,6 +97,8 @@ class FSDPParamGroup:
         # Outside of forward and backward modules have the sharded ones, even if the unsharded ones' data is there.
         self.phase = SHARDED
         self.keep_until = KeepUntil.END_OF_USE
+        # The hook by which backward will reach the last forward behind which the user's setting keeps them.
+        self._awaited: weakref.ref[Any] | None = None
         self._pending: PendingGather | None = None
         # Versions of the shards that were gathered last; None if that was for a backward: users may not change
         # parameters between a forward and its backward, so that nothing is compared.
@@ -657,6 +659,10 @@ class FSDPParamGroup:
         """Keeps the unsharded parameters until then at least. `reshard_if_idle` ends that."""
         self.keep_until = max(self.keep_until, until)
 
+    def await_backward(self, hook: Callable[..., object]) -> None:
+        """Notes the hook by which backward will reach the forward that has run. It goes with the graph of that."""
+        self._awaited = weakref.ref(hook)
+
     def post_forward(self, ending: Ending, has_run: bool = False) -> None:
         """Reshards after a forward, or keeps the unsharded parameters or secondary shards.
 
@@ -744,16 +750,14 @@ class FSDPParamGroup:
         """Reshards between passes, unless the parameters are kept until the next pass or longer, and nothing has
         changed. What a user has asked for stays in force. Drops secondary shards of parameters that were written to.
 
-        Parameters that a forward has left for its backward stay, too, if the user has chosen that they stay after each
-        forward, or the root uses them in all of a pass: a pipeline runs several forwards before the first backward.
+        Parameters that the user's setting keeps until backward stay for other forwards, too, as long as that backward
+        may come: a pipeline runs several forwards before the first one.
         """
-        root, choice = self.root, self.settings.after_forward
-        root.is_in_backward()  # one that has failed is over
+        self.root.is_in_backward()  # one that has failed is over
         until = self.keep_until
         if self.phase is SECONDARY and self.shard_versions() != self.gathered_versions:
             self.reshard()
-        stays = until >= KeepUntil.NEXT_PASS or choice is AfterForward.KEEP
-        stays = stays or (choice is None and (root.group is self or root.state in self.sharing_states))
+        stays = until >= KeepUntil.NEXT_PASS or (self._awaited is not None and self._awaited() is not None)
         if until is KeepUntil.END_OF_USE or (stays and self.is_up_to_date()):
             return
         self.reshard_if_idle(drops_secondary=False)

@@ -62,7 +62,7 @@ from ..torch_private.internals import (
     storage_address,
 )
 from .autograd import after_leaf, after_tensors
-from .policy import Ending
+from .policy import AfterForward, Ending
 from .state import FSDPState
 
 _ONLY_TENSORS = {Tensor}
@@ -238,6 +238,9 @@ def hook_outputs(state: FSDPState, outputs: list[Tensor]) -> bool:
     # whichever were registered first.
     for node in nodes:
         node.register_prehook(before_node)
+    for group in groups:
+        if group.settings.after_forward is AfterForward.KEEP:
+            group.await_backward(before_node)
     return True
 
 

@@ -3,15 +3,15 @@
 tests/ranks/test_pipelining.py compares numbers of torch's own schedules with a plain model.
 """
 
+import copy
 from collections import deque
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.engine.events import Observer
-from fsdp2.engine.group import FSDPParamGroup
 from fsdp2.engine.state import groups_below
 from helpers import fake_world
 from unsharded_meter import Meter
@@ -29,19 +29,6 @@ def make(**options: Any) -> tuple[Any, Meter]:
     meter = Meter()
     groups_below(model)[0].root.add(meter)
     return model, meter
-
-
-class AllGathers(Observer):
-    """Notes all-gathers, those of the root included."""
-
-    def __init__(self) -> None:
-        self._groups: list[FSDPParamGroup] = []
-
-    def before_gather(self, group: FSDPParamGroup) -> None:
-        self._groups.append(group)
-
-    def count(self, group: FSDPParamGroup) -> int:
-        return self._groups.count(group)
 
 
 def run_stage(model: Any, order: str = ORDER) -> None:
@@ -82,42 +69,33 @@ def test_parameters_that_stay_after_forward_are_gathered_once_a_step() -> None:
             assert len(meter.gathers) == BLOCKS
 
 
-def test_the_root_stays_between_forwards_unless_weights_change() -> None:
-    with fake_world(4):
-        model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        fully_shard(model[0])
-        root = groups_below(fully_shard(model))[0]
-        gathers = AllGathers()
-        root.root.add(gathers)
+def write_unseen(model: nn.Module, plain: nn.Module) -> None:
+    """Doubles the weights of both, in a way that no version counter of a parameter shows."""
+    for parameter in model.parameters():
+        parameter.to_local().data.mul_(2)
+    for parameter in plain.parameters():
+        parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
+def test_a_forward_whose_graph_is_gone_leaves_nothing_for_the_next_one(options: dict[str, Any]) -> None:
+    """As without these settings, an unseen write counts then, in the root and in its blocks."""
+    with fake_world(1):
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = copy.deepcopy(plain)
+        fully_shard(model[0], **options)
+        fully_shard(model, **options)
         for _ in range(2):
-            model(torch.ones(2, WIDTH))
-        assert gathers.count(root) == 1
-        optimize(model)
-        model(torch.ones(2, WIDTH))
-        assert gathers.count(root) == 2
+            assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+            write_unseen(model, plain)
 
 
-def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
-    """They are stale after the optimizer's step, during which they would take memory."""
-    with fake_world(4):
-        model, meter = make()
-        _, *groups = groups_below(model)
-        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
-        for is_first in (True, False):
-            meter.clear()
-            run_stage(model)
-            assert not any(group.unsharded.is_allocated for group in groups)
-            optimize(model)
-            # The first forward of the first step does not know that others follow.
-            assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
-
-
-def test_unsynchronized_gradients_launch_no_fills() -> None:
-    """There is a placeholder for each of them after each backward pass."""
-    with fake_world(4):
-        model, _ = make()
-        run_stage(model)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            run_stage(model)
-    counts = {each.key: each.count for each in profile.key_averages()}
-    assert counts.get("aten::zero_", 0) == 0
+def test_the_root_is_gathered_for_each_forward() -> None:
+    """Also while the graph of one before may need its weights: the program has not asked that they stay."""
+    with fake_world(1):
+        plain = nn.Linear(WIDTH, WIDTH)
+        model = fully_shard(copy.deepcopy(plain))
+        before = model(torch.ones(2, WIDTH))
+        write_unseen(model, plain)
+        assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+        assert before.requires_grad
