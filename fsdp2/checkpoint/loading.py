@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -36,9 +35,10 @@ from .state import (
     State,
     box_of_rank,
     check_arguments,
+    load_states,
     make_states,
     nest,
-    parameter_of,
+    options_of,
     states_of,
 )
 from .stored import Checkpoint, open_checkpoint
@@ -71,7 +71,8 @@ def load(
     Args:
         folder: the folder of the checkpoint; see `latest`.
         model: the model, sharded in any way.
-        optimizer: its optimizers, in any number. None: their states are not loaded.
+        optimizer: its optimizers, in any number. A param group gets the options that were saved for its first
+            parameter. None: nothing of them is loaded.
         extra: name -> an object with `load_state_dict`, which gets what was saved under this name.
         per_rank: name -> an object with `load_state_dict`, which gets what this rank has saved. On another number of
             ranks it is left alone, with a warning; so are the codecs.
@@ -159,12 +160,21 @@ class _Loading:
     ) -> None:
         for each in optimizers:
             make_states(each)
-        flat_model, flat_optimizer = _flat_keys(stored)
-        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=flat_optimizer)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=False)
         if not weights:
             del nested[MODEL]
+        if optimizers:
+            own, stored_keys = nested[OPTIMIZER], _group_keys(stored)
+            groups = own["param_groups"]
+            self._group_keys = [
+                next((stored_keys[fqn] for fqn in group["params"] if fqn in stored_keys), str(index))
+                for index, group in enumerate(groups)
+            ]
+            keyed = zip(self._group_keys, groups, strict=True)
+            own["param_groups"] = {key: options_of(group) for key, group in keyed if group["params"]}
+        is_flat = not any(path[0] == MODEL for path in stored.paths.values())
         self._stored = stored
-        self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, flat_model)
+        self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, is_flat)
         self._values: dict[str, Any] = {}
         self._tensors: dict[str, Tensor] = {}
 
@@ -187,15 +197,13 @@ class _Loading:
         """Finds the tensors to read. Returns the others of the model and the optimizer that the checkpoint has."""
         stored, state = self._stored, self._state
         tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
-        has_state = {parameter_of(path) for path in stored.paths.values()}
+        has_state = {None, *map(_parameter_of, stored.tensors), *map(_parameter_of, stored.objects)}
         missing = []
         for name in (*state.tensors, *state.objects):
-            path = state.paths[name]
-            if name in stored.tensors or name in stored.objects or path[0] not in (MODEL, OPTIMIZER):
-                continue
-            if (param := parameter_of(path)) is not None and param not in has_state:
-                continue  # a parameter on which the saved run had not stepped
-            missing.append(name)
+            is_there = name in stored.tensors or name in stored.objects
+            is_fresh = _parameter_of(name) not in has_state  # the saved run had not stepped on the parameter
+            if not is_there and not is_fresh and state.paths[name][0] in (MODEL, OPTIMIZER):
+                missing.append(name)
         if missing and strict:
             raise ValueError(
                 f"{stored.folder}: expected {some_of(missing)}, which the model or the optimizer has, got "
@@ -233,27 +241,17 @@ class _Loading:
 
     def install(self, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, trainable_only: bool) -> None:
         """Has the model and the optimizers take what `read` has read."""
-        options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            if any(path[0] == MODEL for path in self._state.paths.values()):
-                set_model_state_dict(model, self._nested(MODEL), options=options)
-            for each in optimizers:
-                set_optimizer_state_dict(model, each, self._nested(OPTIMIZER), options=StateDictOptions(strict=False))
-
-    def _nested(self, root: str) -> Any:
-        """Returns the state dict of the model or the optimizer."""
-        state, stored = self._state, self._stored
-        found: dict[tuple[Any, ...], Any] = {}
-        for name, path in state.paths.items():
-            if path[0] == root and (name in stored.paths or parameter_of(path) is None):
-                value = state.tensors.get(name) if name in state.tensors else state.objects[name]
-                found[path[1:]] = self._values.get(name, value)
-        if root == MODEL:
-            return {".".join(map(str, path)): value for path, value in found.items()}
-        nested = nest(found) if found else {}
-        is_flat = nested and not {"state", "param_groups"} & {*nested}
-        return nested if is_flat else {"state": {}, "param_groups": []} | nested
+        state = self._state
+        every = state.tensors | state.objects | self._values
+        if weights := {path[1:]: every[name] for name, path in state.paths.items() if path[0] == MODEL}:
+            options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", category=FutureWarning)
+                set_model_state_dict(model, nest(weights), options=options)
+        if optimizers:
+            read = [name for name in (*self._tensors, *self._values) if state.paths[name][0] == OPTIMIZER]
+            values = {name.removeprefix(f"{OPTIMIZER}."): every[name] for name in read}
+            load_states(model, optimizers, values, self._group_keys)
 
     def others(self) -> dict[str, Any]:
         """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
@@ -306,11 +304,22 @@ def _masked(names: Sequence[str], mask: int) -> list[str]:
     return [name for index, name in enumerate(names) if mask >> index & 1]
 
 
-def _flat_keys(stored: Checkpoint) -> tuple[bool, bool]:
-    """Returns whether keys of the model lack "model", and whether those of the optimizer have FQNs; see `save`."""
-    model = not any(path[0] == MODEL for path in stored.paths.values())
-    options = [path for path in stored.paths.values() if path[0] == OPTIMIZER]
-    return model, any(len(path) == 2 and str(path[1]).startswith("param_groups.") for path in options)
+def _parameter_of(name: str) -> str | None:
+    """Returns the FQN of the parameter whose state in an optimizer has this key; None for anything else."""
+    prefix = f"{OPTIMIZER}.state."
+    return name.removeprefix(prefix).rpartition(".")[0] if name.startswith(prefix) else None
+
+
+def _group_keys(stored: Checkpoint) -> dict[str, str]:
+    """Returns the FQN of a parameter -> the key of its options in the checkpoint: the index of a group, or the FQN."""
+    found = dict[str, str]()
+    for name, path in stored.paths.items():
+        if path[:2] == (OPTIMIZER, "param_groups") and path[3:] == ("params",):
+            found |= dict.fromkeys(stored.object(name), str(path[2]))
+        elif path[0] == OPTIMIZER and str(path[1]).startswith("param_groups."):
+            fqn = str(path[1]).removeprefix("param_groups.").rpartition(".")[0]
+            found[fqn] = fqn
+    return found
 
 
 def _require_loadable(argument: str, values: Any) -> None:

@@ -171,6 +171,33 @@ def test_stages_that_share_names(tmp_path: Path) -> None:
     run_ranks(4, body)
 
 
+# ---- optimizers that are made otherwise
+
+
+@pytest.mark.parametrize("flat_keys", [False, True])
+def test_options_follow_parameters(flat_keys: bool, tmp_path: Path) -> None:
+    """Param groups in another order, and twice as many; gradients stay. In one process, without process groups."""
+
+    def make(seed: int, *dims: tuple[int, ...]) -> Made:
+        torch.manual_seed(seed)
+        model = OddMLP()
+        groups = [[p for p in model.parameters() if p.dim() in each] for each in dims]
+        return model, [torch.optim.AdamW([{"params": ps, "lr": (i + 1) / 8 + seed} for i, ps in enumerate(groups)])]
+
+    for saved, *loaded in ([(1,), (2,)], [(2,), (1,)]), ([(1, 2)], [(2,), (1,)], [(1, 2)]):
+        model, optimizers = made = make(0, *saved)
+        step(*made, 1)
+        checkpoint.save(tmp_path / "a", model, optimizers, flat_keys=flat_keys)
+        for dims in loaded:
+            other, others = made_again = make(1, *dims)
+            gradients = [torch.full_like(p, float("nan")) for p in other.parameters()]
+            for param, gradient in zip(other.parameters(), gradients, strict=True):
+                param.grad = gradient
+            checkpoint.load(tmp_path / "a", other, others)
+            assert_equal(whole(*made_again), whole(*made))
+            assert all(p.grad is gradient for p, gradient in zip(other.parameters(), gradients, strict=True))
+
+
 # ---- other libraries' folders
 
 
