@@ -229,6 +229,12 @@ def states_of(
     return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
 
 
+def load_weights(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Has a model load values by FQN. What has none keeps its own."""
+    keys = {key: fqn_of(model, key) for key in model.state_dict()}
+    model.load_state_dict({key: values[fqn] for key, fqn in keys.items() if fqn in values}, strict=False)
+
+
 def load_states(
     model: nn.Module, optimizers: Sequence[Optimizer], values: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
@@ -237,7 +243,7 @@ def load_states(
     Args:
         model: the model.
         optimizers: its optimizers.
-        values: `state.<FQN>.<name>` or `param_groups.<key>.<option>` -> the value.
+        values: `optimizer.state.<FQN>.<name>` or `optimizer.param_groups.<key>.<option>` -> the value; and others.
         keys: the key of each param group.
     """
     keys_left = iter(keys)
@@ -253,7 +259,7 @@ def load_states(
 
 def _filled(key: str, value: Any, values: Mapping[str, Any]) -> Any:
     """Returns a value of an optimizer with the `values` below this key in it; None if there are none."""
-    keys = {path: ".".join([key, *map(str, path)]) for path, _ in _leaves((), value)}
+    keys = {path: ".".join([OPTIMIZER, key, *map(str, path)]) for path, _ in _leaves((), value)}
     if values.keys().isdisjoint(keys.values()):
         return None
     return nest({path: values.get(keys[path], each) for path, each in _leaves((), value)})
