@@ -87,7 +87,7 @@ class Parts(NamedTuple):
         shape: the shape of the whole tensor.
         starts: the first index of each part, shape (parts, dims).
         sizes: the shape of each part, (parts, dims).
-        writers: the rank that writes each part.
+        writers: the rank that writes each part. Empty where torch has written them.
     """
 
     dtype: torch.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 from pathlib import Path
@@ -13,17 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..shards import codec_state
 from ..shards.find import before_write
-from ..shards.tensors import check_bool, some_of
+from ..shards.tensors import check_bool, local_if_any, some_of
 from .content import CODECS, state_of
 from .folders import check_path
 from .ranks import Team, attempt
@@ -36,9 +31,11 @@ from .state import (
     State,
     box_of_rank,
     check_arguments,
+    load_states,
+    load_weights,
     make_states,
     nest,
-    parameter_of,
+    options_of,
     states_of,
 )
 from .stored import Checkpoint, open_checkpoint
@@ -71,7 +68,8 @@ def load(
     Args:
         folder: the folder of the checkpoint; see `latest`.
         model: the model, sharded in any way.
-        optimizer: its optimizers, in any number. None: their states are not loaded.
+        optimizer: its optimizers, in any number. A param group gets the options that were saved for its first
+            parameter. None: nothing of them is loaded.
         extra: name -> an object with `load_state_dict`, which gets what was saved under this name.
         per_rank: name -> an object with `load_state_dict`, which gets what this rank has saved. On another number of
             ranks it is left alone, with a warning; so are the codecs.
@@ -119,13 +117,13 @@ def load(
         loading.check(team, strict)
         before_write()
         team.run(loading.read)
-        values = team.run(loading.others)
-        team.run(lambda: loading.install(model, optimizers, strict=strict, trainable_only=trainable_only))
-        own = team.run(lambda: loading.of_rank(team.rank, team.size))
+        own = team.run(lambda: _of_rank(stored, team))
     finally:
         stored.close()
+    values = loading.extra()
 
     def finish() -> None:
+        loading.install(model, optimizers)
         for name, target in (extra or {}).items():
             target.load_state_dict(values.pop(name))
         if own is None:
@@ -159,14 +157,25 @@ class _Loading:
     ) -> None:
         for each in optimizers:
             make_states(each)
-        flat_model, flat_optimizer = _flat_keys(stored)
-        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=flat_optimizer)
+        nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=False)
         if not weights:
             del nested[MODEL]
+        if optimizers:
+            own, stored_keys = nested[OPTIMIZER], _group_keys(stored)
+            groups = own["param_groups"]
+            self._group_keys = [
+                next((stored_keys[fqn] for fqn in group["params"] if fqn in stored_keys), str(index))
+                for index, group in enumerate(groups)
+            ]
+            keyed = zip(self._group_keys, groups, strict=True)
+            own["param_groups"] = {key: options_of(group) for key, group in keyed if group["params"]}
+        is_flat = not any(path[0] == MODEL for path in stored.paths.values())
         self._stored = stored
-        self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, flat_model)
-        self._values: dict[str, Any] = {}
+        self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, is_flat)
         self._tensors: dict[str, Tensor] = {}
+        """Keys of the tensors to read -> where to."""
+        self._values: dict[str, Any] = {}
+        """The values that were read, of those that are no tensors."""
 
     def check(self, team: Team, strict: bool) -> None:
         """Finds out what to read, and checks that the ranks together read all, and that all of it is there.
@@ -174,43 +183,53 @@ class _Loading:
         Every rank must call it. Ranks share the checks of files.
         """
         left_over = team.run(lambda: self._plan(strict))
-        names = [*self._stored.tensors]
-        asked, left = zip(*team.gather((_mask(names, self._tensors), _mask(names, left_over))), strict=True)
-        if strict and (left_by_all := _masked(names, reduce(and_, left))):
+        bits = {name: 1 << index for index, name in enumerate(self._stored.tensors)}
+        sent = [sum(bits[name] for name in chosen) for chosen in (self._tensors, left_over)]
+        asked, left = zip(*team.gather(sent), strict=True)
+        if strict and (left_by_all := sorted(name for name, bit in bits.items() if bit & reduce(and_, left))):
             raise ValueError(
                 f"{self._stored.folder}: expected a model and an optimizer that take all of their tensors, got none "
-                f"for {some_of(sorted(left_by_all))}. Pass strict=False to leave these out."
+                f"for {some_of(left_by_all)}. Pass strict=False to leave these out."
             )
-        team.run(lambda: self._stored.check(_masked(names, reduce(or_, asked)), team.index, team.size))
+        names = [name for name, bit in bits.items() if bit & reduce(or_, asked)]
+        team.run(lambda: self._stored.check(names, team.index, team.size))
 
-    def _plan(self, strict: bool) -> set[str]:
+    def _plan(self, strict: bool) -> list[str]:
         """Finds the tensors to read. Returns the others of the model and the optimizer that the checkpoint has."""
         stored, state = self._stored, self._state
-        tensors = {name: each for name, each in state.tensors.items() if name in stored.tensors}
-        has_state = {parameter_of(path) for path in stored.paths.values()}
-        missing = []
-        for name in (*state.tensors, *state.objects):
-            path = state.paths[name]
-            if name in stored.tensors or name in stored.objects or path[0] not in (MODEL, OPTIMIZER):
-                continue
-            if (param := parameter_of(path)) is not None and param not in has_state:
-                continue  # a parameter on which the saved run had not stepped
-            missing.append(name)
+        there = {*stored.tensors, *stored.objects}
+        has_state = {name.rpartition(".")[0] for name in there}
+        missing = [
+            name
+            for name, path in state.paths.items()
+            if name not in there
+            and path[0] in (MODEL, OPTIMIZER)
+            # Not of a parameter on which the saved run had not stepped.
+            and (path[:2] != (OPTIMIZER, "state") or name.rpartition(".")[0] in has_state)
+        ]
         if missing and strict:
             raise ValueError(
                 f"{stored.folder}: expected {some_of(missing)}, which the model or the optimizer has, got "
                 f"{some_of([*stored.tensors])}. Pass strict=False to leave these as they are."
             )
-        for name, tensor in tensors.items():
-            shape = stored.tensors[name].shape
-            if tuple(tensor.shape) != shape:
+        extras = {self._root(name) for name in there}
+        for name in (path[0] for path in state.paths.values()):
+            if name not in (MODEL, OPTIMIZER, *extras):
                 raise ValueError(
-                    f"{stored.folder}: {name}: expected the shape {[*tensor.shape]} of the model, got {[*shape]}"
+                    f"{stored.folder}: extra: expected a name that was saved, got {name!r}; there are "
+                    f"{some_of(sorted(extras - {MODEL, OPTIMIZER, PER_RANK}))}"
                 )
-        self._tensors = tensors
+        for name, (dtype, shape, *_) in stored.tensors.items():
+            if name in state.tensors:
+                self._tensors[name] = tensor = state.tensors[name]
+                if tuple(tensor.shape) != shape:
+                    raise ValueError(
+                        f"{stored.folder}: {name}: expected the shape {[*tensor.shape]} of the model, got {[*shape]}"
+                    )
+            elif self._is_extra(name):
+                self._tensors[name] = torch.empty(shape, dtype=dtype)
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
-        asked = {*state.tensors, *state.objects}
-        return {name for name in stored.tensors if self._root(name) in roots and name not in asked}
+        return [name for name in stored.tensors if self._root(name) in roots and name not in state.paths]
 
     def _root(self, name: str) -> Any:
         """Returns the first key on the way to a stored value. With flat keys, tensors outside dicts are the model's."""
@@ -218,99 +237,65 @@ class _Loading:
         is_model = self._state.flat_keys and len(path) == 1 and name in self._stored.tensors
         return MODEL if is_model else self._state.paths.get(name, path)[0]
 
+    def _is_extra(self, name: str) -> bool:
+        return self._root(name) not in (MODEL, OPTIMIZER, PER_RANK)
+
     def read(self) -> None:
-        """Reads this rank's shards into their memory, and the other values of the model and the optimizer."""
+        """Reads this rank's shards into their memory, and values that are no tensors."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                local, starts = self._state.local(name), [0] * tensor.dim()
+                local, starts = local_if_any(tensor).detach(), [0] * tensor.dim()
                 if isinstance(tensor, DTensor):
                     starts = [each.start for each in box_of_rank(name, tensor)]
                 self._stored.read(name, local, starts)
                 torch.autograd.graph.increment_version(local)
-        for name in self._state.objects:
-            if name in self._stored.objects:
+        for name in self._stored.objects:
+            if name in self._state.objects or self._is_extra(name):
                 self._values[name] = self._stored.object(name)
 
-    def install(self, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, trainable_only: bool) -> None:
+    def install(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Has the model and the optimizers take what `read` has read."""
-        options = StateDictOptions(strict=strict and not trainable_only, ignore_frozen_params=trainable_only)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            if any(path[0] == MODEL for path in self._state.paths.values()):
-                set_model_state_dict(model, self._nested(MODEL), options=options)
-            for each in optimizers:
-                set_optimizer_state_dict(model, each, self._nested(OPTIMIZER), options=StateDictOptions(strict=False))
+        state, values = self._state, self._tensors | self._values
+        weights = {path[1:]: values[name] for name, path in state.paths.items() if path[0] == MODEL and name in values}
+        if weights:
+            load_weights(model, nest(weights))
+        if optimizers:
+            load_states(model, optimizers, values, self._group_keys)
 
-    def _nested(self, root: str) -> Any:
-        """Returns the state dict of the model or the optimizer."""
-        state, stored = self._state, self._stored
-        found: dict[tuple[Any, ...], Any] = {}
-        for name, path in state.paths.items():
-            if path[0] == root and (name in stored.paths or parameter_of(path) is None):
-                value = state.tensors.get(name) if name in state.tensors else state.objects[name]
-                found[path[1:]] = self._values.get(name, value)
-        if root == MODEL:
-            return {".".join(map(str, path)): value for path, value in found.items()}
-        nested = nest(found) if found else {}
-        is_flat = nested and not {"state", "param_groups"} & {*nested}
-        return nested if is_flat else {"state": {}, "param_groups": []} | nested
-
-    def others(self) -> dict[str, Any]:
+    def extra(self) -> dict[str, Any]:
         """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
-        stored, found = self._stored, dict[str, dict[tuple[Any, ...], Any]]()
-        for name, path in stored.paths.items():
-            if self._root(name) in (MODEL, OPTIMIZER, PER_RANK) or not (
-                name in stored.tensors or name in stored.objects
-            ):
-                continue
-            if name in self._tensors:
-                value: Any = self._state.tensors[name]
-            elif name in stored.tensors:
-                at = stored.tensors[name]
-                value = torch.empty(at.shape, dtype=at.dtype)
-                stored.check([name])
-                stored.read(name, value, [0] * len(at.shape))
-            else:
-                value = self._values[name] if name in self._values else stored.object(name)
-            found.setdefault(str(path[0]), {})[path[1:]] = value
-        for name in (path[0] for path in self._state.paths.values()):
-            if name not in (MODEL, OPTIMIZER) and name not in found:
-                raise ValueError(
-                    f"{stored.folder}: extra: expected a name that was saved, got {name!r}; there are "
-                    f"{some_of([*found])}"
-                )
+        found = dict[str, dict[tuple[Any, ...], Any]]()
+        for name, value in (self._tensors | self._values).items():
+            if self._is_extra(name):
+                root, *path = self._stored.paths[name]
+                found.setdefault(str(root), {})[tuple(path)] = value
         return {name: nest(values) for name, values in found.items()}
 
-    def of_rank(self, rank: int, size: int) -> dict[str, Any] | None:
-        """Returns what this rank has saved for itself; None if nothing, or another number of ranks has saved."""
-        saved = {name for name, path in self._stored.paths.items() if path[0] == PER_RANK}
-        if not saved:
-            return {}
-        if len(saved) != size or f"{PER_RANK}.{rank}" not in saved:
-            warnings.warn(
-                f"{self._stored.folder}: {len(saved)} ranks have saved states of their own, such as random states, and "
-                f"{size} load. These begin anew.",
-                stacklevel=4,
-            )
-            return None
-        found: dict[str, Any] = self._stored.object(f"{PER_RANK}.{rank}")
-        return found
+
+def _of_rank(stored: Checkpoint, team: Team) -> dict[str, Any] | None:
+    """Returns what this rank has saved for itself; None if another number of ranks has saved."""
+    saved, own = {name for name, path in stored.paths.items() if path[0] == PER_RANK}, f"{PER_RANK}.{team.rank}"
+    if saved and (len(saved) != team.size or own not in saved):
+        warnings.warn(
+            f"{stored.folder}: {len(saved)} ranks have saved states of their own, such as random states, and "
+            f"{team.size} load. These begin anew.",
+            stacklevel=6,
+        )
+        return None
+    found: dict[str, Any] = stored.object(own) if saved else {}
+    return found
 
 
-def _mask(names: Sequence[str], chosen: Container[str]) -> int:
-    """Returns a number with a bit for each name, which is set if the name was chosen."""
-    return sum(1 << index for index, name in enumerate(names) if name in chosen)
-
-
-def _masked(names: Sequence[str], mask: int) -> list[str]:
-    return [name for index, name in enumerate(names) if mask >> index & 1]
-
-
-def _flat_keys(stored: Checkpoint) -> tuple[bool, bool]:
-    """Returns whether keys of the model lack "model", and whether those of the optimizer have FQNs; see `save`."""
-    model = not any(path[0] == MODEL for path in stored.paths.values())
-    options = [path for path in stored.paths.values() if path[0] == OPTIMIZER]
-    return model, any(len(path) == 2 and str(path[1]).startswith("param_groups.") for path in options)
+def _group_keys(stored: Checkpoint) -> dict[str, str]:
+    """Returns the FQN of a parameter -> the key of its options in the checkpoint: the index of a group, or the FQN."""
+    found = dict[str, str]()
+    for name, path in stored.paths.items():
+        if path[:2] == (OPTIMIZER, "param_groups") and path[3:] == ("params",):
+            found |= dict.fromkeys(stored.object(name), str(path[2]))
+        elif path[0] == OPTIMIZER and str(path[1]).startswith("param_groups."):
+            fqn = str(path[1]).removeprefix("param_groups.").rpartition(".")[0]
+            found[fqn] = fqn
+    return found
 
 
 def _require_loadable(argument: str, values: Any) -> None:

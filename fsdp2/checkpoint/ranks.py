@@ -8,16 +8,12 @@ all of them.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from .parts import bytes_in
 
 T = TypeVar("T")
 _MOST_NUMBERS = 7
@@ -93,26 +89,17 @@ class Team:
 
     def broadcast(self, data: bytes, source: int) -> bytes:
         """Returns `data` of the rank with that index."""
-        if self._group is None:
-            return data
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, group=self._group, group_src=source)
-        sent = _tensor_of(data) if self.index == source else torch.empty(int(length), dtype=torch.uint8)
-        if sent.numel():
-            dist.broadcast(sent, group=self._group, group_src=source)
-        return bytes(bytes_in(sent))
+        sent = [data]
+        if self._group is not None:
+            dist.broadcast_object_list(sent, group=self._group, group_src=source)
+        return sent[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Returns a small value of each rank, in their order."""
-        if self._group is None:
-            return [value]
-        data = pickle.dumps(value)
-        most = torch.tensor([len(data)])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        own = _tensor_of(data.ljust(int(most), b"\0"))
-        rows = [torch.empty_like(own) for _ in self.members]
-        dist.all_gather(rows, own, group=self._group)
-        return [pickle.loads(bytes_in(row)) for row in rows]
+        found = [value] * self.size
+        if self._group is not None:
+            dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def run(self, function: Callable[[], T], failed: Exception | None = None) -> T:
         """Returns `function()`, which must not communicate. What it raises on any rank is raised on all of them.
@@ -137,10 +124,6 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 def portable(error: BaseException) -> tuple[type[Exception], str]:
     """Returns a class and a text for an error, from which it can be made on another rank."""
     return next((kind for kind in _ERRORS if isinstance(error, kind)), RuntimeError), str(error)
-
-
-def _tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def digest_of(data: bytes) -> int:

@@ -190,16 +190,6 @@ def check_arguments(function: str, model: Any, optimizer: Any) -> tuple[Optimize
     return tuple(optimizers)
 
 
-def parameter_of(path: Sequence[Any]) -> str | None:
-    """Returns the FQN of the parameter to which an optimizer's state on this path belongs; None for anything else."""
-    if path[0] != OPTIMIZER:
-        return None
-    if path[1] == "state":
-        return str(path[2])
-    is_flat = len(path) == 2 and str(path[1]).startswith("state.")
-    return str(path[1]).removeprefix("state.").rpartition(".")[0] if is_flat else None
-
-
 @torch.no_grad()
 def states_of(
     model: nn.Module, optimizers: Sequence[Optimizer], *, trainable_only: bool, flat_keys: bool
@@ -220,30 +210,82 @@ def states_of(
     for sharded in shards_of(model).groups:
         sharded.before_read()
     found: dict[str, Any] = {MODEL: {fqn_of(model, key): value for key, value in model.state_dict().items()}}
-    names = dict[int, str]()
     for key, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), fqn := fqn_of(model, key))
         if trainable_only and not param.requires_grad:
-            found[MODEL].pop(fqn, None)
+            found[MODEL].pop(fqn_of(model, key), None)
     if not optimizers:
         return found
     states, groups = dict[str, Any](), list[dict[str, Any]]()
-    for each in optimizers:
-        own, fqns = each.state_dict(), dict[Any, str]()
-        for group, saved in zip(each.param_groups, own["param_groups"], strict=True):
+    for _, own, fqns in _state_dicts(model, optimizers):
+        states |= {fqns[number]: state for number, state in own["state"].items() if state}
+        groups += [group | {"params": [fqns[number] for number in group["params"]]} for group in own["param_groups"]]
+    if flat_keys:
+        leaves = (each for fqn, state in states.items() for each in _leaves(("state", fqn), state))
+        flat = {".".join(map(str, path)): value for path, value in leaves}
+        for group in groups:
+            options = options_of(group).items()
+            flat |= {f"param_groups.{fqn}.{key}": value for fqn in group["params"] for key, value in options}
+        return found | {OPTIMIZER: flat}
+    return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
+
+
+def load_weights(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Has a model load values by FQN. What has none keeps its own."""
+    keys = {key: fqn_of(model, key) for key in model.state_dict()}
+    model.load_state_dict({key: values[fqn] for key, fqn in keys.items() if fqn in values}, strict=False)
+
+
+def load_states(
+    model: nn.Module, optimizers: Sequence[Optimizer], values: Mapping[str, Any], keys: Sequence[str]
+) -> None:
+    """Has optimizers load states and options. A parameter without a value has no states then; an option keeps its own.
+
+    Args:
+        model: the model.
+        optimizers: its optimizers.
+        values: `optimizer.state.<FQN>.<name>` or `optimizer.param_groups.<key>.<option>` -> the value; and others.
+        keys: the key of each param group.
+    """
+    keys_left = iter(keys)
+    for optimizer, own, fqns in _state_dicts(model, optimizers):
+        states = {number: _filled(f"state.{fqns[number]}", state, values) for number, state in own["state"].items()}
+        groups = [
+            group | (_filled(f"param_groups.{next(keys_left)}", options_of(group), values) or {})
+            for group in own["param_groups"]
+        ]
+        loaded = {number: state for number, state in states.items() if state is not None}
+        optimizer.load_state_dict(own | {"state": loaded, "param_groups": groups})
+
+
+def _filled(key: str, value: Any, values: Mapping[str, Any]) -> Any:
+    """Returns a value of an optimizer with the `values` below this key in it; None if there are none."""
+    keys = {path: ".".join([OPTIMIZER, key, *map(str, path)]) for path, _ in _leaves((), value)}
+    if values.keys().isdisjoint(keys.values()):
+        return None
+    return nest({path: values.get(keys[path], each) for path, each in _leaves((), value)})
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options in a param group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _state_dicts(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[Optimizer, dict[str, Any], dict[Any, str]]]:
+    """Yields optimizers, their state dicts, and the FQNs of the parameters to which these have given numbers."""
+    names = {id(param): fqn_of(model, key) for key, param in model.named_parameters()}
+    for optimizer in optimizers:
+        own, fqns = optimizer.state_dict(), dict[Any, str]()
+        for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 if id(param) not in names:
                     raise ValueError(
                         f"optimizer: expected parameters of the model, got one of shape {[*param.shape]} in a "
-                        f"{type(each).__name__} that the model lacks. Pass the model that has all of them."
+                        f"{type(optimizer).__name__} that the model lacks. Pass the model that has all of them."
                     )
                 fqns[number] = names[id(param)]
-            groups.append(saved | {"params": [fqns[number] for number in saved["params"]]})
-        states |= {fqns[number]: state for number, state in own["state"].items()}
-    if flat_keys:
-        options = {fqn: {k: v for k, v in g.items() if k != "params"} for g in groups for fqn in g["params"]}
-        return found | {OPTIMIZER: dict(_flat("state", states)) | dict(_flat("param_groups", options, 2))}
-    return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
+        yield optimizer, own, fqns
 
 
 def make_states(optimizer: Optimizer) -> None:
@@ -278,12 +320,3 @@ def fqn_of(model: nn.Module, key: str) -> str:
             names.append(name)
         module = getattr(module, name, module)
     return ".".join(names)
-
-
-def _flat(key: str, value: Any, depth: int = -1) -> Iterator[tuple[str, Any]]:
-    """Yields the values in nested dicts, each under the keys on the way to it. `depth`: of how many dicts."""
-    if depth and isinstance(value, dict):
-        for name, each in value.items():
-            yield from _flat(f"{key}.{name}", each, depth - 1)
-    else:
-        yield key, value

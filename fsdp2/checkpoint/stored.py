@@ -23,27 +23,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .folders import require_regular
-from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, file_of
+from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, Parts, file_of
 from .metadata import damaged, read_metadata
 from .parts import PIECE_NBYTES, Crc, PageSums, bytes_in, checksum_at, file_head
 
 _READ_NBYTES = 1 << 30
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Args:
-        dtype: its dtype.
-        shape: its whole shape.
-        starts: the first index of each part, int64 of shape (parts, dims).
-        sizes: the shape of each part, (parts, dims).
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    starts: Tensor
-    sizes: Tensor
 
 
 class _Values(NamedTuple):
@@ -87,7 +71,7 @@ class Checkpoint(ABC):
         save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
     """
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, Parts]
     objects: Mapping[str, Any]
     paths: Mapping[str, tuple[Any, ...]]
     save_id = ""
@@ -252,34 +236,28 @@ class _Ours(Checkpoint):
         require_regular(path)
         try:
             content = json.loads(path.read_bytes())
-            if content["format"] != FORMAT:
-                raise _OtherFormatError
-            kinds, of_rank = content["kinds"]
-            members: list[int] = content["members"]
-            self.save_id = str(content["save_id"])
-            self._kinds = [
-                (
-                    [rank for rank, kind in zip(members, of_rank, strict=True) if kind == i],
-                    Kind.from_json(json.loads(k)),
-                )
-                for i, k in enumerate(kinds)
-            ]
-            self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
-            self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
-            self._layout = Layout(self._kinds)
-        except _OtherFormatError:
-            raise ValueError(
-                f"{path}: expected format {FORMAT}, got {content['format']}: another release of fsdp2 has saved it. "
-                "torch.distributed.checkpoint.load reads it, too."
-            ) from None
+            found = content["format"]
+            if found == FORMAT:
+                kinds, of_rank = content["kinds"]
+                members: list[int] = content["members"]
+                self.save_id = str(content["save_id"])
+                ranks = defaultdict[int, list[int]](list)
+                for rank, index in zip(members, of_rank, strict=True):
+                    ranks[index].append(rank)
+                self._kinds = [(ranks[index], Kind.from_json(json.loads(kind))) for index, kind in enumerate(kinds)]
+                self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
+                self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
+                self._layout = Layout(self._kinds)
+                self.tensors = self._layout.tensors
         except OSError:
             raise
         except Exception as error:  # whatever a damaged file makes of the lines above
             raise ValueError(f"{path}: expected what fsdp2 writes, got {type(error).__name__}: {error}") from error
-        self.tensors = {
-            name: StoredTensor(parts.dtype, parts.shape, parts.starts, parts.sizes)
-            for name, parts in self._layout.tensors.items()
-        }
+        if found != FORMAT:
+            raise ValueError(
+                f"{path}: expected format {FORMAT}, got {found}: another release of fsdp2 has saved it. "
+                "torch.distributed.checkpoint.load reads it, too."
+            )
 
     @cached_property
     def _offsets(self) -> Mapping[str, Tensor]:
@@ -323,10 +301,6 @@ class _Ours(Checkpoint):
         return _Values(path, offset, None, int.from_bytes(tail[at : at + 4], "little"), PageSums)
 
 
-class _OtherFormatError(Exception):
-    """Another release has saved the checkpoint."""
-
-
 class _Torchs(Checkpoint):
     """A checkpoint of torch.distributed.checkpoint."""
 
@@ -353,13 +327,15 @@ class _Torchs(Checkpoint):
                 if isinstance(each, TensorStorageMetadata):
                     rows = [(chunk.offsets, chunk.sizes) for chunk in each.chunks]
                     boxes = torch.tensor(rows, dtype=torch.int64).view(len(rows), 2, len(each.size))
-                    tensors[name] = StoredTensor(each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1])
+                    tensors[name] = Parts(
+                        each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1], torch.empty(0)
+                    )
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise damaged(folder / METADATA, f"got something else ({error})") from error
 
     def check(self, names: Iterable[str], index: int = 0, size: int = 1) -> None:
         for name in [*names][index::size]:
-            dtype, shape, starts, sizes = self.tensors[name]
+            dtype, shape, starts, sizes, _ = self.tensors[name]
             is_inside = bool(((starts >= 0) & (sizes >= 0) & (starts + sizes <= torch.tensor(shape))).all())
             found = int(sizes.prod(1).sum()) if is_inside else 0
             parts = [(*row,) for row in starts.tolist() if (*row,) in self._at[name]]
@@ -397,7 +373,7 @@ class _Torchs(Checkpoint):
         return path, offset, end - offset
 
     def _values_of(self, name: str, index: int) -> _Values:
-        dtype, _, starts, every = self.tensors[name]
+        dtype, _, starts, every, _ = self.tensors[name]
         sizes = torch.Size(every[index].tolist())
         path, offset, end = self._place(name, (*starts[index].tolist(),))
         view: Any = _View(self._descriptor(path), offset, end - offset)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folders import check_path
-from ..checkpoint.stored import Checkpoint, StoredTensor, open_checkpoint
+from ..checkpoint.layout import Parts
+from ..checkpoint.stored import Checkpoint, open_checkpoint
 from .files import Box, parse_size
 from .ranks import Ranks
 from .save import Turns, plan_save, write_files
@@ -100,7 +101,7 @@ def merge_checkpoint(
 class _Stored(ModelTensor):
     """A tensor of a checkpoint, all of which this process can read."""
 
-    def __init__(self, reader: Checkpoint, name: str, stored: StoredTensor) -> None:
+    def __init__(self, reader: Checkpoint, name: str, stored: Parts) -> None:
         super().__init__(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), None)
         self.names, self._reader = [name], reader
 
@@ -117,7 +118,7 @@ class _Stored(ModelTensor):
 # ---- the checkpoint
 
 
-def _model_of(stored: Checkpoint, key: str | None) -> tuple[dict[str, tuple[str, StoredTensor]], list[str]]:
+def _model_of(stored: Checkpoint, key: str | None) -> tuple[dict[str, tuple[str, Parts]], list[str]]:
     """Returns the model's names -> names in the checkpoint, and what is stored there; and the names of all else.
 
     Raises:
@@ -146,10 +147,10 @@ def _model_of(stored: Checkpoint, key: str | None) -> tuple[dict[str, tuple[str,
 
 
 def _named(
-    chosen: Mapping[str, tuple[str, StoredTensor]], names: NameTable, left_out: list[str]
-) -> dict[str, tuple[str, StoredTensor]]:
+    chosen: Mapping[str, tuple[str, Parts]], names: NameTable, left_out: list[str]
+) -> dict[str, tuple[str, Parts]]:
     """Returns the names in the files -> names in the checkpoint, and what is stored there."""
-    found: dict[str, tuple[str, StoredTensor]] = {}
+    found: dict[str, tuple[str, Parts]] = {}
     for name, stored in chosen.items():
         new = names.find(name)
         if not new:

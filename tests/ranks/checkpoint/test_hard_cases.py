@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -169,6 +170,60 @@ def test_stages_that_share_names(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "a", model, optimizers, flat_keys=True)
 
     run_ranks(4, body)
+
+
+# ---- optimizers that are made otherwise
+
+
+@pytest.mark.parametrize("flat_keys", [False, True])
+def test_options_follow_parameters(flat_keys: bool, tmp_path: Path) -> None:
+    """Param groups in another order, and twice as many; gradients stay. In one process, without process groups."""
+
+    def make(seed: int, *dims: tuple[int, ...]) -> Made:
+        torch.manual_seed(seed)
+        model = OddMLP()
+        groups = [[p for p in model.parameters() if p.dim() in each] for each in dims]
+        return model, [torch.optim.AdamW([{"params": ps, "lr": (i + 1) / 8 + seed} for i, ps in enumerate(groups)])]
+
+    for saved, *loaded in ([(1,), (2,)], [(2,), (1,)]), ([(1, 2)], [(2,), (1,)], [(1, 2)]):
+        model, optimizers = made = make(0, *saved)
+        step(*made, 1)
+        checkpoint.save(tmp_path / "a", model, optimizers, flat_keys=flat_keys)
+        for dims in loaded:
+            other, others = made_again = make(1, *dims)
+            gradients = [torch.full_like(p, float("nan")) for p in other.parameters()]
+            for param, gradient in zip(other.parameters(), gradients, strict=True):
+                param.grad = gradient
+            checkpoint.load(tmp_path / "a", other, others)
+            assert_equal(whole(*made_again), whole(*made))
+            assert all(p.grad is gradient for p, gradient in zip(other.parameters(), gradients, strict=True))
+
+
+class WithExtraState(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear, self.own = nn.Linear(2, 2), {"scale": seed, "history": torch.full((2,), float(seed))}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.own
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.own = state
+
+
+def test_models_in_wrappers(tmp_path: Path) -> None:
+    """torch.compile and activation checkpointing add names, which are not saved. An extra state may be a dict."""
+    ways: tuple[Callable[[nn.Module], Any], ...] = (lambda module: module, torch.compile, checkpoint_wrapper)
+    for saved in ways:
+        plain = WithExtraState(1)
+        checkpoint.save(tmp_path / "a", saved(plain), adamw(plain))
+        for loaded in ways:
+            other = WithExtraState(2)
+            checkpoint.load(tmp_path / "a", loaded(other), adamw(other))
+            assert torch.equal(other.linear.weight, plain.linear.weight)
+            assert other.own["scale"] == 1
+            assert torch.equal(other.own["history"], torch.ones(2))
 
 
 # ---- other libraries' folders
