@@ -121,3 +121,17 @@ def test_unsynchronized_gradients_launch_no_fills() -> None:
             run_stage(model)
     counts = {each.key: each.count for each in profile.key_averages()}
     assert counts.get("aten::zero_", 0) == 0
+
+
+def test_settings_that_a_schedule_sets_again_change_nothing() -> None:
+    """It sets three for each micro-batch: groups whose settings have changed plan their buckets anew in backward."""
+    with fake_world(4):
+        model, _ = make()
+        root = groups_below(model)[0].root
+        run_stage(model, "FB")
+        set_last(model, False)
+        root.changed.clear()
+        set_last(model, False)
+        assert not root.changed
+        set_last(model, True)
+        assert root.changed == {*root.groups}
