@@ -59,17 +59,19 @@ def shard_as_torchtitan(library: Any, model: Any, **options: Any) -> Any:
 
 
 def _groups(model: Any) -> Iterator[tuple[Any, bool]]:
-    """Yields the modules of each call but the root's, and True for those that forward uses last."""
-    ends = [getattr(model, name, None) for name in ("embedding", "norm", "head")]
-    has_ends, is_tied = None not in ends, _is_tied(model)
+    """Yields the modules of each call but the root's, and True for those that forward uses last. A stage of a pipeline
+    may lack the embedding, or norm and head.
+    """
+    embedding, *last = [getattr(model, name, None) for name in ("embedding", "norm", "head")]
+    is_tied = _is_tied(model)
     if is_tied:
-        yield ends, True
-    elif has_ends:
-        yield ends[0], False
+        yield [embedding, *last], True
+    elif embedding is not None:
+        yield embedding, False
     for block in model.blocks:
         yield block, False
-    if has_ends and not is_tied:
-        yield ends[1:], True
+    if None not in last and not is_tied:
+        yield last, True
 
 
 def _is_tied(model: Any) -> bool:

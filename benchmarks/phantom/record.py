@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks import recipe
 from benchmarks.turns import run_in_turns, take_turn
 
-from . import models, timeline
+from . import models, stages, timeline
 
 ABOUT = (
     *("model", "layers", "tokens", "rows", "ranks", "replicas", "fp32", "reduce_bf16", "wire_bf16", "offload", "keep"),
@@ -45,6 +45,9 @@ ABOUT = (
         "budget_mib",
         "micro_batches",
         "keep_all",
+        "schedule",
+        "pipeline",
+        "place",
     ),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
@@ -93,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="reshard_after_forward=False, and set_reshard_after_backward(False) but for the last micro-batch",
     )
+    add("--schedule", default="", help="a schedule of torch's pipelining, as 1F1B: trains one rank's stages")
+    add("--pipeline", type=int, default=4, help="ranks of the pipeline")
+    add("--place", type=int, default=0, help="which of them it is")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -110,46 +116,54 @@ def start(args: argparse.Namespace) -> Any:
 
 
 def build(library: str, args: argparse.Namespace, mesh: Any) -> tuple[nn.Module, models.Shape]:
+    """Returns the model, or a list of this rank's stages of it, and the shape of the model."""
     model, shape = models.make(args.model, args.layers)
     model.checkpoints = args.checkpoint
-    device = torch.device("cuda", 0)
-    if library == "plain":
-        model = model if args.fp32 else model.bfloat16()
-    else:
-        module = importlib.import_module(recipe.MODULES[library])
-        options: dict[str, Any] = {"mesh": mesh}
-        if not args.fp32:
-            reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
-            codecs = importlib.import_module("fsdp2.compression")
-            wire = {"compression": codecs.Compression(reduce_scatter=torch.bfloat16)} if args.wire_bf16 else {}
-            options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
-        if args.keep:
-            options["reshard_after_forward"] = False
-        if args.reshard:
-            options["reshard_after_forward"] = args.reshard
-        if args.shard_dim:
-            options["shard_placement_fn"] = lambda param: Shard(args.shard_dim) if param.ndim == 3 else None
-        if args.offload:
-            options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
-            device = torch.device("cpu")
-        if args.vocab_parallel_embedding and library == "fsdp2":
-            of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
-            importlib.import_module("benchmarks.phantom.without_numbers").send_rows_evenly()
-            module.vocab_parallel_embedding(model.embedding, **of_rows)
-        if args.wrapping == "protocol":
-            sharded: Any = recipe.shard(library, model, **options)
-        else:
-            sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
-        if args.keep_all:
-            sharded.set_reshard_after_forward(False)
-        if args.budget_mib and library == "fsdp2":
-            sharded.set_unsharded_budget(args.budget_mib * 2**20)
-    model.to_empty(device=device)
-    models.tie(model)
+    own = stages.cut(model, args) if args.schedule else []
+    for each in own or [model]:
+        shard(library, each, args, mesh)
+    whole: nn.Module = nn.ModuleList(own) if own else model
+    whole.to_empty(device="cpu" if args.offload and library != "plain" else torch.device("cuda", 0))
+    models.tie(whole)
     if args.offload:  # CPU arithmetic is real here
-        for param in model.parameters():
+        for param in whole.parameters():
             (param.to_local() if isinstance(param, DTensor) else param).data.zero_()
-    return model, shape
+    return whole, shape
+
+
+def shard(library: str, model: Any, args: argparse.Namespace, mesh: Any) -> None:
+    """Shards a model, or one stage of it."""
+    if library == "plain":
+        if not args.fp32:
+            model.bfloat16()
+        return
+    module = importlib.import_module(recipe.MODULES[library])
+    options: dict[str, Any] = {"mesh": mesh}
+    if not args.fp32:
+        reduce_dtype = torch.bfloat16 if args.reduce_bf16 else torch.float32
+        codecs = importlib.import_module("fsdp2.compression")
+        wire = {"compression": codecs.Compression(reduce_scatter=torch.bfloat16)} if args.wire_bf16 else {}
+        options["mp_policy"] = module.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, **wire)
+    if args.keep:
+        options["reshard_after_forward"] = False
+    if args.reshard:
+        options["reshard_after_forward"] = args.reshard
+    if args.shard_dim:
+        options["shard_placement_fn"] = lambda param: Shard(args.shard_dim) if param.ndim == 3 else None
+    if args.offload:
+        options["offload_policy"] = module.CPUOffloadPolicy(pin_memory=True)
+    if args.vocab_parallel_embedding and library == "fsdp2":
+        of_rows = {name: options[name] for name in ("mesh", "mp_policy") if name in options}
+        importlib.import_module("benchmarks.phantom.without_numbers").send_rows_evenly()
+        module.vocab_parallel_embedding(model.embedding, **of_rows)
+    if args.wrapping == "protocol":
+        sharded: Any = recipe.shard(library, model, **options)
+    else:
+        sharded = recipe.shard_blocks(module, model, _together([*model.blocks], args.blocks), **options)
+    if args.keep_all:
+        sharded.set_reshard_after_forward(False)
+    if args.budget_mib and library == "fsdp2":
+        sharded.set_unsharded_budget(args.budget_mib * 2**20)
 
 
 def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
@@ -159,6 +173,17 @@ def _together(units: list[nn.Module], most: int) -> Iterator[Any]:
         yield units[first] if size == 1 else units[first : first + size]
         first += size
         size = min(most, first + 1)
+
+
+def run_pipeline_step(model: Any, run: Callable[[], object], change: Any, mark: Any) -> None:
+    """Runs one step of a pipeline, without an optimizer."""
+    mark(b"forward")
+    run()
+    mark(b"optimizer")
+    if change is not None:
+        change()
+    model.zero_grad(set_to_none=True)
+    mark(b"end")
 
 
 def run_step(
@@ -267,7 +292,7 @@ def find_communicators() -> dict[int, list[int]]:
     found = {}
     device = torch.device("cuda", 0)
     for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
-        is_member = isinstance(group, dist.ProcessGroup)
+        is_member = isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
         if is_member and (address := group._get_backend(device)._comm_ptr()):
             comm = _Comm.from_address(address)
             comm.ranks = len(ranks)
@@ -277,6 +302,8 @@ def find_communicators() -> dict[int, list[int]]:
 
 def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[], object]) -> dict[str, Any]:
     """Trains and logs. It calls `turn` before each step that is measured."""
+    if args.schedule and library == "fsdp2":
+        importlib.import_module("fsdp2").patch_torch()  # torch's schedules then know its stages
     model, shape = build(library, args, mesh)
     optimizer: Any = None
     if args.optimizer:
@@ -288,6 +315,8 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
     clip, change = recipe.clip_function(library) if args.clip else None, _count_a_write(model, args)
     passes = {"micro_batches": args.micro_batches, "keep_all": args.keep_all, "change": change}
     take_step = partial(run_step, model, ids, optimizer, clip, **passes)
+    if args.schedule:
+        take_step = partial(run_pipeline_step, model, stages.prepare([*model], shape, ids, args), change)
     for _ in range(3):
         take_step(_mark_nothing)
     gc.collect()
@@ -328,7 +357,7 @@ def record(library: str, args: argparse.Namespace, mesh: Any, turn: Callable[[],
             if before:
                 timeline.link_events(before, steps[-1])
     calls, same = merge(steps)
-    del model, optimizer, ids, take_step
+    del model, optimizer, ids, take_step, passes, change
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

@@ -195,3 +195,30 @@ def test_the_timeline_replays_what_was_recorded(tmp_path: Path) -> None:
     assert "in forward, for gather 1 (" in step.note
     (host,) = (row for (what, _), row in rows.items() if what.startswith("CPU time"))
     assert {len(times) for times in host.rounds.values()} == {3}
+
+
+def test_stages_of_a_pipeline_are_recorded(tmp_path: Path) -> None:
+    """By torch's own schedule. With the budget each of two stages of two blocks, and embedding, is gathered once."""
+    options = [
+        "--model",
+        "1B",
+        "--layers",
+        "8",
+        "--tokens",
+        "64",
+        "--steps",
+        "2",
+        "--ranks",
+        "64",
+        "--wrapping",
+        "protocol",
+    ]
+    options += ["--schedule", "Interleaved1F1B", "--pipeline", "2", "--micro-batches", "4", "--budget-mib", "16384"]
+    run(["-W", "ignore", "-m", "benchmarks.phantom.record", *options, "--out", str(tmp_path), "fsdp2", "torch"], 600)
+    counts = {}
+    for library in ("fsdp2", "torch"):
+        found = timeline.replay(json.loads((tmp_path / f"{library}.json").read_text()), timeline.Machine())
+        counts[library] = found["counts"]["gather"], found["counts"]["reduce"]
+    assert counts["fsdp2"] == (5, 5)
+    assert counts["torch"][0] > 5
+    assert counts["torch"][1] == 5

@@ -336,7 +336,14 @@ def test_both_libraries_are_wrapped_as_torchtitan_does() -> None:
     (shape,) = ON_CPU.llamas.values()
     tied = Llama(shape)
     tied.head.weight = tied.embedding.weight
-    for model, ends in ((Llama(shape), [["embedding"], ["norm", "head"]]), (tied, [["embedding", "norm", "head"]])):
+    first, last = Llama(shape), Llama(shape)  # stages of a pipeline
+    first.norm = first.head = last.embedding = None
+    for model, ends in (
+        (Llama(shape), [["embedding"], ["norm", "head"]]),
+        (tied, [["embedding", "norm", "head"]]),
+        (first, [["embedding"]]),
+        (last, [["norm", "head"]]),
+    ):
         names = {module: name for name, module in model.named_modules()}
         calls: list[tuple[list[str], Any]] = []
 
@@ -348,7 +355,7 @@ def test_both_libraries_are_wrapped_as_torchtitan_does() -> None:
         blocks = [(["blocks.0"], True), (["blocks.1"], True)]
         assert [call for call in calls if call in blocks] == blocks
         assert [modules for modules, reshard in calls if (modules, reshard) not in blocks] == [*ends, [""]]
-        assert {modules[-1]: reshard for modules, reshard in calls}["head"] is False
+        assert {modules[-1]: reshard for modules, reshard in calls}.get("head", False) is False
         assert calls[-1] == ([""], None)
 
 

@@ -244,7 +244,9 @@ class FSDPParamGroup:
         self.comm_label.rename(self.name, label)
 
     def set(self, **changes: Any) -> None:
-        """Changes settings of the group, between steps."""
+        """Changes settings of the group, between steps. Pipelines set the same ones in each backward pass."""
+        if all(getattr(self.settings, name) is value for name, value in changes.items()):
+            return
         before, self.settings = self.settings, replace(self.settings, **changes)
         self.gradients.set_reduction(self._reduction())
         self.parameters.use_settings()

@@ -99,3 +99,43 @@ def test_the_root_is_gathered_for_each_forward() -> None:
         write_unseen(model, plain)
         assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
         assert before.requires_grad
+
+
+def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
+    """They are stale after the optimizer's step, during which they would take memory."""
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
+        for is_first in (True, False):
+            meter.clear()
+            run_stage(model)
+            assert not any(group.unsharded.is_allocated for group in groups)
+            optimize(model)
+            # The first forward of the first step does not know that others follow.
+            assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
+
+
+def test_unsynchronized_gradients_launch_no_fills() -> None:
+    """There is a placeholder for each of them after each backward pass."""
+    with fake_world(4):
+        model, _ = make()
+        run_stage(model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run_stage(model)
+    counts = {each.key: each.count for each in profile.key_averages()}
+    assert counts.get("aten::zero_", 0) == 0
+
+
+def test_settings_that_a_schedule_sets_again_change_nothing() -> None:
+    """It sets three for each micro-batch: groups whose settings have changed plan their buckets anew in backward."""
+    with fake_world(4):
+        model, _ = make()
+        root = groups_below(model)[0].root
+        run_stage(model, "FB")
+        set_last(model, False)
+        root.changed.clear()
+        set_last(model, False)
+        assert not root.changed
+        set_last(model, True)
+        assert root.changed == {*root.groups}
