@@ -135,7 +135,9 @@ class _PlainParameter:
         # Not of the parameter: torch swaps no tensor that has a weak reference.
         self._optimizer, self._index, self._shape = weakref.ref(optimizer), index, param.shape
         self._gradients, self._tasks = 0, set[int]()
-        self._handle = None if is_trained else param.register_post_accumulate_grad_hook(self._note_gradient)
+        # One that is frozen by now, and has a gradient of before, gets no more.
+        is_followed = not is_trained and param.requires_grad
+        self._handle = param.register_post_accumulate_grad_hook(self._note_gradient) if is_followed else None
 
     @property
     def is_open(self) -> bool:

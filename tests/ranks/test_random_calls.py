@@ -45,6 +45,10 @@ FOUND = {
         Recipe(0, {"no reshard after backward": True, "call 0": "forward"}),
     ),
     "what was thawed gets no gradient": (2, Recipe(3, THAWS)),
+    "a plain optimizer can't step on a frozen parameter beside a sharded model": (
+        2,
+        Recipe(216, {"call 5": "forward", "call 7": "backward", "call 10": "freeze"}),
+    ),
 }
 """What has failed, with the library broken on purpose or not: the number of ranks, and the recipe."""
 NEVER = ("conditional groups", "no saved-tensor hooks", "no unshard in backward")
