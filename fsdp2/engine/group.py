@@ -419,7 +419,8 @@ class FSDPParamGroup:
         if was_registered:  # modules keep the unsharded parameters, unless it fails
             self._set_phase(GATHERED)
         try:
-            self.start_unshard(for_backward=True, demand=Demand.OTHERS)
+            # A forward that needs them once more compares the versions that its own gather has noted.
+            self.start_unshard(for_backward=self.gathered_versions is None, demand=Demand.OTHERS)
             self.unshard(for_backward=True, registers=False)
         except BaseException:
             self.registration.register(unsharded=False)

@@ -48,6 +48,20 @@ SEEDS = {
     4: range(3000, 3000 + 4 * TIMES),
 }
 """By the number of ranks: 25, or 200."""
+NESTED = {
+    "tree parts": 3,
+    "tree.parts.0 kind": "branch",
+    "tree.parts.0 parts": 2,
+    "tree again": 1,
+    "group a pair of tree": True,
+    "group tree.parts.0.parts.1.down": True,
+    "step 0.0 skips 1.1 on": (1,),
+    "conditional groups": True,
+    "conditional pair of tree": True,
+    "conditional tree.parts.0.parts.1.down": True,
+}
+FOUND = {"ranks gather for others a group that runs, and need it once more": (2, Recipe(3029, NESTED))}
+"""What has failed: the number of ranks, and the recipe."""
 
 
 # ---- drawing and training steps --------------------------------------------------------------------------------------
@@ -234,6 +248,11 @@ def test_random_models_train_as_plain_ones(world_size: int) -> None:
     asked = asked_for(world_size)
     recipes = [Recipe(seed) for seed in SEEDS[world_size]] if asked is None else asked
     assert_none(recipes, world_size, lambda recipes: failures(recipes, world_size), FILE)
+
+
+@pytest.mark.parametrize(("world_size", "recipe"), FOUND.values(), ids=FOUND)
+def test_earlier_failures(world_size: int, recipe: Recipe) -> None:
+    assert not failures([recipe], world_size)
 
 
 def test_a_recipe_shrinks_to_what_it_takes_to_fail() -> None:
