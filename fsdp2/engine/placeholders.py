@@ -111,13 +111,17 @@ def _set_to_zero(gradients: Any) -> Any:
 
 
 def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
-    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
-    if not isinstance(param.sharded.grad, UnsynchronizedGrad):
+    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there. `is_lost`: the gradient for which
+    it stands is.
+    """
+    placeholder: Any = param.sharded.grad
+    if not isinstance(placeholder, UnsynchronizedGrad):
         # Nothing reads the value: to fill it would be a launch for each gradient of each pass.
         nothing = torch.empty((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
-        placeholder: Any = new_dtensor(kind, nothing, param.gradient_spec)
-        placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
+        placeholder = new_dtensor(kind, nothing, param.gradient_spec)
+        placeholder.reduced = param.sharded.grad
         param.sharded.grad = placeholder
+    placeholder.is_lost = placeholder.is_lost or is_lost
 
 
 def take_placeholder(param: FSDPParam) -> bool:
@@ -142,8 +146,8 @@ def leaves_gradients(group: FSDPParamGroup) -> bool:
 
 
 def take_placeholders(root: Root) -> None:
-    """Takes all placeholders out of `.grad` before a backward pass, and drops what the user has cleared or replaced
-    since the last one.
+    """Takes placeholders out of `.grad` before a backward pass, and drops what the user has cleared or replaced since
+    the last one. Those of groups that reduce nothing in the pass stay.
 
     Raises:
         RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
@@ -157,10 +161,13 @@ def take_placeholders(root: Root) -> None:
                     "zero_grad, and repeat the accumulation."
                 )
     for group in marked:
-        for i in group.placeholders:
+        stay = set() if group.settings.reduce_gradients else group.gradients.unsynchronized.indices
+        for i in [*group.placeholders]:
+            if i in stay and isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
+                continue
             if not take_placeholder(group.params[i]):
                 group.gradients.forget(i)
-        group.placeholders.clear()
+            group.placeholders.discard(i)
 
 
 def put_placeholders(root: Root) -> None:
