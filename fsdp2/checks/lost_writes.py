@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..calls.inputs import HandedInputs
 from ..engine.events import Change
-from ..engine.gather import view_bytes
+from ..engine.gather import as_sent, view_bytes
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import SHARDED_AS
 from ..engine.parameter import FSDPParam
@@ -207,8 +207,17 @@ class UnshardedContent:
         `named`.
         """
         memory = self._buffers.unsharded_parameters()
-        differ = [_differs(self._params[i], memory[i]) for i in self._order]
+        differ = [_differs(self._params[i].own_rows(memory[i]), self._expected(i, memory[i])) for i in self._order]
         return torch.stack(differ).to(torch.int64) if differ else NO_NUMBERS
+
+    def _expected(self, i: int, unsharded: Tensor) -> Tensor:
+        """Returns what this rank's rows of an unsharded parameter are made of its shard, on the same device."""
+        local, spec = self._params[i].local, self._buffers.layout.specs[i]
+        if spec.gather_codec is None:
+            return local.to(unsharded.device, unsharded.dtype, non_blocking=True)
+        start = self._buffers.layout.shard_offsets[i]
+        shard = view_bytes(self._buffers.shards, start, spec.shard_numel, spec.storage_dtype)
+        return as_sent(spec, shard.to(unsharded.device), i)[: local.numel()].view(local.shape)
 
     def named(self, flags: Sequence[int]) -> list[str]:
         """Returns the names of the parameters whose flag is set."""
@@ -219,9 +228,7 @@ class UnshardedContent:
 _WORD = 8
 
 
-def _differs(param: FSDPParam, unsharded: Tensor) -> Tensor:
-    own = param.own_rows(unsharded)
-    expected = param.local.to(own.device, own.dtype, non_blocking=True)
+def _differs(own: Tensor, expected: Tensor) -> Tensor:
     # Another NaN is none: to which one NaN is cast depends on the instruction.
     return ((bits_of(own) != bits_of(expected)) & ~expected.reshape(-1).isnan()).any()
 

@@ -90,6 +90,19 @@ def _places_of_chunks(whole: Tensor, chunks: Tensor, spec: ParamSpec) -> tuple[l
     return targets, sources
 
 
+def as_sent(spec: ParamSpec, shard: Tensor, seed: int) -> Tensor:
+    """Returns what a padded shard, [P], is where it was encoded and decoded, [P], in the dtype that computes.
+
+    `seed`: as in `_Encoded`.
+    """
+    codec = spec.gather_codec
+    assert codec is not None, "it is encoded"
+    wire = encode(codec, shard.view(1, -1).to(codec.packed_dtype(spec.storage_dtype)), seed)
+    decoded = shard.new_empty(1, spec.shard_numel, dtype=spec.compute_dtype)
+    codec.decode(wire.view(1, -1), decoded)
+    return decoded.view(-1)
+
+
 class _Encoded:
     """Encodes and decodes one parameter in the gathers of its group.
 

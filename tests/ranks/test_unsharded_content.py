@@ -7,16 +7,21 @@ parameters stay unsharded would not be used.
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, full_params, fully_shard, set_checks
 from fsdp2.checks.due import ForwardChecks
+from fsdp2.compression import Compression, Int8
+from fsdp2.engine import codec as codec_module
 from fsdp2.engine.state import require_state
 from helpers import assert_same, run_ranks
 from scenarios import WIDTH, Run, blocks, check, kept, loss_of, sgd, whole
@@ -140,6 +145,12 @@ def cast(model: Tower) -> None:
 def offloaded(model: Tower) -> None:
     for block in model.blocks:
         fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def encoded(codec: Any, dim: int, model: Tower) -> None:
+    policy = MixedPrecisionPolicy(compression=Compression(all_gather=codec))
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy, shard_placement_fn=lambda param: Shard(min(dim, param.dim() - 1)))
 
 
 def parallel(model: Tower) -> None:
@@ -272,21 +283,32 @@ def test_writes_after_unshard() -> None:
 
 
 def test_no_error_where_parameters_stay_unsharded() -> None:
-    """Cast ones, offloaded ones, NaN, changes that versions show, and parameters of which some ranks hold no row."""
+    """Cast ones, offloaded ones, NaN, changes that versions show, and parameters of which some ranks hold no row; what
+    codecs round, where a write that nothing counts is found, too.
+    """
+    codecs = [partial(encoded, codec, dim) for codec, dim in ((torch.bfloat16, 0), (Int8(), 0), (Int8(), 1))]
 
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH)
-        for shard in (cast, offloaded, parallel):
+        for shard in (cast, offloaded, parallel, *codecs):
             model: Any = Tower()
             shard(model)
             for block in model.blocks:
                 block.set_reshard_after_backward(False)
+            if shard in codecs:
+                for _ in range(3):
+                    loss_of(model(x)).backward()
+                each_has_a_part = "down.weight" if shard is codecs[-1] else "up.weight"
+                model.blocks[1].get_parameter(each_has_a_part).to_local().data.add_(1)
+                with pytest.raises(RuntimeError, match=rf"^blocks\.1\.{each_has_a_part}: what was gathered before"):
+                    model(x)
             for step in range(9):
                 loss_of(model(x)).backward()
                 with torch.no_grad():
                     model.blocks[step % 3].up.weight.mul_(0.9 if step < 5 else float("nan"))
 
-    run_ranks(4, body)
+    with mock.patch.object(codec_module, "SMALL_NUMEL", 1):
+        run_ranks(4, body)
 
 
 # ---- what the host reads when a pass ends
