@@ -678,9 +678,10 @@ class FSDPModule:
         In use are the root's own group, the groups whose modules run, and the last one that ran. In backward a group
         may begin before the one behind it has left. A group counts with its bytes in compute dtypes, as
         `describe` prints them. How many micro-batches a step has is taken from the last step: the first steps gather
-        more. The budget also keeps groups with `reshard_after_forward=True`; what other settings keep, it does not
-        count. Conditional modules do not stay. It has no effect where ranks hold whole parameters in the dtype in which
-        they compute. Each stage of a pipeline is a root. Every rank must call it.
+        more. The budget also keeps groups with `reshard_after_forward=True`, and decides in place of
+        `set_reshard_after_backward`, which torch's pipelines call; what `reshard_after_forward=False` keeps, it does
+        not count. Conditional modules do not stay. It has no effect where ranks hold whole parameters in the dtype in
+        which they compute. Each stage of a pipeline is a root. Every rank must call it.
 
         Args:
             nbytes: 0 gathers nothing ahead, and keeps the last group alone from forward to backward. None, the default:

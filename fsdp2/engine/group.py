@@ -677,7 +677,8 @@ class FSDPParamGroup:
         stays, backward_follows = self._what_stays(ending), ending is Ending.TRAINING
         if stays is AfterForward.KEEP:
             if backward_follows or self.keep_until is not KeepUntil.USER:
-                stays_after = not self.settings.reshard_after_backward or self in self.root.prefetcher.kept.groups
+                kept, has_budget = self.root.prefetcher.kept.groups, self.root.settings.unsharded_budget
+                stays_after = self in kept or not (has_budget or self.settings.reshard_after_backward)
                 for_backward = backward_follows and not stays_after
                 self.keep_until = max(self.keep_until, KeepUntil.BACKWARD if for_backward else KeepUntil.NEXT_PASS)
                 self.unregister()
@@ -736,11 +737,13 @@ class FSDPParamGroup:
             self.reshard(self.root.frees_memory, keeps)
 
     def finish_backward(self) -> None:
-        """Reshards, or keeps the data for the next pass, by the setting `reshard_after_backward` and the budget."""
+        """Reshards, or keeps the data for the next pass, by the budget or else by the setting `reshard_after_backward`,
+        which torch's pipelines turn off for all groups.
+        """
         is_running = self.state.running or (self.sharing_states and self.num_running)
-        root = self.root
-        stays = bool(root.settings.unsharded_budget) and root.prefetcher.kept.stays(self, root.num_backwards)
-        stays = stays or not self.settings.reshard_after_backward
+        root, stays = self.root, not self.settings.reshard_after_backward
+        if root.settings.unsharded_budget:
+            stays = root.prefetcher.kept.stays(self, root.num_backwards)
         if not stays or is_running or not self.is_unsharded:
             self.reshard_if_idle(drops_secondary=False)
         else:

@@ -48,9 +48,15 @@ class KeptGroups:
             if repeats:
                 self.after_backward = self.groups.union(within_at_turn(may_stay, chosen, budget - nbytes))
         for group in before - self.after_backward:
-            if group.keep_until is KeepUntil.NEXT_PASS and group.settings.reshard_after_backward:
+            if group.keep_until is KeepUntil.NEXT_PASS and (budget or group.settings.reshard_after_backward):
                 group.reshard_if_idle()
         return nbytes
+
+    def end_turn(self) -> None:
+        """Reshards what a backward has left for the beginning of a forward: another backward follows it."""
+        for group in self.after_backward - self.groups:
+            if group.keep_until is KeepUntil.NEXT_PASS:
+                group.reshard_if_idle()
 
     def _notice_step(self, num_backwards: int) -> bool:
         """Returns True if weights of the last pass are used in this one, or those of this one will be in the next."""

@@ -121,6 +121,8 @@ class Prefetcher:
         # Bytes of a typical group. So many may be gathered ahead of those that stay unsharded from one use to the next,
         # for which the user's budget has room.
         self._typical = 0
+        # A forward pass has begun since the last backward.
+        self._follows_forward = False
         self._order: list[FSDPParamGroup] = []
         self._order_now: list[FSDPParamGroup] = []
         # Groups that ran without a gather -> how many others had run before them, in the pass that ran last.
@@ -150,7 +152,7 @@ class Prefetcher:
             kept = self.kept.begin_pass(self._order, budget, num_backwards)
         self._typical = median_low(sizes)
         self._budget = (self._typical, True) if budget is None else (budget - kept, False)
-        self._forward = self._cursor(self._order)
+        self._forward, self._follows_forward = self._cursor(self._order), True
         self._num_last = self._count_last(self._forward.recorded)
         self._order_now, self._num_gathered = [], 0
         self._ran_alone.clear()
@@ -198,6 +200,9 @@ class Prefetcher:
         """Expects the groups of `ran` in reverse order from now on."""
         self._backward = self._cursor([*reversed(self.ran)])
         self._reached.clear()
+        if not self._follows_forward and self.kept.after_backward:
+            self.kept.end_turn()
+        self._follows_forward = False
 
     def in_backward(self, group: FSDPParamGroup) -> Iterator[FSDPParamGroup]:
         """Records that backward has reached `group`, and returns an iterator of the groups to all-gather ahead: those

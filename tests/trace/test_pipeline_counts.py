@@ -116,6 +116,19 @@ def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
             assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_a_budget_bounds_what_stays_between_micro_batches(num_blocks: int) -> None:
+    """Torch's schedules turn reshard_after_backward off for all groups."""
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(num_blocks * groups[0].nbytes)
+        for _ in range(3):
+            run_stage(model)
+            assert meter.peak <= num_blocks * groups[0].nbytes
+            optimize(model)
+
+
 def test_unsynchronized_gradients_launch_no_fills() -> None:
     """There is a placeholder for each of them after each backward pass."""
     with fake_world(4):
