@@ -104,17 +104,26 @@ def load(
         return check_arguments("load", model, optimizer)
 
     checked, failed = attempt(check)
-    team = session_of("load", process_group, failed).team
+    session = session_of("load", process_group, failed)
+    session.end_previous()
+    team, made = session.team, list[tuple[Optimizer, list[Tensor]]]()
     stored = team.run(lambda: open_checkpoint(Path(folder).absolute()), failed)
     optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
-        loading = team.run(
-            lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
-        )
-        loading.check(team, strict)
+        try:
+            team.run(lambda: made.extend((each, make_states(each)) for each in optimizers))
+            loading = team.run(
+                lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
+            )
+            loading.check(team, strict)
+        except BaseException:
+            for each, params in made:
+                for param in params:
+                    each.state.pop(param, None)
+            raise
         before_write()
         team.run(loading.read)
         own = team.run(lambda: _of_rank(stored, team))
@@ -123,7 +132,7 @@ def load(
     values = loading.extra()
 
     def finish() -> None:
-        loading.install(model, optimizers)
+        loading.install(model, optimizers, strict)
         for name, target in (extra or {}).items():
             target.load_state_dict(values.pop(name))
         if own is None:
@@ -155,8 +164,6 @@ class _Loading:
         weights: bool,
         trainable_only: bool,
     ) -> None:
-        for each in optimizers:
-            make_states(each)
         nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=False)
         if not weights:
             del nested[MODEL]
@@ -226,7 +233,7 @@ class _Loading:
                     raise ValueError(
                         f"{stored.folder}: {name}: expected the shape {[*tensor.shape]} of the model, got {[*shape]}"
                     )
-            elif self._is_extra(name):
+            elif name in state.objects or self._is_extra(name):  # perhaps a number of this run, such as lr
                 self._tensors[name] = torch.empty(shape, dtype=dtype)
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
         return [name for name in stored.tensors if self._root(name) in roots and name not in state.paths]
@@ -249,16 +256,17 @@ class _Loading:
                     starts = [each.start for each in box_of_rank(name, tensor)]
                 self._stored.read(name, local, starts)
                 torch.autograd.graph.increment_version(local)
+        known = {key.rpartition(".")[0] for key, path in self._state.paths.items() if path[0] == OPTIMIZER}
         for name in self._stored.objects:
-            if name in self._state.objects or self._is_extra(name):
+            if name in self._state.paths or self._is_extra(name) or name.rpartition(".")[0] in known:
                 self._values[name] = self._stored.object(name)
 
-    def install(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Has the model and the optimizers take what `read` has read."""
+    def install(self, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool) -> None:
+        """Has the model and the optimizers take what `read` has read. `strict`: the model must take all that it has."""
         state, values = self._state, self._tensors | self._values
         weights = {path[1:]: values[name] for name, path in state.paths.items() if path[0] == MODEL and name in values}
         if weights:
-            load_weights(model, nest(weights))
+            load_weights(model, nest(weights), strict)
         if optimizers:
             load_states(model, optimizers, values, self._group_keys)
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..shards.dtensors import box_of, cut_axes
 from ..shards.dtensors import cuts_of as cuts_of_rank
 from ..shards.find import is_sharded_by_fsdp1, shards_of
-from ..shards.tensors import PLAIN, local_if_any, require_module
+from ..shards.tensors import PLAIN, local_if_any, require_module, some_of
 from .layout import Entry, Kind, Mesh
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -229,16 +229,26 @@ def states_of(
     return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
 
 
-def load_weights(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Has a model load values by FQN. What has none keeps its own."""
+def load_weights(model: nn.Module, values: Mapping[str, Any], strict: bool) -> None:
+    """Has a model load values by FQN. What has none keeps its own.
+
+    Raises:
+        ValueError: with `strict`, the model does not take a key of its own state dict.
+    """
     keys = {key: fqn_of(model, key) for key in model.state_dict()}
-    model.load_state_dict({key: values[fqn] for key, fqn in keys.items() if fqn in values}, strict=False)
+    found = model.load_state_dict({key: values[fqn] for key, fqn in keys.items() if fqn in values}, strict=False)
+    if strict and found.unexpected_keys:
+        unknown = some_of([*found.unexpected_keys])
+        raise ValueError(
+            f"load: expected a model that takes the keys of its own state_dict(), got one without {unknown}"
+        )
 
 
 def load_states(
     model: nn.Module, optimizers: Sequence[Optimizer], values: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
     """Has optimizers load states and options. A parameter without a value has no states then; an option keeps its own.
+    Options, and states that are numbers, are loaded also if the optimizer does not have them yet.
 
     Args:
         model: the model.
@@ -246,11 +256,19 @@ def load_states(
         values: `optimizer.state.<FQN>.<name>` or `optimizer.param_groups.<key>.<option>` -> the value; and others.
         keys: the key of each param group.
     """
-    keys_left = iter(keys)
+    keys_left, below = iter(keys), dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        before, _, last = name.rpartition(".")
+        below.setdefault(before, {})[last] = value
+
+    def loaded_of(key: str, own: dict[str, Any]) -> dict[str, Any] | None:
+        filled = _filled(key, own, values)
+        return None if filled is None else options_of(below.get(f"{OPTIMIZER}.{key}", {})) | filled
+
     for optimizer, own, fqns in _state_dicts(model, optimizers):
-        states = {number: _filled(f"state.{fqns[number]}", state, values) for number, state in own["state"].items()}
+        states = {number: loaded_of(f"state.{fqns[number]}", state) for number, state in own["state"].items()}
         groups = [
-            group | (_filled(f"param_groups.{next(keys_left)}", options_of(group), values) or {})
+            group | (loaded_of(f"param_groups.{next(keys_left)}", options_of(group)) or {})
             for group in own["param_groups"]
         ]
         loaded = {number: state for number, state in states.items() if state is not None}
@@ -288,15 +306,15 @@ def _state_dicts(
         yield optimizer, own, fqns
 
 
-def make_states(optimizer: Optimizer) -> None:
+def make_states(optimizer: Optimizer) -> list[Tensor]:
     """Makes the states of parameters that have none, by a step on gradients of zeros with a learning rate of 0.
 
-    Every rank must call it: a step may communicate.
+    Every rank must call it: a step may communicate. Returns these parameters.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     fresh = {param for param in params if param not in optimizer.state}
     if not fresh:
-        return
+        return []
     gradients = [param.grad for param in params]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:
@@ -310,6 +328,7 @@ def make_states(optimizer: Optimizer) -> None:
             param.grad = gradient
         for group, rate in rates:
             group["lr"] = rate
+    return [*fresh]
 
 
 def fqn_of(model: nn.Module, key: str) -> str:

@@ -244,7 +244,7 @@ class UnseenWrites(ForwardCheck):
 
     def before_forward(self, group: FSDPParamGroup) -> None:
         content = self._content[group] = UnshardedContent(group)
-        if group.keep_until >= KeepUntil.NEXT_PASS:
+        if group.keep_until is not KeepUntil.END_OF_USE:
             judge_at_end(group.root, content.differences(), partial(_judge, group, content, _refuse_differing))
 
     def after_cast(self, state: FSDPState, inputs: HandedInputs) -> None:

@@ -271,6 +271,22 @@ def test_a_shard_that_was_written_to_while_parameters_stay_unsharded() -> None:
     run_ranks(2, body)
 
 
+def test_a_write_while_the_graph_of_a_forward_is_alive() -> None:
+    """Parameters that reshard_after_forward=False keeps for its backward are used by the next forward, too."""
+
+    def body(_: int, __: int) -> None:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+        model, plain = sharded_and_plain()
+        model.set_reshard_after_forward(False)
+        output = model(x)
+        for each in (model.blocks[1].up.bias.to_local(), plain.blocks[1].up.bias):  # type: ignore[union-attr]
+            each.data.add_(1)
+        assert_is_refused_once(model, plain, x)
+        assert output.requires_grad
+
+    run_ranks(2, body)
+
+
 def test_writes_after_unshard() -> None:
     def body(_: int, __: int) -> None:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))

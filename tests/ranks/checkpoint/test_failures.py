@@ -314,7 +314,66 @@ def parts_alone(folder: Path) -> None:
     same(weights(other), weights(model))
 
 
+def what_the_fresh_run_lacks(folder: Path) -> None:
+    """Options and numbers in states are as torch's load_state_dict makes them: numbers or tensors, new ones, too."""
+    model, optimizer = make()
+    train(model, optimizer)
+    optimizer.param_groups[0].update(lr=torch.tensor(0.03), initial_lr=0.2)
+    for state in optimizer.state.values():
+        state["best"] = 3
+    checkpoint.save(folder / "a", model, optimizer)
+    other, states = make(1)
+    checkpoint.load(folder / "a", other, states)
+    (group,) = states.param_groups
+    assert (float(group["lr"]), group["initial_lr"]) == (pytest.approx(0.03), 0.2)
+    assert all(state["best"] == 3 for state in states.state.values())
+    group["lr"] = 0.03
+    checkpoint.save(folder / "b", other, states)
+    checkpoint.load(folder / "b", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.03
+
+
+def refused_loads_leave_no_states(folder: Path) -> None:
+    model, optimizer = make()
+    checkpoint.save(folder / "a", model)
+    other, states = make(1)
+    refused(lambda: checkpoint.load(folder / "a", other, states), ValueError, "expected optimizer")
+    assert not states.state
+    checkpoint.load(folder / "a", other)
+    for made in ((model, optimizer), (other, states)):
+        train(*made)
+    same(weights(model), weights(other))
+
+
+def loads_wait_for_saves(folder: Path) -> None:
+    """Both talk over the same process group."""
+    model, optimizer = make()
+    train(model, optimizer)
+    checkpoint.save(folder / "a", model, optimizer)
+    before = weights(model)
+    for number in range(3):
+        train(model, optimizer)
+        checkpoint.save(folder / f"{number}", model, optimizer, wait=False)
+        checkpoint.load(folder / "a", model, optimizer)
+        same(weights(model), before)
+
+
+def names_that_only_a_save_changes(folder: Path) -> None:
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in [*state]:
+            state[f"renamed_{key}"] = state.pop(key)
+
+    model, _ = make()
+    model.register_state_dict_post_hook(rename)
+    checkpoint.save(folder / "a", model)
+    refused(lambda: checkpoint.load(folder / "a", model), ValueError, "takes the keys of its own state_dict")
+
+
 CHECKS = {
+    "what the fresh run lacks": what_the_fresh_run_lacks,
+    "refused loads leave no states": refused_loads_leave_no_states,
+    "loads wait for saves": loads_wait_for_saves,
+    "names that only a save changes": names_that_only_a_save_changes,
     "parts alone": parts_alone,
     "ranks alone": ranks_alone,
     "one rank fails in a load": one_rank_fails_in_load,
