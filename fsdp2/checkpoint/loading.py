@@ -57,7 +57,9 @@ def load(
 
     Every rank must call it, behind `fully_shard`. Each reads the bytes of its own shards, converts their dtypes where
     they differ, and runs no code of the files. Ranks compare which checkpoint they load, and the checksums of its
-    values. For that, on another number of ranks, one rank reads all of each part.
+    values. For that, on another number of ranks, one rank reads all of each part. A load waits for a save that runs,
+    and raises what that has met. An optimizer without states makes them by a step on gradients of zeros, with a
+    learning rate of 0: its step hooks run.
 
     Example:
         ```python
@@ -86,8 +88,8 @@ def load(
     Raises:
         FileNotFoundError: `folder` has no checkpoint, or lacks a file.
         ValueError: a file is damaged, truncated, of another save or release, or could run code; ranks load
-            different checkpoints; a shape differs; with `strict`, a tensor is missing or left over; a name in `extra`
-            was not saved.
+            different checkpoints; a shape differs; with `strict`, a tensor is missing or left over, or the model does
+            not take a key of its own state dict; a name in `extra` was not saved.
         TypeError: an argument.
         NotImplementedError: the model is one of torch's FullyShardedDataParallel.
         OSError: a file can't be read.

@@ -111,17 +111,13 @@ def _set_to_zero(gradients: Any) -> Any:
 
 
 def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
-    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there. `is_lost`: the gradient for which
-    it stands is.
-    """
-    placeholder: Any = param.sharded.grad
-    if not isinstance(placeholder, UnsynchronizedGrad):
+    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
+    if not isinstance(param.sharded.grad, UnsynchronizedGrad):
         # Nothing reads the value: to fill it would be a launch for each gradient of each pass.
         nothing = torch.empty((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
-        placeholder = new_dtensor(kind, nothing, param.gradient_spec)
-        placeholder.reduced = param.sharded.grad
+        placeholder: Any = new_dtensor(kind, nothing, param.gradient_spec)
+        placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
         param.sharded.grad = placeholder
-    placeholder.is_lost = placeholder.is_lost or is_lost
 
 
 def take_placeholder(param: FSDPParam) -> bool:
@@ -146,8 +142,8 @@ def leaves_gradients(group: FSDPParamGroup) -> bool:
 
 
 def take_placeholders(root: Root) -> None:
-    """Takes placeholders out of `.grad` before a backward pass, and drops what the user has cleared or replaced since
-    the last one. Those of groups that reduce nothing in the pass stay.
+    """Takes all placeholders out of `.grad` before a backward pass, and drops what the user has cleared or replaced
+    since the last one.
 
     Raises:
         RuntimeError: a gradient was lost in a backward pass that failed, and not cleared since.
@@ -161,13 +157,10 @@ def take_placeholders(root: Root) -> None:
                     "zero_grad, and repeat the accumulation."
                 )
     for group in marked:
-        stay = set() if group.settings.reduce_gradients else group.gradients.unsynchronized.indices
-        for i in [*group.placeholders]:
-            if i in stay and isinstance(group.params[i].sharded.grad, UnsynchronizedGrad):
-                continue
+        for i in group.placeholders:
             if not take_placeholder(group.params[i]):
                 group.gradients.forget(i)
-            group.placeholders.discard(i)
+        group.placeholders.clear()
 
 
 def put_placeholders(root: Root) -> None:

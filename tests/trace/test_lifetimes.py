@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -391,8 +392,12 @@ def test_looks_at_other_threads_leave_nothing_to_the_garbage_collector() -> None
     assert dist.group.WORLD is not None
     watched = watch.Watch(dist.group.WORLD)
 
+    def look_later() -> None:
+        time.sleep(0.05)  # this thread waits then: frames that return meanwhile are another matter
+        watched.look()
+
     def look() -> None:
-        thread = threading.Thread(target=watched.look)
+        thread = threading.Thread(target=look_later)
         thread.start()
         thread.join()
 
