@@ -116,17 +116,50 @@ def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
             assert len(meter.gathers) == (2 * BLOCKS if is_first else BLOCKS)
 
 
+@pytest.mark.parametrize("order", [ORDER, "FBFFFBBB"])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_budget_bounds_what_stays_between_micro_batches(num_blocks: int) -> None:
+def test_a_budget_bounds_what_stays_between_micro_batches(num_blocks: int, order: str) -> None:
     """Torch's schedules turn reshard_after_backward off for all groups."""
     with fake_world(4):
         model, meter = make()
         _, *groups = groups_below(model)
         model.set_unsharded_budget(num_blocks * groups[0].nbytes)
         for _ in range(3):
-            run_stage(model)
+            run_stage(model, order)
             assert meter.peak <= num_blocks * groups[0].nbytes
             optimize(model)
+
+
+def test_a_smaller_budget_bounds_what_a_larger_one_has_left() -> None:
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
+        run_stage(model)
+        optimize(model)
+        set_last(model, False)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        assert sum(group.unsharded.is_allocated for group in groups) > 1
+        model.set_unsharded_budget(groups[0].nbytes)
+        meter.clear()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        assert meter.peak <= groups[0].nbytes
+
+
+def test_steps_that_accumulate_are_forgotten_by_those_that_do_not() -> None:
+    """Each of the micro-batches that follow is reduced: all but the last leave the groups for the next one."""
+    with fake_world(4):
+        model, meter = make()
+        _, *groups = groups_below(model)
+        model.set_unsharded_budget(BLOCKS * groups[0].nbytes)
+        run_stage(model)
+        optimize(model)
+        for _ in range(2):
+            meter.clear()
+            for _ in range(3):
+                model(torch.ones(2, WIDTH)).sum().backward()
+            optimize(model)
+        assert len(meter.gathers) == BLOCKS
 
 
 def test_unsynchronized_gradients_launch_no_fills() -> None:

@@ -49,6 +49,12 @@ def same(some: list[Tensor], others: list[Tensor]) -> None:
         assert torch.equal(one, other)
 
 
+def same_after_a_step(*made: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    for each in made:
+        train(*each)
+    same(*(weights(model) for model, _ in made))
+
+
 def refused(call: Callable[[], object], kind: type[Exception], text: str) -> None:
     """Every rank must raise, within seconds: none waits for another until the timeout."""
     began = time.monotonic()
@@ -261,9 +267,7 @@ def fresh_optimizers_stay_fresh(folder: Path) -> None:
     train(other, states)
     other, states = make(1)
     checkpoint.load(folder / "a", other, states)
-    for made in ((model, optimizer), (other, states)):
-        train(*made)
-    same(weights(model), weights(other))
+    same_after_a_step((model, optimizer), (other, states))
 
 
 def keeps_the_last(folder: Path) -> None:
@@ -309,9 +313,7 @@ def parts_alone(folder: Path) -> None:
     other, states = make(1)
     checkpoint.load(folder / "model", other)
     checkpoint.load(folder / "optimizer", other, states, weights=False)
-    for made in ((model, optimizer), (other, states)):
-        train(*made)
-    same(weights(other), weights(model))
+    same_after_a_step((model, optimizer), (other, states))
 
 
 def what_the_fresh_run_lacks(folder: Path) -> None:
@@ -340,9 +342,7 @@ def refused_loads_leave_no_states(folder: Path) -> None:
     refused(lambda: checkpoint.load(folder / "a", other, states), ValueError, "expected optimizer")
     assert not states.state
     checkpoint.load(folder / "a", other)
-    for made in ((model, optimizer), (other, states)):
-        train(*made)
-    same(weights(model), weights(other))
+    same_after_a_step((model, optimizer), (other, states))
 
 
 def loads_wait_for_saves(folder: Path) -> None:
