@@ -1,4 +1,4 @@
-"""Where each byte of a checkpoint lies: arithmetic on names, shapes, dtypes, meshes and ranks, without communication.
+"""Computes where each byte of a checkpoint lies, from names, shapes, dtypes, meshes and ranks, without communication.
 
 A `Kind` lists what ranks of one kind hold. All ranks of a plain run are of one kind; tensor parallelism, pipelines and
 experts make several. From the kinds alone, `Layout` computes which rank writes which part of which tensor, and at which

@@ -79,7 +79,7 @@ _WRAPPERS = ("wrapper", "inner", "decorate_context")
 
 
 class Note(NamedTuple):
-    """What a rank that waits tells others.
+    """Holds what a rank that waits tells others.
 
     `group`: name of the process group; `num_errors`, `number`: as of its Conversation; `text`: what it waits in.
     `begun`: name of a process group -> how many collectives this rank has begun on it; those that other threads use are
