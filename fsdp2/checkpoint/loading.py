@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import reduce
 from operator import and_, or_
 from pathlib import Path
@@ -24,18 +24,21 @@ from .folders import check_path
 from .ranks import Team, attempt
 from .session import session_of
 from .state import (
+    GROUPS,
     MODEL,
     OPTIMIZER,
     PER_RANK,
+    STATES,
     Optimizers,
     State,
     box_of_rank,
     check_arguments,
     load_states,
     load_weights,
-    make_states,
+    make_state,
     nest,
     options_of,
+    params_of,
     states_of,
 )
 from .stored import Checkpoint, open_checkpoint
@@ -58,8 +61,8 @@ def load(
     Every rank must call it, behind `fully_shard`. Each reads the bytes of its own shards, converts their dtypes where
     they differ, and runs no code of the files. Ranks compare which checkpoint they load, and the checksums of its
     values. For that, on another number of ranks, one rank reads all of each part. A load waits for a save that runs,
-    and raises what that has met. An optimizer without states makes them by a step on gradients of zeros, with a
-    learning rate of 0: its step hooks run.
+    and raises what that has met. It makes no step: states that an optimizer does not have yet are made as the
+    checkpoint has them.
 
     Example:
         ```python
@@ -103,29 +106,22 @@ def load(
             _require_loadable(name, values)
         for name, value in (("weights", weights), ("strict", strict), ("trainable_only", trainable_only)):
             check_bool(name, value)
-        return check_arguments("load", model, optimizer)
+        return check_arguments("load", model, optimizer, process_group)
 
     checked, failed = attempt(check)
     session = session_of("load", process_group, failed)
     session.end_previous()
-    team, made = session.team, list[tuple[Optimizer, list[Tensor]]]()
+    team = session.team
     stored = team.run(lambda: open_checkpoint(Path(folder).absolute()), failed)
     optimizers = checked or ()
     try:
         found = team.gather((str(stored.folder), stored.save_id))
         if len({*found}) > 1:
             raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
-        try:
-            team.run(lambda: made.extend((each, make_states(each)) for each in optimizers))
-            loading = team.run(
-                lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
-            )
-            loading.check(team, strict)
-        except BaseException:
-            for each, params in made:
-                for param in params:
-                    each.state.pop(param, None)
-            raise
+        loading = team.run(
+            lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
+        )
+        loading.check(team, strict)
         before_write()
         team.run(loading.read)
         own = team.run(lambda: _of_rank(stored, team))
@@ -169,15 +165,16 @@ class _Loading:
         nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=False)
         if not weights:
             del nested[MODEL]
+        self._stored_keys = _group_keys(stored)
+        self._group_keys: list[str] = []
         if optimizers:
-            own, stored_keys = nested[OPTIMIZER], _group_keys(stored)
-            groups = own["param_groups"]
+            own, groups = nested[OPTIMIZER], nested[OPTIMIZER][GROUPS]
             self._group_keys = [
-                next((stored_keys[fqn] for fqn in group["params"] if fqn in stored_keys), str(index))
+                next((self._stored_keys[fqn] for fqn in group["params"] if fqn in self._stored_keys), str(index))
                 for index, group in enumerate(groups)
             ]
             keyed = zip(self._group_keys, groups, strict=True)
-            own["param_groups"] = {key: options_of(group) for key, group in keyed if group["params"]}
+            own[GROUPS] = {key: options_of(group) for key, group in keyed if group["params"]}
         is_flat = not any(path[0] == MODEL for path in stored.paths.values())
         self._stored = stored
         self._state = State(nested | {name: state_of(value) for name, value in extra.items()}, is_flat)
@@ -185,6 +182,46 @@ class _Loading:
         """Keys of the tensors to read -> where to."""
         self._values: dict[str, Any] = {}
         """The values that were read, of those that are no tensors."""
+        self._add_what_is_missing(params_of(model, optimizers), len(optimizers) == 1)
+
+    def _add_what_is_missing(self, params: Mapping[str, tuple[Tensor, Optimizer]], is_one: bool) -> None:
+        """Adds the states and options that the checkpoint has and the optimizers have not: a fresh one has no states.
+
+        A state that has another shape than the stored one is made anew, unless it has the shape of its parameter.
+
+        Args:
+            params: FQN -> a parameter, and its optimizer.
+            is_one: there is one optimizer, which gets the states that are of no parameter.
+        """
+        stored, state = self._stored, self._state
+        for name, path in stored.paths.items():
+            place = _place_in_optimizer(name, path, params, self._group_keys)
+            if place is None or name in state.objects:
+                continue
+            kind, key, *_ = place
+            if kind == STATES and key not in params and (not is_one or key in self._stored_keys):
+                continue
+            full, own = state.paths.get(name, (OPTIMIZER, *place)), state.tensors.get(name)
+            if name not in stored.tensors:
+                if own is None:
+                    state.add(name, full, None)
+                continue
+            param, optimizer = params.get(key, (None, None)) if kind == STATES else (None, None)
+            dtype, shape, starts, *_ = stored.tensors[name]
+            if own is not None and (
+                own.shape == shape or kind == GROUPS or (param is not None and own.shape == param.shape)
+            ):
+                continue
+            weight = key if state.flat_keys else f"{MODEL}.{key}"
+            if param is not None and weight in stored.tensors and stored.tensors[weight].shape != param.shape:
+                raise ValueError(
+                    f"{stored.folder}: {name}: expected a state of a parameter of shape {[*param.shape]}, got one of a "
+                    f"parameter of shape {[*stored.tensors[weight].shape]}"
+                )
+            is_plain = name not in stored.sharded and (not shape or weight in stored.sharded)
+            rests = getattr(optimizer, "offload_states", False)
+            made = make_state(name, param, dtype, shape, None if is_plain else len(starts) > 1, rests)
+            state.add(name, full, made)
 
     def check(self, team: Team, strict: bool) -> None:
         """Finds out what to read, and checks that the ranks together read all, and that all of it is there.
@@ -214,7 +251,7 @@ class _Loading:
             if name not in there
             and path[0] in (MODEL, OPTIMIZER)
             # Not of a parameter on which the saved run had not stepped.
-            and (path[:2] != (OPTIMIZER, "state") or name.rpartition(".")[0] in has_state)
+            and (path[:2] != (OPTIMIZER, STATES) or name.rpartition(".")[0] in has_state)
         ]
         if missing and strict:
             raise ValueError(
@@ -258,9 +295,8 @@ class _Loading:
                     starts = [each.start for each in box_of_rank(name, tensor)]
                 self._stored.read(name, local, starts)
                 torch.autograd.graph.increment_version(local)
-        known = {key.rpartition(".")[0] for key, path in self._state.paths.items() if path[0] == OPTIMIZER}
         for name in self._stored.objects:
-            if name in self._state.paths or self._is_extra(name) or name.rpartition(".")[0] in known:
+            if name in self._state.paths or self._is_extra(name):
                 self._values[name] = self._stored.object(name)
 
     def install(self, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool) -> None:
@@ -269,8 +305,19 @@ class _Loading:
         weights = {path[1:]: values[name] for name, path in state.paths.items() if path[0] == MODEL and name in values}
         if weights:
             load_weights(model, nest(weights), strict)
-        if optimizers:
-            load_states(model, optimizers, values, self._group_keys)
+        if not optimizers:
+            return
+        own = state.tensors | state.objects | values
+        of_optimizers = nest({path[1:]: own[name] for name, path in state.paths.items() if path[0] == OPTIMIZER})
+        there = {path[2] for name, path in state.paths.items() if path[:2] == (OPTIMIZER, STATES) and name in values}
+        # A parameter of the saved run that had no states there has none then.
+        states = {
+            key: each
+            for key, each in of_optimizers.get(STATES, {}).items()
+            if key in there or key not in self._stored_keys
+        }
+        options = [of_optimizers[GROUPS].get(key, {}) for key in self._group_keys]
+        load_states(model, optimizers, states, options)
 
     def extra(self) -> dict[str, Any]:
         """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
@@ -300,12 +347,35 @@ def _group_keys(stored: Checkpoint) -> dict[str, str]:
     """Returns the FQN of a parameter -> the key of its options in the checkpoint: the index of a group, or the FQN."""
     found = dict[str, str]()
     for name, path in stored.paths.items():
-        if path[:2] == (OPTIMIZER, "param_groups") and path[3:] == ("params",):
+        if path[:2] == (OPTIMIZER, GROUPS) and path[3:] == ("params",):
             found |= dict.fromkeys(stored.object(name), str(path[2]))
-        elif path[0] == OPTIMIZER and str(path[1]).startswith("param_groups."):
-            fqn = str(path[1]).removeprefix("param_groups.").rpartition(".")[0]
+        elif len(path) < 3 and name.startswith(f"{OPTIMIZER}.{GROUPS}."):
+            fqn = name.removeprefix(f"{OPTIMIZER}.{GROUPS}.").rpartition(".")[0]
             found[fqn] = fqn
     return found
+
+
+def _place_in_optimizer(
+    name: str, path: tuple[Any, ...], params: Container[str], groups: Container[str]
+) -> tuple[Any, ...] | None:
+    """Returns `STATES`, the FQN of a parameter, and more keys, for a stored state; `GROUPS`, the key of a group, and
+    more keys for an option of one of the `groups`; None for anything else.
+    """
+    place: tuple[Any, ...] | None = None
+    if path[0] == OPTIMIZER and len(path) > 2 and path[1] in (STATES, GROUPS):
+        place = (path[1], str(path[2]), *path[3:])
+    for kind, known in ((STATES, params), (GROUPS, groups)) if place is None else ():
+        before, below = f"{OPTIMIZER}.{kind}.", name.removeprefix(f"{OPTIMIZER}.{kind}.")
+        ends = (end for end, text in enumerate(below) if text == "." and below[:end] in known)
+        if name.startswith(before) and (end := next(ends, None)):
+            place = (kind, below[:end], below[end + 1 :])
+    if (
+        place is not None
+        and place[0] == GROUPS
+        and (place[1] not in groups or not options_of(dict.fromkeys(place[2:3])))
+    ):
+        return None
+    return place
 
 
 def _require_loadable(argument: str, values: Any) -> None:

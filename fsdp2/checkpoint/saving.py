@@ -165,7 +165,7 @@ def save(
 
     def check() -> tuple[tuple[Optimizer, ...], Choices]:
         check_path("folder", folder)
-        optimizers = check_arguments("save", model, optimizer)
+        optimizers = check_arguments("save", model, optimizer, process_group)
         check_values("extra", extra)
         check_values("per_rank", per_rank)
         choices = {"in_memory": in_memory, "trainable_only": trainable_only, "flat_keys": flat_keys}

@@ -305,12 +305,12 @@ _sessions: WeakKeyDictionary[Any, Session] = WeakKeyDictionary()
 def session_of(function: str, group: dist.ProcessGroup | None, failed: Exception | None) -> Session:
     """Returns what the saves of a process group share; of all ranks for None. Every rank of it must call it.
 
+    What is no process group is as None: `failed` then says so to all ranks.
+
     Raises:
-        TypeError: `group` is no process group.
         RuntimeError: the ranks are simulated; or `failed`, which there are no others to tell.
     """
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{function}: process_group: expected a process group or None, got {type(group).__name__}")
+    group = group if isinstance(group, dist.ProcessGroup) else None
     key: Any = group or dist.group.WORLD
     if key is not None and not moves_data([key], torch.device("cpu")):
         raise failed or RuntimeError(

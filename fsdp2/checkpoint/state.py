@@ -8,19 +8,22 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..shards.dtensors import box_of, cut_axes
 from ..shards.dtensors import cuts_of as cuts_of_rank
 from ..shards.find import is_sharded_by_fsdp1, shards_of
-from ..shards.tensors import PLAIN, local_if_any, require_module, some_of
+from ..shards.tensors import PLAIN, dtensor, dtensor_spec, local_if_any, local_of, require_module, some_of
 from .layout import Entry, Kind, Mesh
 
 Optimizers = Optimizer | Sequence[Optimizer]
 MODEL, OPTIMIZER, PER_RANK = "model", "optimizer", "per_rank"
+STATES, GROUPS = "state", "param_groups"
+"""The keys in the state dict of an optimizer."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -46,12 +49,16 @@ class State:
             name = ".".join(map(str, path[1:] if flat_keys and path[0] == MODEL else path))
             if name in self.paths:
                 raise ValueError(f"{name}: expected one value of this name, got two: {path} and {self.paths[name]}")
-            self.paths[name] = path
-            (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
+            self.add(name, path, value)
         self.stored_paths = {
             name: path[1:] if flat_keys and path[0] == MODEL else path for name, path in self.paths.items()
         }
         """Key -> the keys and indices on the way to it, as torch.distributed.checkpoint notes them."""
+
+    def add(self, name: str, path: tuple[Any, ...], value: Any) -> None:
+        """Adds a value, or puts it in the place of another."""
+        self.paths[name] = path
+        (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
 
     def local(self, name: str) -> Tensor:
         """Returns this rank's part of a tensor: a plain tensor over its memory."""
@@ -166,14 +173,16 @@ def _check(name: str, local: Tensor) -> None:
         raise RuntimeError(f"{name}: expected values, got a tensor on meta. Load or initialise the weights first.")
 
 
-def check_arguments(function: str, model: Any, optimizer: Any) -> tuple[Optimizer, ...]:
+def check_arguments(function: str, model: Any, optimizer: Any, group: Any) -> tuple[Optimizer, ...]:
     """Returns the optimizers.
 
     Raises:
-        TypeError: the model is no module, or an optimizer is none.
+        TypeError: the model is no module, or an optimizer is none, or `group` is no process group.
         NotImplementedError: torch's FullyShardedDataParallel has sharded the model.
     """
     require_module("model", model, function)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{function}: process_group: expected a process group or None, got {type(group).__name__}")
     for name, param in model.named_parameters():
         if is_sharded_by_fsdp1(param):
             raise NotImplementedError(
@@ -217,16 +226,16 @@ def states_of(
         return found
     states, groups = dict[str, Any](), list[dict[str, Any]]()
     for _, own, fqns in _state_dicts(model, optimizers):
-        states |= {fqns[number]: state for number, state in own["state"].items() if state}
+        states |= {fqns.get(key, key): state for key, state in own["state"].items() if state}
         groups += [group | {"params": [fqns[number] for number in group["params"]]} for group in own["param_groups"]]
     if flat_keys:
-        leaves = (each for fqn, state in states.items() for each in _leaves(("state", fqn), state))
+        leaves = (each for fqn, state in states.items() for each in _leaves((STATES, fqn), state))
         flat = {".".join(map(str, path)): value for path, value in leaves}
         for group in groups:
             options = options_of(group).items()
-            flat |= {f"param_groups.{fqn}.{key}": value for fqn in group["params"] for key, value in options}
+            flat |= {f"{GROUPS}.{fqn}.{key}": value for fqn in group["params"] for key, value in options}
         return found | {OPTIMIZER: flat}
-    return found | {OPTIMIZER: ({"state": states} if states else {}) | {"param_groups": groups}}
+    return found | {OPTIMIZER: ({STATES: states} if states else {}) | {GROUPS: groups}}
 
 
 def load_weights(model: nn.Module, values: Mapping[str, Any], strict: bool) -> None:
@@ -245,42 +254,60 @@ def load_weights(model: nn.Module, values: Mapping[str, Any], strict: bool) -> N
 
 
 def load_states(
-    model: nn.Module, optimizers: Sequence[Optimizer], values: Mapping[str, Any], keys: Sequence[str]
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    states: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Has optimizers load states and options. A parameter without a value has no states then; an option keeps its own.
-    Options, and states that are numbers, are loaded also if the optimizer does not have them yet.
+    """Has optimizers load states and options.
 
     Args:
         model: the model.
         optimizers: its optimizers.
-        values: `optimizer.state.<FQN>.<name>` or `optimizer.param_groups.<key>.<option>` -> the value; and others.
-        keys: the key of each param group.
+        states: FQN -> the states of a parameter; or the name of a state of the optimizer as a whole -> its value. A
+            parameter that is missing has no states then.
+        groups: the options of each param group.
     """
-    keys_left, below = iter(keys), dict[str, dict[str, Any]]()
-    for name, value in values.items():
-        before, _, last = name.rpartition(".")
-        below.setdefault(before, {})[last] = value
-
-    def loaded_of(key: str, own: dict[str, Any]) -> dict[str, Any] | None:
-        filled = _filled(key, own, values)
-        return None if filled is None else options_of(below.get(f"{OPTIMIZER}.{key}", {})) | filled
-
+    left = iter(groups)
     for optimizer, own, fqns in _state_dicts(model, optimizers):
-        states = {number: loaded_of(f"state.{fqns[number]}", state) for number, state in own["state"].items()}
-        groups = [
-            group | (loaded_of(f"param_groups.{next(keys_left)}", options_of(group)) or {})
-            for group in own["param_groups"]
-        ]
-        loaded = {number: state for number, state in states.items() if state is not None}
-        optimizer.load_state_dict(own | {"state": loaded, "param_groups": groups})
+        numbers = {fqn: number for number, fqn in fqns.items()}
+        of_all = {key: key for key in states} if len(optimizers) == 1 else {}
+        loaded = {number: states[key] for key, number in (of_all | numbers).items() if key in states}
+        options = [group | next(left) for group in own["param_groups"]]
+        optimizer.load_state_dict(own | {"state": loaded, "param_groups": options})
 
 
-def _filled(key: str, value: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a value of an optimizer with the `values` below this key in it; None if there are none."""
-    keys = {path: ".".join([OPTIMIZER, key, *map(str, path)]) for path, _ in _leaves((), value)}
-    if values.keys().isdisjoint(keys.values()):
-        return None
-    return nest({path: values.get(keys[path], each) for path, each in _leaves((), value)})
+def make_state(
+    name: str, param: Tensor | None, dtype: torch.dtype, shape: Sequence[int], is_cut: bool | None, rests: bool
+) -> Tensor:
+    """Returns memory for a state that the optimizer lacks, as its step would lay it out.
+
+    Args:
+        name: its key in the flat state dict.
+        param: the parameter. None: it is a state of no parameter.
+        dtype: the dtype of the state.
+        shape: the shape of the whole state.
+        is_cut: the state is a DTensor, and ranks have parts of it. False: each has all of it. None: it is a plain
+            tensor.
+        rests: the states of the optimizer rest on the CPU.
+    """
+    if not isinstance(param, DTensor) or is_cut is None:
+        return torch.zeros([*shape], dtype=dtype)  # the optimizer moves it to the device of the parameter
+    placements = [*param.placements]
+    if tuple(shape) != tuple(param.shape):
+        keeps = [is_cut and getattr(each, "dim", len(shape)) < len(shape) for each in placements]
+        placements = [each if keep else Replicate() for each, keep in zip(placements, keeps, strict=True)]
+    box = box_of(cuts_of_rank(name, param.device_mesh, placements, shape), shape)
+    device = "cpu" if rests else local_of(param).device
+    local = torch.zeros([each.stop - each.start for each in box], dtype=dtype, device=device)
+    return dtensor(local, dtensor_spec(param.device_mesh, (*placements,), tuple(shape), dtype))
+
+
+def params_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, tuple[Tensor, Optimizer]]:
+    """Returns the FQNs of the parameters in optimizers -> the parameter, and its optimizer."""
+    names = {id(param): fqn_of(model, key) for key, param in model.named_parameters()}
+    held = ((param, each) for each in optimizers for group in each.param_groups for param in group["params"])
+    return {names[id(param)]: (param, each) for param, each in held}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,42 +320,26 @@ def _state_dicts(
 ) -> Iterator[tuple[Optimizer, dict[str, Any], dict[Any, str]]]:
     """Yields optimizers, their state dicts, and the FQNs of the parameters to which these have given numbers."""
     names = {id(param): fqn_of(model, key) for key, param in model.named_parameters()}
+    taken = set[str]()
     for optimizer in optimizers:
-        own, fqns = optimizer.state_dict(), dict[Any, str]()
+        own, fqns, kind = optimizer.state_dict(), dict[Any, str](), type(optimizer).__name__
         for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 if id(param) not in names:
                     raise ValueError(
                         f"optimizer: expected parameters of the model, got one of shape {[*param.shape]} in a "
-                        f"{type(optimizer).__name__} that the model lacks. Pass the model that has all of them."
+                        f"{kind} that the model lacks. Pass the model that has all of them."
                     )
                 fqns[number] = names[id(param)]
+        others = len(optimizers) > 1 and (taken & {*fqns.values()} or own["state"].keys() - fqns.keys())
+        if others:
+            raise ValueError(
+                f"optimizer: expected states of one parameter each, and each parameter in one of several optimizers, "
+                f"got {some_of(sorted(map(str, others)))} in a {kind} and in another, or of none. Save each of these "
+                "optimizers in a folder of its own, with the model, and load them so."
+            )
+        taken |= {*fqns.values()}
         yield optimizer, own, fqns
-
-
-def make_states(optimizer: Optimizer) -> list[Tensor]:
-    """Makes the states of parameters that have none, by a step on gradients of zeros with a learning rate of 0.
-
-    Every rank must call it: a step may communicate. Returns these parameters.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
-    fresh = {param for param in params if param not in optimizer.state}
-    if not fresh:
-        return []
-    gradients = [param.grad for param in params]
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    try:
-        for param in params:
-            param.grad = torch.zeros_like(param) if param in fresh else None
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()
-    finally:
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        for group, rate in rates:
-            group["lr"] = rate
-    return [*fresh]
 
 
 def fqn_of(model: nn.Module, key: str) -> str:

@@ -13,7 +13,7 @@ import struct
 import zipfile
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -68,12 +68,14 @@ class Checkpoint(ABC):
         tensors: key -> a tensor.
         objects: the keys of values that are no tensors.
         paths: key -> the keys and indices on the way to it in the state dict.
+        sharded: the keys of tensors that were DTensors, or may have been.
         save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
     """
 
     tensors: Mapping[str, Parts]
     objects: Mapping[str, Any]
     paths: Mapping[str, tuple[Any, ...]]
+    sharded: Container[str]
     save_id = ""
 
     def __init__(self, folder: Path) -> None:
@@ -249,6 +251,7 @@ class _Ours(Checkpoint):
                 self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
                 self._layout = Layout(self._kinds)
                 self.tensors = self._layout.tensors
+                self.sharded = {each.name for _, kind in self._kinds for each in kind.entries if each.mesh >= 0}
         except OSError:
             raise
         except Exception as error:  # whatever a damaged file makes of the lines above
@@ -330,6 +333,7 @@ class _Torchs(Checkpoint):
                     tensors[name] = Parts(
                         each.properties.dtype, tuple(each.size), boxes[:, 0], boxes[:, 1], torch.empty(0)
                     )
+            self.sharded = {name for name, each in tensors.items() if each.shape}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise damaged(folder / METADATA, f"got something else ({error})") from error
 

@@ -150,19 +150,21 @@ def load_model(
             All errors are raised on all ranks. Values are written only after all names, shapes and dtypes were checked.
     """
     require_module("model", model, "load_model")
-    check_bool("strict", strict)
-    check_bool("convert", convert)
-    if init is not None and not callable(init):
-        raise TypeError(f"init: expected a function of a module, or None, got {init!r}")
-    table, may_be = NameTable(names), _patterns(unexpected)
-    groups = groups_managing(model)
+    groups, doing = groups_managing(model), "fsdp2.hf.load_model"
+
+    def check() -> tuple[NameTable, list[re.Pattern[str]]]:
+        check_path("folder", folder)
+        check_bool("strict", strict)
+        check_bool("convert", convert)
+        if init is not None and not callable(init):
+            raise TypeError(f"init: expected a function of a module, or None, got {init!r}")
+        settle(groups, "load_model")
+        return NameTable(names), _patterns(unexpected)
+
     ranks = Ranks(meshes_of(model, groups))
+    table, may_be = ranks.run(check, doing)
     ranks.require_same("load_model", {"folder": path_text(folder), "strict": strict, "convert": convert})
-    check_path("folder", folder)
-    path = Path(folder)
-    doing = "fsdp2.hf.load_model"
-    ranks.run(lambda: settle(groups, "load_model"), doing)
-    checkpoint = ranks.from_first(lambda: read_checkpoint(path))
+    checkpoint = ranks.from_first(lambda: read_checkpoint(Path(folder)))
     tensors, report = find_tensors(model), LoadReport()
     convert = convert and not table.is_function
     find_converter = partial(converter_of, model, tensors, without_adapters=True)

@@ -88,13 +88,6 @@ def save_model(
             All errors are raised on all ranks, and leave the previous folder as it was.
     """
     require_module("model", model, "save_model")
-    check_bool("convert", convert)
-    if names is not None and not isinstance(names, Mapping):
-        raise TypeError(f"names: expected a dict of names, got {names!r}")
-    if getattr(model, "peft_config", None) and names is None:
-        what = "the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder)"
-        raise ValueError(f"save_model: {what}, or merge them before.")
-    most = parse_size(max_shard_size)
 
     def add_files(target: Path) -> None:
         _save_config(model, target, dtype)
@@ -103,8 +96,14 @@ def save_model(
         tensors = find_tensors(model)
 
         def plan() -> Plan:
+            check_bool("convert", convert)
+            if names is not None and not isinstance(names, Mapping):
+                raise TypeError(f"names: expected a dict of names, got {names!r}")
+            if getattr(model, "peft_config", None) and names is None:
+                what = "the model has adapters of peft. Save them by fsdp2.hf.save_adapter(model, folder)"
+                raise ValueError(f"save_model: {what}, or merge them before.")
             converter = converter_of(model, tensors) if convert else None
-            return plan_save(tensors, names or {}, dtype, most, "model", converter)
+            return plan_save(tensors, names or {}, dtype, parse_size(max_shard_size), "model", converter)
 
         return ranks.run(plan, "fsdp2.hf.save_model")
 
@@ -140,8 +139,6 @@ def save_adapter(
             Besides, what `save_model` raises.
     """
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
-    if configs and adapter_name not in configs:
-        raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
 
     def add_files(target: Path) -> None:
         if configs:
@@ -157,21 +154,20 @@ def save_adapter(
             config.save_pretrained(str(target))
 
     def make_plan(ranks: Ranks) -> Plan:
-        tensors, doing = find_tensors(model), "fsdp2.hf.save_adapter"
-        if not configs:
+        tensors = find_tensors(model)
+
+        def plan() -> Plan:
+            if configs and adapter_name not in configs:
+                raise ValueError(f"adapter_name: expected one of {', '.join(configs)}, got {adapter_name!r}")
             lora = {name: name for tensor in tensors for name in tensor.names if "lora_" in name}
-            if not lora:
+            if not configs and not lora:
                 raise ValueError(
                     "save_adapter: expected parameters with lora_ in their names, found none. Use save_model."
                 )
-            return ranks.run(lambda: plan_save(tensors, lora, dtype, None, "adapter_model", only=True), doing)
+            names = find_adapter(model, tensors, adapter_name) if configs else lora
+            return plan_save(tensors, names, dtype, None, "adapter_model", only=True)
 
-        def plan() -> Plan:
-            return plan_save(
-                tensors, find_adapter(model, tensors, adapter_name), dtype, None, "adapter_model", only=True
-            )
-
-        return ranks.run(plan, doing)
+        return ranks.run(plan, "fsdp2.hf.save_adapter")
 
     return _save(model, folder, dtype, make_plan, "adapter_model", add_files)
 
@@ -276,13 +272,17 @@ def _save(
     add_files: Callable[[Path], None],
 ) -> int:
     """Saves what is planned of a model. `add_files` is called with the new folder on the first rank."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
     groups = groups_managing(model)
+
+    def check() -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+        check_path("folder", folder)
+        settle(groups, "fsdp2.hf.save_model")
+
     ranks = Ranks(meshes_of(model, groups))
-    ranks.run(lambda: settle(groups, "fsdp2.hf.save_model"), "fsdp2.hf.save_model")
+    ranks.run(check, "fsdp2.hf.save_model")
     ranks.require_same("save_model", {"folder": path_text(folder), "dtype": str(dtype)})
-    check_path("folder", folder)
     plan = make_plan(ranks)
     ranks.require_same("save_model", {_PLANNED: _digest_of(plan)})
     return write_files(plan, Path(folder), ranks, _find_turns(plan, ranks), stem, add_files)

@@ -193,6 +193,11 @@ class FlatOptimizer:
         """True if a step may still run when it returns."""
         return vars(self)[_STEPS].late is not None
 
+    @property
+    def offload_states(self) -> bool:
+        """True if the states rest on the CPU between steps."""
+        return vars(self)[_STEPS].bucket_bytes is not None
+
 
 @once
 def _flat_class(cls: type[Optimizer]) -> type[Optimizer]:

@@ -135,6 +135,36 @@ def parameters_of_another_model() -> None:
     same(torch.tensor(optimizer.param_groups[0]["lr"]), torch.tensor(0.1))
 
 
+class WithCount(torch.optim.SGD):
+    """Has a state of no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"]["steps"] = self.state["count"].get("steps", 0) + 1
+        return super().step(closure)
+
+
+@follows("Save each of these optimizers in a folder of its own, with the model, and load them so")
+def states_of_one_in_two_optimizers() -> None:
+    model, folder = shard(build()), new_folder()
+    biases, weights = ([p for p in model.parameters() if p.dim() == d] for d in (1, 2))
+    ways = [([*biases, weights[0]], [*biases, *weights]), (biases, weights)]
+    for number, both in enumerate(ways):  # a parameter in two optimizers; states of none
+        optimizers = [WithCount(params, lr=0.1, momentum=0.5) for params in both]
+        for index, each in enumerate(optimizers):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1.0 + index)
+            each.step()
+        refused(lambda: checkpoint.save(folder / "a", model, optimizers), ValueError)  # noqa: B023
+        for index, each in enumerate(optimizers):
+            checkpoint.save(folder / f"{number}-{index}", model, each)
+        for index, (params, each) in enumerate(zip(both, optimizers, strict=True)):
+            fresh = WithCount(params, lr=0.7, momentum=0.5)
+            checkpoint.load(folder / f"{number}-{index}", model, fresh)
+            assert fresh.state["count"] == {"steps": 1}
+            for param in params:
+                same(fresh.state[param]["momentum_buffer"], each.state[param]["momentum_buffer"])
+
+
 @follows("Pass strict=False to leave these out", "Pass strict=False to leave these as they are")
 def other_models() -> None:
     folder, small = new_folder(), nn.Sequential(nn.Linear(3, 3))

@@ -4,6 +4,8 @@ The oracle is the same optimizer on a second model, with its states on the devic
 """
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import fake_gpu
 from fake_gpu.training import ROWS_OF_RANK, WIDTH, build, judged
-from fsdp2 import CPUOffloadPolicy, flatten_optimizer, muon
+from fsdp2 import CPUOffloadPolicy, checkpoint, flatten_optimizer, muon
+from fsdp2.checkpoint import loading
 from fsdp2.optim import resting, whole_matrix
 from helpers import run_checks, world_sizes
 
@@ -277,6 +280,18 @@ def distributed_checkpoints() -> None:
     assert all(local(each["exp_avg"]).device.type == "cpu" for each in fresh.state.values())
     pair.optimizers[1] = fresh
     pair.step(1)
+    pair.compare_states()
+    shared = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    checkpoint.save(shared[0], pair.models[1], fresh)
+    made, make, fresh = list[Tensor](), loading.make_state, pair.optimizer(1)
+    with mock.patch.object(loading, "make_state", lambda *args: made.append(make(*args)) or made[-1]):
+        checkpoint.load(shared[0], pair.models[1], fresh)
+    assert {local(each).device.type for each in made} == {"cpu"}, "the states were never on the device"
+    dist.barrier()
+    shutil.rmtree(shared[0], ignore_errors=True)
+    pair.optimizers[1] = fresh
+    pair.step(2)
     pair.compare_states()
     pair.optimizers[1] = copy.deepcopy(fresh)
     assert type(pair.optimizers[1]) is type(fresh)

@@ -624,6 +624,19 @@ def arguments(folder: Path) -> None:
         hf.save_adapter(model, folder / "x")
     with pytest.raises(RuntimeError, match=r"wide\.weight is on meta: it has no values"):
         hf.save_model(on_meta(OddMLP, whole), folder / "x")
+    on_one_rank: tuple[dict[str, Any], ...] = (
+        {"names": 3},
+        {"unexpected": 3},
+        {"init": 3},
+        {"strict": 3},
+        {"convert": 3},
+    )
+    for each in on_one_rank if dist.get_rank() else [{}] * len(on_one_rank):
+        with pytest.raises(TypeError, match=r"^(rank \d: )?\w+: expected"):
+            hf.load_model(model, folder, **each)
+    for each in ({"names": 3}, {"dtype": 3}, {"max_shard_size": -1}) if dist.get_rank() else [{}] * 3:
+        with pytest.raises((TypeError, ValueError), match=r"^(rank \d: )?\w+: expected"):
+            hf.save_model(model, folder / "x", **each)
 
     def inside(*_: Any) -> None:
         with pytest.raises(RuntimeError, match=r"load_model: a forward or backward of .* runs"):
