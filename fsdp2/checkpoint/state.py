@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..shards.dtensors import box_of, cut_axes
 from ..shards.dtensors import cuts_of as cuts_of_rank
-from ..shards.find import is_sharded_by_fsdp1, shards_of
+from ..shards.find import fqn_of, is_sharded_by_fsdp1, shards_of
 from ..shards.tensors import PLAIN, dtensor, dtensor_spec, local_if_any, local_of, require_module, some_of
 from .layout import Entry, Kind, Mesh
 
@@ -24,7 +23,6 @@ Optimizers = Optimizer | Sequence[Optimizer]
 MODEL, OPTIMIZER, PER_RANK = "model", "optimizer", "per_rank"
 STATES, GROUPS = "state", "param_groups"
 """The keys in the state dict of an optimizer."""
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class State:
@@ -340,13 +338,3 @@ def _state_dicts(
             )
         taken |= {*fqns.values()}
         yield optimizer, own, fqns
-
-
-def fqn_of(model: nn.Module, key: str) -> str:
-    """Returns a key of the model's state dict without the names that DDP, torch.compile and checkpointing add."""
-    names, module = list[str](), model
-    for name in key.split("."):
-        if name not in _WRAPPERS and not (name == "module" and isinstance(module, DistributedDataParallel)):
-            names.append(name)
-        module = getattr(module, name, module)
-    return ".".join(names)

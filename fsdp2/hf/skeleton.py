@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..shards.find import attributes_of, original_class
-from .tensors import WRAPPERS, ModelTensor
+from ..shards.find import WRAPPERS, attributes_of, original_class
+from .tensors import ModelTensor
 
 # What an error says where other libraries compute what is saved.
 SAVE_IN_FULL = (
@@ -72,7 +72,7 @@ def make_skeleton(
 def inside(module: nn.Module, without_adapters: bool) -> nn.Module:
     """Returns the module around which wrappers of torch are; and adapters of peft, which may be left out, too."""
     while True:
-        inner: Any = next((module._modules[name[:-1]] for name in WRAPPERS if name[:-1] in module._modules), None)
+        inner: Any = next((module._modules[name] for name in WRAPPERS if name in module._modules), None)
         if inner is None and without_adapters:
             inner = base_of(module)
         if inner is None:

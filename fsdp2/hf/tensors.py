@@ -13,13 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..shards.dtensors import box_of, cuts_of, replicas_of
-from ..shards.find import shards_of
+from ..shards.find import fqn_of, shards_of
 from ..shards.protocol import Cut, ShardGroup, ShardParam
 from ..shards.tensors import fqn, holds_values, is_packed, local_if_any, some_of
 from .files import Box, whole_box
-
-# What wrappers of torch put into the names of what they wrap, and state dicts of these modules leave out.
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 # Names of tensors in errors and reports of files.
 some = partial(some_of, most=5)
@@ -127,8 +124,7 @@ def registered(module: nn.Module, name: str) -> Tensor:
 def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Yields (module, its FQN, name, tensor) for each entry that a state dict has."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for wrapper in WRAPPERS:
-            prefix = f"{prefix}.".replace(wrapper, "")[:-1]
+        prefix = fqn_of(model, prefix)
         kept = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
         for name, tensor in (*module._parameters.items(), *kept.items()):
             if tensor is not None:

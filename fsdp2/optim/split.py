@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
+from ..shards.find import fqn_of
 from ..shards.tensors import require_module, some_of
 from .cuts import block_sizes
 from .whole_matrix import WholeMatrixOptimizer
 
-_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")
 _NUMBERS = re.compile(r"(?<![^.])\d+(?=\.)")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -161,7 +161,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """Returns each parameter -> its FQNs."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        found.setdefault(param, []).append(_WRAPPERS.sub("", name))
+        found.setdefault(param, []).append(fqn_of(model, name))
     return found
 
 

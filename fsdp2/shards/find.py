@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..checks.clipping import ClippedParameters, clipped_parameters, note_clipping
 from ..checks.model_facts import compare_initial_weights, refuse_empty_memory
@@ -24,12 +25,14 @@ from .torch_fsdp2 import TorchParam, TorchShards, is_sharded_by_torch
 from .torch_fsdp2 import plain_class as plain_class_of_torchs
 
 __all__ = [
+    "WRAPPERS",
     "ClippedParameters",
     "attributes_of",
     "before_write",
     "check_weights",
     "clipped_parameters",
     "find_params",
+    "fqn_of",
     "groups_managing",
     "has_users_class",
     "is_sharded",
@@ -43,6 +46,9 @@ __all__ = [
     "sharded_name_of",
     "shards_of",
 ]
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""The names of what torch.compile and checkpointing wrap. State dicts of these modules leave them out."""
 
 
 def shards_of(module: nn.Module) -> Shards:
@@ -176,3 +182,15 @@ def is_unsynchronized(gradient: object) -> bool:
 
 before_write = notices.notify
 """Call it before you write to local tensors: a copy of them may be on its way to a device. It does not communicate."""
+
+
+def fqn_of(model: nn.Module, name: str) -> str:
+    """Returns the name of a submodule, a parameter or a buffer without the names that DDP, torch.compile and
+    checkpointing add.
+    """
+    kept, module = list[str](), model
+    for each in name.split("."):
+        if each not in WRAPPERS and not (each == "module" and isinstance(module, DistributedDataParallel)):
+            kept.append(each)
+        module = getattr(module, each, module)
+    return ".".join(kept)

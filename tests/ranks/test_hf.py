@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import helpers
 from fsdp2 import CPUOffloadPolicy, ShardPlacementResult, fully_shard, hf, replicate
@@ -642,6 +643,10 @@ def arguments(folder: Path) -> None:
         with pytest.raises(RuntimeError, match=r"load_model: a forward or backward of .* runs"):
             hf.load_model(model, folder)
 
+    plain, wrapped = OddMLP(), DistributedDataParallel(OddMLP())
+    hf.save_model(wrapped, folder / "of DDP")
+    hf.load_model(plain, folder / "of DDP")
+    assert_like(plain, wrapped.module.state_dict())
     model.narrow.register_forward_hook(inside)
     model(model.example(rows=2, seed=0))
     assert not (folder / "x").exists()
@@ -770,28 +775,29 @@ def errors_while_saving(folder: Path) -> None:
 def other_arguments_on_a_rank(folder: Path) -> None:
     """Ranks that would write, or read, other files than the first one: an error on all, before anything is written."""
     torch.manual_seed(0)
-    model, rank = TinyGPT(), dist.get_rank()
+    model, rank = TinyGPT(), min(dist.get_rank(), 1)
     whole(model)
     source = write(folder / "same", state_of(TinyGPT()))
     for name, values in {
         "folder": (folder / "w0", folder / "w1"),
-        "folder: ": (folder / "w0", None),
         "dtype": (None, torch.bfloat16),
         "max_shard_size": ("5GB", "1KB"),
-        "names": (None, {"other": "embedding.weight"}),
+        "names": (None, {"other": next(name for name, _ in model.named_parameters())}),
     }.items():
-        given = {"folder": folder / "w0", name.rstrip(": "): values[rank]}
+        given = {"folder": folder / "w0", name: values[rank]}
         with pytest.raises(
             ValueError, match=rf"save_model: .*{name}.*: expected the same on all ranks, got .* on rank 1"
         ):
             hf.save_model(model, **given)
     for name, arguments in {
         "folder": ((source,), (folder / "missing",)),
-        "folder: ": ((source,), (None,)),
         "strict": ((source,), (source, False)),
     }.items():
         with pytest.raises(ValueError, match=f"load_model: {name}.*expected the same on all ranks, got .* on rank 1"):
             hf.load_model(model, arguments[rank][0], strict=len(arguments[rank]) == 1)
+    for call in hf.load_model, hf.save_model:
+        with pytest.raises(TypeError, match=r"^(rank 1: )?folder: expected a path, got None"):
+            call(model, None if rank else source)  # type: ignore[operator]
     assert sorted(path.name for path in folder.iterdir() if path.name.endswith(("w0", "w1"))) == []
     os.chdir(folder)
     hf.save_model(model, "w0" if rank else Path("./w0"))  # one path in two ways
@@ -810,12 +816,12 @@ CHECKS: dict[Callable[[Path], None], tuple[int, ...]] = {
     tied_parameters: (1, 3),
     wrong_contents: (3,),
     files_that_differ_between_ranks: (2,),
-    arguments: (2,),
+    arguments: (3,),
     new_values_are_seen: (1, 3),
     own_adapters: (2,),
     no_shared_writes: (2, 3),
     errors_while_saving: (2,),
-    other_arguments_on_a_rank: (2,),
+    other_arguments_on_a_rank: (3,),
 }
 
 
