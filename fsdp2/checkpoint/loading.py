@@ -62,7 +62,8 @@ def load(
     they differ, and runs no code of the files. Ranks compare which checkpoint they load, and the checksums of its
     values. For that, on another number of ranks, one rank reads all of each part. A load waits for a save that runs,
     and raises what that has met. It makes no step: states that an optimizer does not have yet are made as the
-    checkpoint has them.
+    checkpoint has them, and keep their dtypes, where torch's `load_state_dict` gives all but "step" that of the
+    parameter.
 
     Example:
         ```python
@@ -213,11 +214,14 @@ class _Loading:
             ):
                 continue
             weight = key if state.flat_keys else f"{MODEL}.{key}"
-            if param is not None and weight in stored.tensors and stored.tensors[weight].shape != param.shape:
+            saved = stored.tensors.get(weight)
+            if param is not None and saved is not None and saved.shape != param.shape:
                 raise ValueError(
                     f"{stored.folder}: {name}: expected a state of a parameter of shape {[*param.shape]}, got one of a "
-                    f"parameter of shape {[*stored.tensors[weight].shape]}"
+                    f"parameter of shape {[*saved.shape]}"
                 )
+            if param is not None and shape and dtype.is_floating_point and (saved is None or saved.dtype == dtype):
+                dtype = param.dtype  # as where the parameter has another dtype than the saved one
             is_plain = name not in stored.sharded and (not shape or weight in stored.sharded)
             rests = getattr(optimizer, "offload_states", False)
             made = make_state(name, param, dtype, shape, None if is_plain else len(starts) > 1, rests)

@@ -273,6 +273,22 @@ def load_states(
         loaded = {number: states[key] for key, number in (of_all | numbers).items() if key in states}
         options = [group | next(left) for group in own["param_groups"]]
         optimizer.load_state_dict(own | {"state": loaded, "param_groups": options})
+    for fqn, (param, optimizer) in params_of(model, optimizers).items():
+        if isinstance(now := optimizer.state.get(param), dict):
+            # torch has converted each but "step" to the dtype of the parameter: NAdam's product, for example.
+            given = {name: value for name, value in states.get(fqn, {}).items() if name in now and name != "step"}
+            now |= {name: _as_given(now[name], value) for name, value in given.items()}
+
+
+def _as_given(loaded: Any, given: Any) -> Any:
+    """Returns a loaded value, with tensors of other dtypes as they were given."""
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
+    if isinstance(given, Mapping):
+        return {key: _as_given(loaded[key], value) for key, value in given.items()}
+    if isinstance(given, list):
+        return [_as_given(*pair) for pair in zip(loaded, given, strict=True)]
+    return loaded
 
 
 def make_state(

@@ -64,6 +64,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
     "flat": lambda params: flatten_optimizer(torch.optim.AdamW(params, lr=1e-2)),
     "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2),
+    "NAdam in bf16": lambda params: torch.optim.NAdam(params, lr=1e-2),  # its product has fp32, which torch converts
     "muon": lambda params: muon([p for p in params if p.dim() == 2], lr=1e-2),
     "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=2, history_size=2),
     "unusual": Unusual,
@@ -71,12 +72,12 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def make(kind: str, seed: int) -> Made:
-    model = fully_shard(Scaled(seed))
+    model = fully_shard(Scaled(seed).to(torch.bfloat16 if "bf16" in kind else None))
     return model, KINDS[kind]([*model.parameters()])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    x = torch.linspace(-1, 1, 35).reshape(7, 5)
+    x = torch.linspace(-1, 1, 35, dtype=next(model.parameters()).dtype).reshape(7, 5)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -101,12 +102,12 @@ def whole(value: Any) -> Any:
 
 
 def laid_out(value: Any) -> Any:
-    """Returns the placements in a value; the class of what has none."""
+    """Returns the dtypes and placements in a value, and the classes of others."""
     if isinstance(value, dict):
         return {key: laid_out(each) for key, each in value.items()}
     if isinstance(value, list):
         return [laid_out(each) for each in value]
-    return getattr(value, "placements", type(value))
+    return getattr(value, "dtype", None), getattr(value, "placements", type(value))
 
 
 def never(*args: Any) -> None:
