@@ -58,6 +58,9 @@ class Content:
                 self.plain[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
             elif tensor is None and _is_plain(value):
                 self.plain[name] = zlib.crc32(repr(value).encode())
+            elif tensor is None:  # tensors in tuples, for example
+                parts = [bytes_in(each.detach().cpu().contiguous()) for each in tensors_in(value)]
+                self.plain[name] = zlib.crc32(b"".join(map(bytes, parts)))
 
 
 def check_values(argument: str, values: Any) -> None:

@@ -38,6 +38,12 @@ def checkpoints_in(*folders: Path) -> list[Path]:
     return sorted(found, key=lambda path: (_saved_at(path), [int(each) for each in re.findall(r"\d+", path.name)]))
 
 
+def saved_after(folder: Path) -> float:
+    """Returns a time behind the last save into a folder: this machine's clock may be behind, or have been set back."""
+    found = checkpoints_in(folder)
+    return _saved_at(found[-1]) + 1e-3 if found else 0.0
+
+
 def _saved_at(path: Path) -> float:
     """Returns the time of a save: of ours, what its first rank has noted, which copies of the folder have, too."""
     try:

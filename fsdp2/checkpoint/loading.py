@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from functools import reduce
 from operator import and_, or_
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..shards import codec_state
 from ..shards.find import before_write
-from ..shards.tensors import check_bool, local_if_any, some_of
+from ..shards.tensors import NUMBERS, check_bool, local_if_any, some_of
 from .content import CODECS, state_of
 from .folders import check_path
 from .ranks import Team, attempt
@@ -74,14 +75,15 @@ def load(
     Args:
         folder: the folder of the checkpoint; see `latest`.
         model: the model, sharded in any way.
-        optimizer: its optimizers, in any number. A param group gets the options that were saved for its first
-            parameter. None: nothing of them is loaded.
+        optimizer: its optimizers, in any number; [] on a rank that has none, where others have some. A param group gets
+            the options that were saved for its first parameter. The states of a parameter are then those of the
+            checkpoint. None: nothing of them is loaded.
         extra: name -> an object with `load_state_dict`, which gets what was saved under this name.
         per_rank: name -> an object with `load_state_dict`, which gets what this rank has saved. On another number of
             ranks it is left alone, with a warning; so are the codecs.
         weights: load the model. False: only the rest; the weights come from elsewhere.
-        strict: the checkpoint must have all tensors of the model and the optimizer, and the ranks together must load
-            all of its tensors of them. False: what one side lacks is left as it is.
+        strict: the checkpoint must have all tensors of the model, and all options of the optimizer, and the ranks
+            together must load all of its tensors of them. False: what one side lacks is left as it is.
         trainable_only: load only parameters that require a gradient, and buffers.
         process_group: the ranks that load together. None: all.
 
@@ -92,11 +94,12 @@ def load(
     Raises:
         FileNotFoundError: `folder` has no checkpoint, or lacks a file.
         ValueError: a file is damaged, truncated, of another save or release, or could run code; ranks load
-            different checkpoints; a shape differs; with `strict`, a tensor is missing or left over, or the model does
-            not take a key of its own state dict; a name in `extra` was not saved.
+            different checkpoints, or pass other choices; a shape differs; with `strict`, a tensor is missing or left
+            over, or the model does not take a key of its own state dict; a name in `extra` was not saved.
         TypeError: an argument.
         NotImplementedError: the model is one of torch's FullyShardedDataParallel.
         OSError: a file can't be read.
+        RuntimeError: a tensor of the model is on meta.
         All errors are raised on all ranks, and name the file. Those of the indices and of missing files leave all as it
         was. After one that a read meets, the model has some of the new weights: load another checkpoint.
     """
@@ -116,9 +119,12 @@ def load(
     stored = team.run(lambda: open_checkpoint(Path(folder).absolute()), failed)
     optimizers = checked or ()
     try:
-        found = team.gather((str(stored.folder), stored.save_id))
-        if len({*found}) > 1:
-            raise ValueError(f"load: folder: expected one checkpoint on all ranks, got {some_of({*map(str, found)})}")
+        choices: dict[str, Any] = {"weights": weights, "strict": strict, "trainable_only": trainable_only}
+        choices |= {"folder": f"{stored.folder} {stored.save_id}", "optimizer": None if optimizer is None else "some"}
+        for name, of_ranks in zip(choices, zip(*team.gather([*choices.values()]), strict=True), strict=True):
+            if len({*of_ranks}) > 1:
+                got = some_of(sorted({*map(str, of_ranks)}))
+                raise ValueError(f"load: {name}: expected the same on all ranks, got {got}")
         loading = team.run(
             lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
         )
@@ -170,10 +176,9 @@ class _Loading:
         self._group_keys: list[str] = []
         if optimizers:
             own, groups = nested[OPTIMIZER], nested[OPTIMIZER][GROUPS]
-            self._group_keys = [
-                next((self._stored_keys[fqn] for fqn in group["params"] if fqn in self._stored_keys), str(index))
-                for index, group in enumerate(groups)
-            ]
+            for index, group in enumerate(groups):
+                keys = (self._stored_keys[fqn] for fqn in group["params"] if fqn in self._stored_keys)
+                self._group_keys.append(next(keys, f"new {index}"))
             keyed = zip(self._group_keys, groups, strict=True)
             own[GROUPS] = {key: options_of(group) for key, group in keyed if group["params"]}
         is_flat = not any(path[0] == MODEL for path in stored.paths.values())
@@ -183,49 +188,68 @@ class _Loading:
         """Keys of the tensors to read -> where to."""
         self._values: dict[str, Any] = {}
         """The values that were read, of those that are no tensors."""
-        self._add_what_is_missing(params_of(model, optimizers), len(optimizers) == 1)
+        if optimizers:
+            self._take_what_is_stored(params_of(model, optimizers), is_one=len(optimizers) == 1)
 
-    def _add_what_is_missing(self, params: Mapping[str, tuple[Tensor, Optimizer]], is_one: bool) -> None:
-        """Adds the states and options that the checkpoint has and the optimizers have not: a fresh one has no states.
+    def _take_what_is_stored(self, params: Mapping[str, tuple[Tensor, Optimizer]], is_one: bool) -> None:
+        """Has the states of each parameter, each option, and each other value of optimizers be what the checkpoint has.
 
-        A state that has another shape than the stored one is made anew, unless it has the shape of its parameter.
+        As a whole, as an optimizer's load_state_dict does: with the names, lists, shapes and dtypes of the checkpoint.
+        Own tensors of the same name and shape are the memory.
 
         Args:
             params: FQN -> a parameter, and its optimizer.
-            is_one: there is one optimizer, which gets the states that are of no parameter.
+            is_one: there is one optimizer, which gets what is of no parameter.
         """
-        stored, state = self._stored, self._state
-        for name, path in stored.paths.items():
-            place = _place_in_optimizer(name, path, params, self._group_keys)
-            if place is None or name in state.objects:
-                continue
-            kind, key, *_ = place
-            if kind == STATES and key not in params and (not is_one or key in self._stored_keys):
-                continue
-            full, own = state.paths.get(name, (OPTIMIZER, *place)), state.tensors.get(name)
-            if name not in stored.tensors:
-                if own is None:
-                    state.add(name, full, None)
-                continue
-            param, optimizer = params.get(key, (None, None)) if kind == STATES else (None, None)
-            dtype, shape, starts, *_ = stored.tensors[name]
-            if own is not None and (
-                own.shape == shape or kind == GROUPS or (param is not None and own.shape == param.shape)
-            ):
-                continue
-            weight = key if state.flat_keys else f"{MODEL}.{key}"
-            saved = stored.tensors.get(weight)
-            if param is not None and saved is not None and saved.shape != param.shape:
-                raise ValueError(
-                    f"{stored.folder}: {name}: expected a state of a parameter of shape {[*param.shape]}, got one of a "
-                    f"parameter of shape {[*saved.shape]}"
-                )
-            if param is not None and shape and dtype.is_floating_point and (saved is None or saved.dtype == dtype):
-                dtype = param.dtype  # as where the parameter has another dtype than the saved one
-            is_plain = name not in stored.sharded and (not shape or weight in stored.sharded)
-            rests = getattr(optimizer, "offload_states", False)
-            made = make_state(name, param, dtype, shape, None if is_plain else len(starts) > 1, rests)
-            state.add(name, full, made)
+        stored, state, keys = self._stored, self._state, self._stored_keys
+
+        def is_taken(path: tuple[Any, ...]) -> bool:
+            if path[0] != OPTIMIZER or len(path) < 2:
+                return False
+            kind, key = path[1], path[2] if len(path) > 2 else None
+            if kind == GROUPS:
+                return key in self._group_keys and bool(options_of(dict.fromkeys(path[3:4])))
+            return (kind == STATES and key in params) or (is_one and bool(keys) and key not in keys)
+
+        taken = {name: path for name, path in stored.paths.items() if is_taken(path)}
+        whole = {_whole(path) for path in taken.values()}
+        own = {name: path for name, path in state.paths.items() if path[0] == OPTIMIZER}
+        tensors = dict(state.tensors)
+        for name, path in own.items():
+            has_ended = keys and path[1] == STATES and (path[2] in keys or (is_one and path[2] not in params))
+            if has_ended or _whole(path) in whole:
+                state.remove(name)
+        for name, path in taken.items():
+            is_tensor = name in stored.tensors
+            state.add(name, path, self._memory(name, path, tensors.get(name), params) if is_tensor else None)
+
+    def _memory(
+        self,
+        name: str,
+        path: tuple[Any, ...],
+        own: Tensor | None,
+        params: Mapping[str, tuple[Tensor, Optimizer]],
+    ) -> Tensor:
+        """Returns memory for a stored tensor of an optimizer. `own`: what the optimizer has under this name."""
+        stored, (dtype, shape, starts, *_) = self._stored, self._stored.tensors[name]
+        param, optimizer = params.get(path[2], (None, None)) if path[1] == STATES else (None, None)
+        if own is not None and (own.shape == shape or (param is not None and own.shape == param.shape)):
+            return own  # `_plan` compares shapes
+        if param is None:
+            return torch.zeros(shape, dtype=dtype)
+        weight = path[2] if self._state.flat_keys else f"{MODEL}.{path[2]}"
+        saved = stored.tensors.get(weight)
+        if saved is not None and saved.shape != param.shape:
+            raise ValueError(
+                f"{stored.folder}: {name}: expected a state of a parameter of shape {[*param.shape]}, got one of a "
+                f"parameter of shape {[*saved.shape]}"
+            )
+        if shape and dtype.is_floating_point and (saved is None or saved.dtype == dtype):
+            dtype = param.dtype  # as where the parameter has another dtype than the saved one
+        is_number = not shape and (param.dim() > 0 or path[-1] in NUMBERS)
+        is_plain = name not in stored.sharded and (is_number or weight in stored.sharded)
+        rests = getattr(optimizer, "offload_states", False)
+        return make_state(name, param, dtype, shape, None if is_plain else len(starts) > 1, rests)
 
     def check(self, team: Team, strict: bool) -> None:
         """Finds out what to read, and checks that the ranks together read all, and that all of it is there.
@@ -248,14 +272,10 @@ class _Loading:
         """Finds the tensors to read. Returns the others of the model and the optimizer that the checkpoint has."""
         stored, state = self._stored, self._state
         there = {*stored.tensors, *stored.objects}
-        has_state = {name.rpartition(".")[0] for name in there}
         missing = [
             name
             for name, path in state.paths.items()
-            if name not in there
-            and path[0] in (MODEL, OPTIMIZER)
-            # Not of a parameter on which the saved run had not stepped.
-            and (path[:2] != (OPTIMIZER, STATES) or name.rpartition(".")[0] in has_state)
+            if name not in there and path[0] in (MODEL, OPTIMIZER) and path[:2] != (OPTIMIZER, STATES)
         ]
         if missing and strict:
             raise ValueError(
@@ -278,8 +298,14 @@ class _Loading:
                     )
             elif name in state.objects or self._is_extra(name):  # perhaps a number of this run, such as lr
                 self._tensors[name] = torch.empty(shape, dtype=dtype)
+        for name, tensor in self._tensors.items():
+            if local_if_any(tensor).is_meta:
+                raise RuntimeError(
+                    f"load: {name}: expected memory, got a tensor on meta. Call model.to_empty(device=...) before."
+                )
         roots = {path[0] for path in state.paths.values()} & {MODEL, OPTIMIZER}
-        return [name for name in stored.tensors if self._root(name) in roots and name not in state.paths]
+        left = (name for name in stored.tensors if self._root(name) in roots and name not in state.paths)
+        return [name for name in left if stored.paths[name][:2] != (OPTIMIZER, GROUPS)]
 
     def _root(self, name: str) -> Any:
         """Returns the first key on the way to a stored value. With flat keys, tensors outside dicts are the model's."""
@@ -311,17 +337,10 @@ class _Loading:
             load_weights(model, nest(weights), strict)
         if not optimizers:
             return
-        own = state.tensors | state.objects | values
-        of_optimizers = nest({path[1:]: own[name] for name, path in state.paths.items() if path[0] == OPTIMIZER})
-        there = {path[2] for name, path in state.paths.items() if path[:2] == (OPTIMIZER, STATES) and name in values}
-        # A parameter of the saved run that had no states there has none then.
-        states = {
-            key: each
-            for key, each in of_optimizers.get(STATES, {}).items()
-            if key in there or key not in self._stored_keys
-        }
-        options = [of_optimizers[GROUPS].get(key, {}) for key in self._group_keys]
-        load_states(model, optimizers, states, options)
+        every = state.tensors | state.objects | values
+        own = nest({path[1:]: every[name] for name, path in state.paths.items() if path[0] == OPTIMIZER})
+        options = [deepcopy(own.get(GROUPS, {}).get(key, {})) for key in self._group_keys]
+        load_states(model, optimizers, {**own, STATES: own.get(STATES, {}), GROUPS: options})
 
     def extra(self) -> dict[str, Any]:
         """Returns name -> value of all besides the model, the optimizer and what is of one rank."""
@@ -336,50 +355,29 @@ class _Loading:
 def _of_rank(stored: Checkpoint, team: Team) -> dict[str, Any] | None:
     """Returns what this rank has saved for itself; None if another number of ranks has saved."""
     saved, own = {name for name, path in stored.paths.items() if path[0] == PER_RANK}, f"{PER_RANK}.{team.rank}"
-    if saved and (len(saved) != team.size or own not in saved):
+    if saved and [*stored.members] != team.members:
         warnings.warn(
-            f"{stored.folder}: {len(saved)} ranks have saved states of their own, such as random states, and "
+            f"{stored.folder}: {len(stored.members)} ranks have saved states of their own, such as random states, and "
             f"{team.size} load. These begin anew.",
             stacklevel=6,
         )
         return None
-    found: dict[str, Any] = stored.object(own) if saved else {}
+    found: dict[str, Any] = stored.object(own) if own in saved else {}
     return found
 
 
 def _group_keys(stored: Checkpoint) -> dict[str, str]:
     """Returns the FQN of a parameter -> the key of its options in the checkpoint: the index of a group, or the FQN."""
-    found = dict[str, str]()
-    for name, path in stored.paths.items():
-        if path[:2] == (OPTIMIZER, GROUPS) and path[3:] == ("params",):
-            found |= dict.fromkeys(stored.object(name), str(path[2]))
-        elif len(path) < 3 and name.startswith(f"{OPTIMIZER}.{GROUPS}."):
-            fqn = name.removeprefix(f"{OPTIMIZER}.{GROUPS}.").rpartition(".")[0]
-            found[fqn] = fqn
-    return found
+    options = {name: path for name, path in stored.paths.items() if path[:2] == (OPTIMIZER, GROUPS) and len(path) > 3}
+    lists = {name: path[2] for name, path in options.items() if path[3:] == ("params",)}
+    if not lists:  # options lie under FQNs
+        return {path[2]: path[2] for path in options.values()}
+    return {fqn: key for name, key in lists.items() for fqn in stored.object(name)}
 
 
-def _place_in_optimizer(
-    name: str, path: tuple[Any, ...], params: Container[str], groups: Container[str]
-) -> tuple[Any, ...] | None:
-    """Returns `STATES`, the FQN of a parameter, and more keys, for a stored state; `GROUPS`, the key of a group, and
-    more keys for an option of one of the `groups`; None for anything else.
-    """
-    place: tuple[Any, ...] | None = None
-    if path[0] == OPTIMIZER and len(path) > 2 and path[1] in (STATES, GROUPS):
-        place = (path[1], str(path[2]), *path[3:])
-    for kind, known in ((STATES, params), (GROUPS, groups)) if place is None else ():
-        before, below = f"{OPTIMIZER}.{kind}.", name.removeprefix(f"{OPTIMIZER}.{kind}.")
-        ends = (end for end, text in enumerate(below) if text == "." and below[:end] in known)
-        if name.startswith(before) and (end := next(ends, None)):
-            place = (kind, below[:end], below[end + 1 :])
-    if (
-        place is not None
-        and place[0] == GROUPS
-        and (place[1] not in groups or not options_of(dict.fromkeys(place[2:3])))
-    ):
-        return None
-    return place
+def _whole(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the path to what is loaded as a whole: the states of a parameter, an option, another value."""
+    return path[: {STATES: 3, GROUPS: 4}.get(path[1], 2)]
 
 
 def _require_loadable(argument: str, values: Any) -> None:

@@ -23,13 +23,13 @@ from ..shards.ranks import moves_data
 from .content import Content
 from .folders import JobLock, replace_folder
 from .layout import FORMAT, LAYOUT, METADATA, Kind, Layout, Place, file_of
-from .listing import remove_old
+from .listing import remove_old, saved_after
 from .memory import machine, make_memory, memory_of
 from .parts import file_head, lengths_around, part_chunks, write_file
 from .pickled import StoredObject, metadata_chunks
 from .ranks import Team, attempt, digest_of
 from .snapshot import Snapshot
-from .state import PER_RANK
+from .state import OPTIMIZER, PER_RANK
 
 if TYPE_CHECKING:
     from .saving import Saving
@@ -286,13 +286,18 @@ class Session:
         content = {
             "format": FORMAT,
             "save_id": save.save_id,
-            "time": time.time(),
+            "time": max(time.time(), saved_after(save.final.parent)),
             "members": self.team.members,
             "kinds": [[kind.to_json() for _, kind in layout.kinds], save.agreed.kinds],
             "objects": objects,
             "paths": paths,
         }
         write_file(new / LAYOUT, [json.dumps(content, separators=(",", ":")).encode()])
+        if save.choices.flat_keys:  # torch's functions for state dicts join the keys in an optimizer
+            paths = {
+                name: (OPTIMIZER, ".".join(map(str, path[1:]))) if path[0] == OPTIMIZER else path
+                for name, path in paths.items()
+            }
         chunks = metadata_chunks(layout.tensors, layout.offsets, save.agreed.around, objects, paths, save.save_id)
         write_file(new / METADATA, chunks)
         replace_folder(new, save.final)

@@ -51,12 +51,17 @@ class State:
         self.stored_paths = {
             name: path[1:] if flat_keys and path[0] == MODEL else path for name, path in self.paths.items()
         }
-        """Key -> the keys and indices on the way to it, as torch.distributed.checkpoint notes them."""
+        """Key -> the keys and indices on the way to it, of which the layout of a checkpoint has a list."""
 
     def add(self, name: str, path: tuple[Any, ...], value: Any) -> None:
-        """Adds a value, or puts it in the place of another."""
+        """Adds a value."""
         self.paths[name] = path
         (self.tensors if isinstance(value, Tensor) else self.objects)[name] = value
+
+    def remove(self, name: str) -> None:
+        """Removes a value."""
+        for each in (self.paths, self.tensors, self.objects):
+            each.pop(name, None)
 
     def local(self, name: str) -> Tensor:
         """Returns this rank's part of a tensor: a plain tensor over its memory."""
@@ -209,10 +214,11 @@ def states_of(
         model: the model.
         optimizers: its optimizers.
         trainable_only: leave out parameters that do not require a gradient.
-        flat_keys: states and options of the optimizers lie under keys with the FQN of their parameter.
+        flat_keys: options of the optimizers lie under the FQN of each parameter.
 
     Raises:
-        ValueError: an optimizer has a parameter that the model lacks.
+        ValueError: an optimizer has a parameter that the model lacks; of several, one has what is of no parameter, or a
+            parameter of another one.
     """
     for sharded in shards_of(model).groups:
         sharded.before_read()
@@ -222,18 +228,14 @@ def states_of(
             found[MODEL].pop(fqn_of(model, key), None)
     if not optimizers:
         return found
-    states, groups = dict[str, Any](), list[dict[str, Any]]()
+    states, groups, more = dict[str, Any](), list[dict[str, Any]](), dict[str, Any]()
     for _, own, fqns in _state_dicts(model, optimizers):
-        states |= {fqns.get(key, key): state for key, state in own["state"].items() if state}
-        groups += [group | {"params": [fqns[number] for number in group["params"]]} for group in own["param_groups"]]
-    if flat_keys:
-        leaves = (each for fqn, state in states.items() for each in _leaves((STATES, fqn), state))
-        flat = {".".join(map(str, path)): value for path, value in leaves}
-        for group in groups:
-            options = options_of(group).items()
-            flat |= {f"{GROUPS}.{fqn}.{key}": value for fqn in group["params"] for key, value in options}
-        return found | {OPTIMIZER: flat}
-    return found | {OPTIMIZER: ({STATES: states} if states else {}) | {GROUPS: groups}}
+        kept = {key: state for key, state in own[STATES].items() if not isinstance(state, dict) or state}
+        states |= {fqns.get(key, key): state for key, state in kept.items()}
+        groups += [group | {"params": [fqns[number] for number in group["params"]]} for group in own[GROUPS]]
+        more |= {key: value for key, value in own.items() if key not in (STATES, GROUPS)}
+    by_fqn = {fqn: options_of(group) for group in groups for fqn in group["params"]}
+    return found | {OPTIMIZER: ({STATES: states} if states else {}) | {GROUPS: by_fqn if flat_keys else groups} | more}
 
 
 def load_weights(model: nn.Module, values: Mapping[str, Any], strict: bool) -> None:
@@ -251,28 +253,18 @@ def load_weights(model: nn.Module, values: Mapping[str, Any], strict: bool) -> N
         )
 
 
-def load_states(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    states: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Has optimizers load states and options.
+def load_states(model: nn.Module, optimizers: Sequence[Optimizer], values: Mapping[str, Any]) -> None:
+    """Has optimizers load a state dict, whose states have FQNs and names, and whose options are those of all groups.
 
-    Args:
-        model: the model.
-        optimizers: its optimizers.
-        states: FQN -> the states of a parameter; or the name of a state of the optimizer as a whole -> its value. A
-            parameter that is missing has no states then.
-        groups: the options of each param group.
+    A parameter that has no states in it has none then. Every state keeps its dtype.
     """
-    left = iter(groups)
+    left, states = iter(values[GROUPS]), values[STATES]
     for optimizer, own, fqns in _state_dicts(model, optimizers):
         numbers = {fqn: number for number, fqn in fqns.items()}
         of_all = {key: key for key in states} if len(optimizers) == 1 else {}
         loaded = {number: states[key] for key, number in (of_all | numbers).items() if key in states}
-        options = [group | next(left) for group in own["param_groups"]]
-        optimizer.load_state_dict(own | {"state": loaded, "param_groups": options})
+        options = [group | next(left) for group in own[GROUPS]]
+        optimizer.load_state_dict({**own, **values, STATES: loaded, GROUPS: options})
     for fqn, (param, optimizer) in params_of(model, optimizers).items():
         if isinstance(now := optimizer.state.get(param), dict):
             # torch has converted each but "step" to the dtype of the parameter: NAdam's product, for example.
@@ -294,15 +286,15 @@ def _as_given(loaded: Any, given: Any) -> Any:
 def make_state(
     name: str, param: Tensor | None, dtype: torch.dtype, shape: Sequence[int], is_cut: bool | None, rests: bool
 ) -> Tensor:
-    """Returns memory for a state that the optimizer lacks, as its step would lay it out.
+    """Returns memory for a state that the optimizer lacks, over the mesh of its parameter.
 
     Args:
         name: its key in the flat state dict.
         param: the parameter. None: it is a state of no parameter.
         dtype: the dtype of the state.
         shape: the shape of the whole state.
-        is_cut: the state is a DTensor, and ranks have parts of it. False: each has all of it. None: it is a plain
-            tensor.
+        is_cut: the state is a DTensor, and ranks have parts of it. False: each has all of it, unless it has the shape
+            of the parameter. None: it is a plain tensor.
         rests: the states of the optimizer rest on the CPU.
     """
     if not isinstance(param, DTensor) or is_cut is None:
@@ -337,7 +329,7 @@ def _state_dicts(
     taken = set[str]()
     for optimizer in optimizers:
         own, fqns, kind = optimizer.state_dict(), dict[Any, str](), type(optimizer).__name__
-        for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        for group, saved in zip(optimizer.param_groups, own[GROUPS], strict=True):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 if id(param) not in names:
                     raise ValueError(
@@ -345,8 +337,8 @@ def _state_dicts(
                         f"{kind} that the model lacks. Pass the model that has all of them."
                     )
                 fqns[number] = names[id(param)]
-        others = len(optimizers) > 1 and (taken & {*fqns.values()} or own["state"].keys() - fqns.keys())
-        if others:
+        others = taken & {*fqns.values()} | (own[STATES].keys() - fqns.keys()) | (own.keys() - {STATES, GROUPS})
+        if len(optimizers) > 1 and others:
             raise ValueError(
                 f"optimizer: expected states of one parameter each, and each parameter in one of several optimizers, "
                 f"got {some_of(sorted(map(str, others)))} in a {kind} and in another, or of none. Save each of these "

@@ -26,6 +26,7 @@ from .folders import require_regular
 from .layout import FORMAT, LAYOUT, METADATA, TAIL_ROOM, Kind, Layout, Parts, file_of
 from .metadata import damaged, read_metadata
 from .parts import PIECE_NBYTES, Crc, PageSums, bytes_in, checksum_at, file_head
+from .state import GROUPS, OPTIMIZER, STATES
 
 _READ_NBYTES = 1 << 30
 
@@ -69,6 +70,7 @@ class Checkpoint(ABC):
         objects: the keys of values that are no tensors.
         paths: key -> the keys and indices on the way to it in the state dict.
         sharded: the keys of tensors that were DTensors, or may have been.
+        members: the ranks that saved it, as far as it is known.
         save_id: the name of the save; a text that no other has. Empty for one of torch.distributed.checkpoint.
     """
 
@@ -76,6 +78,7 @@ class Checkpoint(ABC):
     objects: Mapping[str, Any]
     paths: Mapping[str, tuple[Any, ...]]
     sharded: Container[str]
+    members: Sequence[int] = ()
     save_id = ""
 
     def __init__(self, folder: Path) -> None:
@@ -248,7 +251,8 @@ class _Ours(Checkpoint):
                     ranks[index].append(rank)
                 self._kinds = [(ranks[index], Kind.from_json(json.loads(kind))) for index, kind in enumerate(kinds)]
                 self.objects = {name: tuple(map(int, at)) for name, at in content["objects"].items()}
-                self.paths = {name: tuple(keys) for name, keys in content["paths"].items()}
+                self.paths = {name: _nested(tuple(keys)) for name, keys in content["paths"].items()}
+                self.members = [*map(int, members)]
                 self._layout = Layout(self._kinds)
                 self.tensors = self._layout.tensors
                 self.sharded = {each.name for _, kind in self._kinds for each in kind.entries if each.mesh >= 0}
@@ -311,7 +315,7 @@ class _Torchs(Checkpoint):
         super().__init__(folder)
         metadata = read_metadata(folder / METADATA)
         stored, paths = metadata.state_dict_metadata, metadata.planner_data or {}
-        self.paths = {name: tuple(paths.get(name, (name,))) for name in stored}
+        self.paths = {name: _nested(tuple(paths.get(name, (name,)))) for name in stored}
         self.tensors = tensors = {}
         self.objects = {name: None for name, each in stored.items() if not isinstance(each, TensorStorageMetadata)}
         self._at: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
@@ -408,6 +412,22 @@ class _Torchs(Checkpoint):
                 f"({type(error).__name__}: {error})"
             ) from error
         return _Values(path, 0, values)
+
+
+def _nested(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the path of a value in nested state dicts. Torch may have joined the keys in an optimizer."""
+    first, *keys = path
+    if not keys and str(first).startswith(f"{OPTIMIZER}."):
+        first, keys = OPTIMIZER, [str(first).removeprefix(f"{OPTIMIZER}.")]
+    if first != OPTIMIZER or not keys:
+        return path
+    kind, _, below = str(keys[0]).partition(".")
+    if kind in (STATES, GROUPS) and below:
+        fqn, _, key = below.rpartition(".")
+        keys = [kind, fqn, key, *keys[1:]]
+    if keys[0] == GROUPS and len(keys) > 1:
+        keys[1] = str(keys[1])
+    return (OPTIMIZER, *keys)
 
 
 class _View(io.RawIOBase):

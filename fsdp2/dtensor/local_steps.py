@@ -21,6 +21,7 @@ from ..engine.events import extensions
 from ..torch_private.dtensor import DTensorSpec, TensorMeta
 from ..torch_private.internals import no_torch_function
 from .making import dtensor
+from .optimizer_states import NUMBERS
 
 ELEMENTWISE = frozenset(
     {
@@ -30,8 +31,6 @@ ELEMENTWISE = frozenset(
 )
 # The attribute of an optimizer that holds its local step, while it runs.
 _ATTRIBUTE = "_fsdp2_local_step"
-# Numbers in the state, as tensors of one element. What else is there has an element for each of the parameter.
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer | None:
@@ -130,7 +129,7 @@ def _all_of(state: Any) -> list[Any]:
 
 def _shown(param: Any, name: str, value: Any) -> Any:
     """Returns an entry of the local state as the user's state shows it."""
-    if name in _NUMBERS or not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
+    if name in NUMBERS or not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
         return value
     spec = param._spec
     if value.dtype != param.dtype:

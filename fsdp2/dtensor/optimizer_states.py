@@ -27,7 +27,7 @@ from ..torch_private.internals import local_of
 from .making import dtensor
 
 # States that are one number for each parameter in torch's optimizers, whatever the parameter's shape.
-_NUMBERS = ("step", "eta", "mu", "mu_product")
+NUMBERS = ("step", "eta", "mu", "mu_product")
 # Functions of torch.distributed.checkpoint that ask an optimizer for its states, of all ranks together.
 _CHECKPOINTS = ("get_optimizer_state_dict", "get_state_dict", "_elem_to_state_dict")
 
@@ -46,7 +46,7 @@ def cut_loaded_states(optimizer: Optimizer) -> None:
 
 def _cut(param: DTensor, state: dict[str, Any]) -> None:
     """Cuts the tensors of the parameter's shape in a state without DTensors."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in _NUMBERS}
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in NUMBERS}
     is_full = all(type(value) is Tensor for value in tensors.values())
     owned = sharded_owner(param) if is_full and tensors else None
     if owned is not None:

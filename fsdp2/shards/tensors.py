@@ -10,7 +10,7 @@ from ..calls.nested import map_tensors, tensors_in
 from ..calls.user_code import hidden, hides_modes
 from ..checks.model_facts import written_by_some
 from ..dtensor.making import dtensor
-from ..dtensor.optimizer_states import local_states, lost_states
+from ..dtensor.optimizer_states import NUMBERS, local_states, lost_states
 from ..engine.gather import group_copies, own_storage_view, view_bytes
 from ..engine.layout import RANK_ALIGNMENT, ParamSpec, align
 from ..engine.owners import some_of
@@ -38,6 +38,7 @@ from ..torch_private.internals import (
 from ..torch_private.once import once
 
 __all__ = [
+    "NUMBERS",
     "PLAIN",
     "RANK_ALIGNMENT",
     "ParamSpec",

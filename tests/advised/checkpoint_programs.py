@@ -165,6 +165,18 @@ def states_of_one_in_two_optimizers() -> None:
                 same(fresh.state[param]["momentum_buffer"], each.state[param]["momentum_buffer"])
 
 
+@follows("Call model.to_empty(device=...) before")
+def weights_on_meta() -> None:
+    model, folder = shard(build()), new_folder()
+    checkpoint.save(folder / "a", model)
+    with torch.device("meta"):
+        empty = shard(build())
+    refused(lambda: checkpoint.load(folder / "a", empty), RuntimeError)
+    empty.to_empty(device="cpu")
+    checkpoint.load(folder / "a", empty)
+    same_parameters(empty, build())
+
+
 @follows("Pass strict=False to leave these out", "Pass strict=False to leave these as they are")
 def other_models() -> None:
     folder, small = new_folder(), nn.Sequential(nn.Linear(3, 3))
@@ -189,12 +201,14 @@ def shards_inside_objects() -> None:
 
 
 class OfLocalRows(torch.optim.Optimizer):
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, in_tuples: bool = False) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.in_tuples = in_tuples
 
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
-            self.state[p]["rank"] = torch.tensor([float(dist.get_rank())])
+            rank = torch.tensor([float(dist.get_rank())])
+            self.state[p]["rank"] = (rank, rank) if self.in_tuples else rank
 
 
 @follows(
@@ -202,9 +216,10 @@ class OfLocalRows(torch.optim.Optimizer):
 )
 def states_of_local_rows() -> None:
     model, folder, rank = shard(build()), new_folder(), dist.get_rank()
-    optimizer = OfLocalRows(model.parameters())
-    optimizer.step()
-    refused(lambda: checkpoint.save(folder / "a", model, optimizer), ValueError)
+    for in_tuples in (True, False):
+        optimizer = OfLocalRows(model.parameters(), in_tuples)
+        optimizer.step()
+        refused(lambda: checkpoint.save(folder / "a", model, optimizer), ValueError)  # noqa: B023
     kept = {"states": [state["rank"] for state in optimizer.state.values()]}
     holder = mock.Mock(spec=["state_dict", "load_state_dict"], state_dict=lambda: kept)
     checkpoint.save(folder / "a", model, per_rank={"optimizer of rows": holder})

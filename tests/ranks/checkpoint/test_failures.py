@@ -117,10 +117,17 @@ def ranks_that_differ(folder: Path) -> None:
     refused(lambda: checkpoint.save(folder / "a", model if rank else 3), TypeError, "model: expected an nn.Module")  # type: ignore[arg-type]
     for name in ("a", "b"):
         checkpoint.save(folder / name, model)
-    refused(lambda: checkpoint.load(folder / "ab"[rank], model), ValueError, "load: folder: expected one checkpoint")
+    refused(
+        lambda: checkpoint.load(folder / "ab"[rank], model), ValueError, "load: folder: expected the same on all ranks"
+    )
     refused(
         lambda: checkpoint.load(folder / ("c" if rank else "a"), model), FileNotFoundError, r"c: expected the folder"
     )
+    for name, value in {"weights": False, "strict": False, "trainable_only": True, "optimizer": []}.items():
+        chosen: Any = {name: value} if rank else {}
+        refused(
+            lambda chosen=chosen: checkpoint.load(folder / "a", model, **chosen), ValueError, f"load: {name}: expec"
+        )
     assert sorted(each.name for each in folder.iterdir()) == [".fsdp2-lock", "a", "b"]
 
 
@@ -283,7 +290,13 @@ def keeps_the_last(folder: Path) -> None:
     assert names == [".fsdp2-lock", "of torch", "own", "step-11", "step-8"]
     assert checkpoint.latest(folder) == folder / "step-8", "the last one saved"
     assert checkpoint.latest(folder / "none") is None
-    checkpoint.save(folder / "step-8", model, optimizer, extra={"again": 1})  # replaced in one step
+    with mock.patch.object(session.time, "time", return_value=1.0):  # a clock that was set back
+        for _ in range(2):
+            checkpoint.save(
+                folder / "step-8", model, optimizer, extra={"again": 1}, keep_last=2
+            )  # replaced in one step
+        dist.barrier()
+        assert checkpoint.latest(folder) == folder / "step-8"
     assert checkpoint.load(folder / "step-8", model, optimizer) == {"again": 1}
     dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == names

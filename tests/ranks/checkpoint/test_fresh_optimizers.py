@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import checkpoint, flatten_optimizer, fully_shard, muon
@@ -44,20 +44,33 @@ class Unusual(torch.optim.Optimizer):
     """Sums of other shapes than the parameter's, a list of tensors, a number, and states of no parameter."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, {"lr": 0.1, "history": []})
+        self.steps: list[int] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.steps.append(0)
+        for group in self.param_groups:
+            group["history"] = [*group["history"], torch.tensor(len(self.steps))]
         whole = self.state["whole"]
         whole["steps"] = whole.get("steps", 0) + 1
         whole["rates"] = whole.get("rates", torch.zeros(3)) + torch.arange(3.0)
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state, squares = self.state[p], p.grad.square()
+            state.setdefault("inside", {"squares": torch.zeros_like(p, dtype=torch.float64)})["squares"].add_(squares)
+            state["mask"] = squares > 0
             sums = [reduced(squares.sum(dim, keepdim=True)) for dim in range(p.dim())]
             state["sums"] = [new + old for new, old in zip(sums, state.get("sums", [0.0] * len(sums)), strict=True)]
             state["count"] = state.get("count", 0) + 1
             for each in state["sums"]:
-                p.sub_(p.grad / (1 + each) * whole["rates"].sum().item() / 100)
+                p.sub_(p.grad / (1 + each) * whole["rates"].sum().item() / 100 * (1 + state["count"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"of its own": {"steps": len(self.steps)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.steps = [0] * state_dict["of its own"]["steps"]
 
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -101,6 +114,10 @@ def whole(value: Any) -> Any:
     return value
 
 
+def all_of(optimizer: torch.optim.Optimizer) -> Any:
+    return {key: whole(each) for key, each in optimizer.state_dict().items()}
+
+
 def laid_out(value: Any) -> Any:
     """Returns the dtypes and placements in a value, and the classes of others."""
     if isinstance(value, dict):
@@ -123,20 +140,28 @@ def test_every_kind_of_state(tmp_path: Path) -> None:
             step(*made)
             step(*made)
             checkpoint.save(folder / kind / "ours", model, optimizer)
+            checkpoint.save(folder / kind / "ours by FQN", model, optimizer, flat_keys=True)
             if kind in ("AdamW", "ASGD"):
                 weights, states = get_state_dict(model, optimizer)
                 dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / kind / "torch")
-        states = whole(optimizer.state_dict()["state"]) if is_saving else None
+                states = get_optimizer_state_dict(
+                    model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+                )
+                dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / kind / "torch by FQN")
+        states = all_of(optimizer) if is_saving else None
         layout = laid_out(optimizer.state_dict()["state"])
         losses = [step(*made) for _ in range(2)] if is_saving else []
-        for name in ("ours", "torch") if (folder / kind / "torch").exists() else ("ours",):
+        for name in sorted(each.name for each in (folder / kind).iterdir() if each.is_dir() and each.name[0] != "."):
             other, fresh = again = make(kind, 1)
+            if is_saving and "FQN" in name:  # not fresh: what it has is replaced
+                for _ in range(3):
+                    step(*again)
             handle = fresh.register_step_pre_hook(never)
             checkpoint.load(folder / kind / name, other, fresh)
             handle.remove()
             expected = states if is_saving else saved[kind][0]
-            assert whole(fresh.state_dict()["state"]) == expected
-            if is_saving and name == "ours" and kind != "LBFGS":
+            assert all_of(fresh) == expected
+            if is_saving and kind != "LBFGS":
                 assert laid_out(fresh.state_dict()["state"]) == layout
             new = [step(*again) for _ in range(2)]
             assert new == losses if is_saving else new == pytest.approx(saved[kind][1], rel=1e-4)
@@ -157,6 +182,13 @@ def states_end(folder: Path) -> None:
     other, stepped = again = make("AdamW", 1)
     step(*again)
     checkpoint.load(folder / "a", other, stepped)
+    assert not stepped.state
+    assert step(*again) == step(model, optimizer)
+    model, optimizer = make("unusual", 0)
+    checkpoint.save(folder / "b", model, optimizer)
+    other, stepped = again = make("unusual", 1)
+    step(*again)
+    checkpoint.load(folder / "b", other, stepped)
     assert not stepped.state
     assert step(*again) == step(model, optimizer)
 
@@ -203,7 +235,32 @@ def other_optimizers_are_refused(folder: Path) -> None:
     assert not fresh.state
 
 
-CHECKS = {each.__name__: each for each in (states_end, frozen_again, weights_stay, other_optimizers_are_refused)}
+def options_of_others(folder: Path) -> None:
+    """A group gets the options that its first parameter had, or keeps its own. Groups do not share tensors."""
+    model = fully_shard(Scaled(0))
+    weight, bias = model.linear.weight, model.linear.bias
+
+    def load(*groups: tuple[list[Any], Any], **options: Any) -> list[Any]:
+        optimizer = torch.optim.SGD([{"params": params, "lr": lr} for params, lr in groups])
+        checkpoint.load(folder / "a", model, optimizer, **options)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    saved = torch.optim.SGD([{"params": [weight, bias], "lr": torch.tensor(0.25)}], foreach=True)
+    for flat_keys in (False, True):
+        checkpoint.save(folder / "a", model, saved, flat_keys=flat_keys)
+        assert load(([], 7.0), ([bias], 6.0), ([weight], 5.0)) == [7.0, 0.25, 0.25]
+        assert load(([weight, bias], 6.0)) == [0.25]
+        assert load(([model.scale], 6.0), ([bias], 6.0), strict=False) == [6.0, 0.25]
+        first, second = load(([weight], 6.0), ([bias], 6.0))
+        assert first is not second
+        with pytest.raises(ValueError, match=r"expected optimizer\.param_groups\.new 0\.lr"):
+            load(([model.scale], 6.0), ([weight, bias], 6.0))
+
+
+CHECKS = {
+    each.__name__: each
+    for each in (options_of_others, states_end, frozen_again, weights_stay, other_optimizers_are_refused)
+}
 
 
 def test_what_is_loaded(tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ def test_a_run_goes_on_with_its_bits(wait: bool, tmp_path: Path) -> None:
         assert schedule2.state_dict() == schedule.state_dict()
         for one, other in zip(weights(model), weights(model2), strict=True):
             assert torch.equal(one, other)
+        checkpoint.save(tmp_path / "one", nn.Linear(2, 2), per_rank=None if rank else {"position": Position(5)})
+        own = {} if rank else {"position": (position := Position(0))}
+        checkpoint.load(tmp_path / "one", nn.Linear(2, 2), per_rank=own)
+        assert position.at == 7 + rank if rank else position.at == 5
         plain, optimizer3, _ = make(feedback=False)
         with pytest.warns(UserWarning, match="codecs begin anew"):
             checkpoint.load(tmp_path / "a", plain, optimizer3)
