@@ -458,6 +458,36 @@ MUTATIONS = (
         "each step rounds at random alike",
         r"torch\.Generator\(numbers\.device\)\.manual_seed\(seed\)",
         "torch.Generator(numbers.device).manual_seed(0)",
+        ("tests/unit/test_int8.py",),
+    ),
+    Mutation(
+        "each rank rounds at random alike",
+        r"zlib\.crc32\(name\.encode\(\)\), 0$",
+        "zlib.crc32(name.encode()) << 31, 0",
+        ("tests/ranks/test_compressed.py",),
+    ),
+    Mutation(
+        "a piece of a gradient has what the first piece has not sent",
+        r"\[:, each\.first : each\.last\] for each in members\]",
+        "[:, : each.last - each.first] for each in members]",
+        (TRAINING,),
+    ),
+    Mutation(
+        "zeros for unused parameters are sent without what a codec has not sent",
+        r"plan\.members\[: len\(inputs\)\], divisor, label\)",
+        "plan.members[: len(inputs)] if any(map(torch.any, gradients.values())) else [[]], divisor, label)",
+        (TRAINING,),
+    ),
+    Mutation(
+        "what a codec has not sent of a failed pass is in the next gradient",
+        r"^( +)encoder\.discard\(\)$",
+        r"\1pass",
+        ("tests/ranks/test_compressed.py",),
+    ),
+    Mutation(
+        "weights that travel by a codec arrive in the dtype of the first",
+        r"place = view_bytes\(self\._unsharded, start, numel, spec\.compute_dtype\)",
+        "place = view_bytes(self._unsharded, start, numel, layout.specs[0].compute_dtype)",
         ("tests/ranks/test_compressed.py",),
     ),
     Mutation(
