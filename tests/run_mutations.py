@@ -369,6 +369,12 @@ MUTATIONS = (
         ("tests/ranks/test_scatter_hooks.py",),
     ),
     Mutation(
+        "a hook on reduced gradients runs before replicas have summed them, too",
+        r"layout, comm, divisor = plan\.layout, reduction\.replicas, reduction\.divisors\(\)\[1\]\n",
+        r"\g<0>    if reduction.hook is not None:\n        reduction.hook(output)\n",
+        ("tests/ranks/test_hsdp.py",),
+    ),
+    Mutation(
         "what a hook puts into other memory is not taken",
         r"if shard\.data_ptr\(\) != output\.data_ptr\(\) or shard\.dtype != output\.dtype:",
         "if shard is output:",
