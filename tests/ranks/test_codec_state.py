@@ -189,8 +189,3 @@ def test_what_codecs_keep_is_saved_and_loaded() -> None:
             ("states of torch's hooks", states_of_torchs_hooks),
         ],
     )
-
-
-def test_what_codecs_keep_on_four_ranks() -> None:
-    """HSDP whose shards are on two ranks, and replicas that round sums once more."""
-    run_checks(4, [(name, lambda name=name: goes_on(WAYS[name])) for name in ("HSDP", "between replicas")])
