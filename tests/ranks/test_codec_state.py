@@ -102,6 +102,7 @@ def replaced_weights() -> None:
     run.train(0, 3)
     resumed = Run(WAYS["with feedback"])
     resumed.model.load_state_dict(copy.deepcopy(run.model.state_dict()), assign=True)
+    resumed.model[0].weight = nn.Parameter(resumed.model[0].weight.detach().clone())
     resumed.optimizer = torch.optim.AdamW(resumed.model.parameters(), lr=0.05)
     resumed.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
     load_state_dict(resumed.model, state_dict(run.model))
