@@ -491,6 +491,18 @@ MUTATIONS = (
         (TRAINING,),
     ),
     Mutation(
+        "one rank delivers memory of which something else has a view",
+        r"shard = internals\.owned\((shard\.to\(layout\.delivered_dtype\))\)",
+        r"shard = \1",
+        ("tests/unit/test_reduce.py",),
+    ),
+    Mutation(
+        "feedback is added to the memory of a gradient on one rank",
+        r"if codec\.feedback and _share_memory\(packed, gradient\):",
+        "if codec.feedback and plan is None:",
+        ("tests/unit/test_reduce.py",),
+    ),
+    Mutation(
         "zeros for unused parameters are sent without what a codec has not sent",
         r"plan\.members\[: len\(inputs\)\], divisor, label\)",
         "plan.members[: len(inputs)] if any(map(torch.any, gradients.values())) else [[]], divisor, label)",

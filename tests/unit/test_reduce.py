@@ -197,6 +197,16 @@ def test_feedback_on_one_rank_leaves_the_memory_of_a_gradient_alone() -> None:
     assert torch.equal(gradient, before)
 
 
+def test_one_rank_delivers_no_memory_of_which_something_else_has_a_view() -> None:
+    """Later gradients are added to what is delivered."""
+    spec, gradient, (comm,) = ParamSpec((3, 2), F32, F32, 1), torch.rand(3, 2), Exchange(1).comms
+    view, before = gradient.view(-1), gradient.clone()
+    layout = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes)
+    flat, _ = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1, CPU), Reduction(comm), {}).finish()[0]  # type: ignore[arg-type]
+    flat.add_(1)
+    assert torch.equal(view, before.view(-1))
+
+
 def test_abandoned_reduction_waits_before_it_frees_its_buffers() -> None:
     """After an error the ranks still write into them."""
 
