@@ -1067,6 +1067,10 @@ CHOSEN = (
     # What stays after forward is what was decoded.
     with_defaults("4", "OddMLP", "whole", "evaluation", precision="weights by a codec", reshard="half"),
     with_defaults("2x2 at rest", "OddMLP", "children", "steps", precision="weights by a codec", reshard="resharded"),
+    # Each piece of a gradient has what earlier ones of it have not sent.
+    with_defaults("2", "Odd", "leaves", "steps", precision="codec with feedback", travel="in pieces"),
+    # So do zeros for a parameter that this rank has not used.
+    with_defaults("2", "Odd", "whole", "ranks that differ", precision="codec with feedback", travel="direct"),
 )
 """Draws that always run, for pairs of choices that by day no other has."""
 

@@ -346,7 +346,8 @@ class Encoder:
 
     def __init__(self, codec: Codec, name: str = "") -> None:
         self.codec = codec
-        self._first_seed, self._calls = zlib.crc32(name.encode()) << 31, 0
+        # A generator on the CPU reads the lowest 32 bits of a seed alone.
+        self._first_seed, self._calls = zlib.crc32(name.encode()), 0
         # Parameter index -> what has not been sent: [W, shard_numel], in the packed dtype.
         self._residuals: dict[int, Tensor] = {}
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, cheapest_placement, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from fsdp2.checks.named_comm import NamedPairwiseComm
 from fsdp2.engine.mesh import DataMesh
 from fsdp2.engine.state import groups_below
 from helpers import assert_same, run_checks, world_sizes
-from models import ConvStack, FewExperts, OddMLP, TinyModel, mean_loss
+from models import ConvStack, OddMLP, TinyModel, mean_loss
 from scenarios import Net, Run, check, loss_of, sgd
 from simulated_device import simulated_device
 
@@ -86,19 +86,6 @@ def step_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 # ---- along which dim -------------------------------------------------------------------------------------------------
-
-
-def experts_are_cut_where_that_is_cheapest() -> None:
-    """On three ranks each has an expert; on two, and the shared one everywhere, they divide only inside."""
-    model = fully_shard(FewExperts().double(), shard_placement_fn=cheapest_placement())
-    inside = 0 if dist.get_world_size() == 3 else 1
-    dims = {name: p.placements[0].dim for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    assert dims == {"up": inside, "down": inside, "shared": 1, "gate.weight": inside, "gate.bias": 0}
-
-
-@pytest.mark.parametrize("world_size", world_sizes(2, nightly=[3]))
-def test_cheapest_dims(world_size: int) -> None:
-    run_checks(world_size, [("dims", experts_are_cut_where_that_is_cheapest)])
 
 
 def full_parameters_are_contiguous_in_forward() -> None:

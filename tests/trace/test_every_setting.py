@@ -516,7 +516,7 @@ def test_values_that_are_refused() -> None:
             for call in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch, share_comm_ctx)
         ),
         (ValueError, "reduce_scatter: .*compresses", lambda: exchanging.set_custom_reduce_scatter(Collective())),
-        (ValueError, "stream", lambda: replicated.set_all_reduce_hook(print, stream=object())),
+        (ValueError, "a mesh that replicates", lambda: replicated.set_all_reduce_hook(print, stream=object())),
         *(
             (error, "nbytes", lambda wrong=wrong: model.set_unsharded_budget(wrong))
             for wrong, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError))

@@ -27,6 +27,7 @@ class Group:
 
     def __init__(self) -> None:
         self.calls: list[int] = []
+        self.averages: set[bool] = set()
 
     def rank(self) -> int:
         return 0
@@ -35,6 +36,7 @@ class Group:
         return RANKS
 
     def total(self, tensor: Tensor, op: Any) -> Tensor:
+        self.averages.add(op == dist.ReduceOp.AVG)
         part = tensor / RANKS if op == dist.ReduceOp.AVG else tensor
         total = part.clone()
         for _ in range(RANKS - 1):
@@ -121,10 +123,12 @@ def test_sums_whose_quotient_fits_do_not_overflow(
     """The kind: a sum of all ranks' gradients, which is divided, passes the largest float16, whoever sums it: one
     tensor, several in a call, in place between replicas, or a user's own collective.
     """
-    comm = make(Group(), CommLabel())
+    group = Group()
+    comm = make(group, CommLabel())
     comm.force_sum = force_sum
     for output in reduce(comm, divisor, dtype):
         assert output.eq(RANKS * GRADIENT / divisor).all()
+    assert group.averages == {divisor == RANKS and not force_sum}, "the group averages if it may"
 
 
 @pytest.mark.parametrize("number", [1, 2, MAX_OPERATIONS, MAX_OPERATIONS + 1, 198])

@@ -190,6 +190,8 @@ def test_parameters_without_another_dim_stay() -> None:
             pass
 
         assert place(nn.Parameter(torch.ones(1, 4096))) == Shard(1)
+        equal = nn.Parameter(torch.empty(1, 1 << 14, 1 << 14, device="meta"))
+        assert place(equal) == Shard(1), "the first of equal ones"
         assert place(nn.Parameter(torch.ones(1, 4096).as_subclass(Own))) is None
 
 

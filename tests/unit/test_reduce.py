@@ -187,6 +187,26 @@ def test_one_rank_rounds_as_many_do(wire_dtype: torch.dtype, reduce_dtype: torch
     assert torch.equal(flat.as_strided((3, 2), (2, 1), offset), gradient.to(wire_dtype).float())
 
 
+def test_feedback_on_one_rank_leaves_the_memory_of_a_gradient_alone() -> None:
+    """Another part of the graph, whose backward is still to come, may have a view of it."""
+    spec, gradient, (comm,) = ParamSpec((3, 2), F32, F32, 1), torch.rand(3, 2), Exchange(1).comms
+    layout, before = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes), gradient.clone()
+    plan = ReducePlan(layout, (spec,), 1, CPU, Encoder(Int8(feedback=True)))
+    for _ in range(2):
+        reduce.start({0: gradient}, plan, Reduction(comm), {}).finish()  # type: ignore[arg-type]
+    assert torch.equal(gradient, before)
+
+
+def test_one_rank_delivers_no_memory_of_which_something_else_has_a_view() -> None:
+    """Later gradients are added to what is delivered."""
+    spec, gradient, (comm,) = ParamSpec((3, 2), F32, F32, 1), torch.rand(3, 2), Exchange(1).comms
+    view, before = gradient.view(-1), gradient.clone()
+    layout = bucket_layout([spec], [0], F32, RankComm.direct_min_bytes)
+    flat, _ = reduce.start({0: gradient}, ReducePlan(layout, (spec,), 1, CPU), Reduction(comm), {}).finish()[0]  # type: ignore[arg-type]
+    flat.add_(1)
+    assert torch.equal(view, before.view(-1))
+
+
 def test_abandoned_reduction_waits_before_it_frees_its_buffers() -> None:
     """After an error the ranks still write into them."""
 
