@@ -302,7 +302,7 @@ MUTATIONS = (
     ),
     Mutation(
         "zeros for unused parameters are not reduced",
-        r"unused = \[each for each in self\.buckets if each not in self\._complete_buckets and self\._fills\(\)\]",
+        r"unused = \[each for each in self\.buckets if each not in self\._complete_buckets\] if fills else \[\]",
         "unused = []",
         (TRAINING,),
     ),

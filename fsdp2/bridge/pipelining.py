@@ -26,26 +26,40 @@ def _adapt(stage: ModuleType) -> None:
     time the sharded parameters are registered, which are not in the graph: gradients of weights would be missing,
     without an error. The gradients that the schedule assigns to the unsharded parameters are reduced like all others,
     in the reduce dtype: at once, or, after `patch_torch()`, when a schedule that knows sharded modules asks for it.
+
+    Such a schedule runs a backward pass for each weight, or for few. They deliver gradients together, behind the last
+    one: to take placeholders of unsynchronized gradients out of `.grad` and to put them back, in each pass and for all
+    parameters of the stage, would take longer than all else.
     """
     cls: Any = stage._PipelineStageBase
     original = cls.backward_maybe_with_nosync
 
     @wraps(original)
     def backward(self: Any, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        groups = [] if backward_type == "full" else groups_below(self.submod)
+        if backward_type == "full":
+            return original(self, backward_type, *args, **kwargs)
+        groups = groups_below(self.submod)
+        roots = dict.fromkeys(group.root for group in groups)
+        finalized = [root for root in roots if root.settings.finalize_backward]
         for group in groups:
             _register_unsharded(group)
+        for root in finalized:
+            root.set(finalize_backward=False)
         try:
             return original(self, backward_type, *args, **kwargs)
         finally:
-            for group in groups:
-                _register_sharded(group)
-                if backward_type == "weight":  # autograd does not tell us of assigned gradients
-                    group.gradients.unsynchronized.expect()
-                reduce_unsynchronized(group.root, [group])
-            for root in dict.fromkeys(group.root for group in groups):
-                if root.settings.finalize_backward:
-                    finalize(root)
+            try:
+                for group in groups:
+                    _register_sharded(group)
+                    if backward_type == "weight":  # autograd does not tell us of assigned gradients
+                        group.gradients.unsynchronized.expect()
+                for root in roots:
+                    reduce_unsynchronized(root, [group for group in groups if group.root is root])
+            finally:
+                for root in finalized:
+                    root.set(finalize_backward=True)
+            for root in finalized:
+                finalize(root)
 
     cls.backward_maybe_with_nosync = backward
 

@@ -288,7 +288,8 @@ class GroupGradients:
         leaves = not (settings.reduce_gradients and settings.all_reduce)
         if leaves is not earlier.were_left:
             earlier.end_pass(leaves)
-        unused = [each for each in self.buckets if each not in self._complete_buckets and self._fills()]
+        fills = len(self._complete_buckets) < len(self.buckets) and self._fills()
+        unused = [each for each in self.buckets if each not in self._complete_buckets] if fills else []
         is_partly_there = [each for each in self.buckets if each.missing < each.size]
         if unused or is_partly_there or settings.reduce_when is not ReduceWhen.BUCKET:
             self._process_agreed(self._find_arrived(unused))

@@ -741,15 +741,18 @@ class FSDPParamGroup:
         which torch's pipelines turn off for all groups.
         """
         is_running = self.state.running or (self.sharing_states and self.num_running)
-        root, stays = self.root, not self.settings.reshard_after_backward
+        root, phase, stays = self.root, self.phase, not self.settings.reshard_after_backward
         if root.settings.unsharded_budget:
             stays = root.prefetcher.kept.stays(self, root.num_backwards)
-        if not stays or is_running or not self.is_unsharded:
+        if not stays or is_running or (phase is not GATHERED and phase is not UNSHARDED):
             self.reshard_if_idle(drops_secondary=False)
-        else:
-            self.reached_by = None
-            self.backwards_running.clear()
+            return
+        self.reached_by = None
+        self.backwards_running.clear()
+        # What other passes have left as it is costs this one little: zero-bubble schedules run one for each weight.
+        if self.keep_until < KeepUntil.NEXT_PASS:
             self.keep(KeepUntil.NEXT_PASS)
+        if phase is UNSHARDED:
             self.unregister()
 
     def reshard_stale(self) -> None:

@@ -5,13 +5,17 @@ tests/ranks/test_pipelining.py compares numbers of torch's own schedules with a 
 
 import copy
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from fsdp2 import fully_shard
+from fsdp2.engine import placeholders
 from fsdp2.engine.state import groups_below
 from helpers import fake_world
 from unsharded_meter import Meter
@@ -171,6 +175,28 @@ def test_unsynchronized_gradients_launch_no_fills() -> None:
             run_stage(model)
     counts = {each.key: each.count for each in profile.key_averages()}
     assert counts.get("aten::zero_", 0) == 0
+
+
+def test_passes_for_single_weights_put_placeholders_once() -> None:
+    """Zero-bubble schedules run a backward pass for each intermediate. Placeholders of all parameters in each of them
+    took longer than all else.
+    """
+    with fake_world(4):
+        model, _ = make(reshard_after_forward=False)
+        root, num_params = groups_below(model)[0].root, len([*model.parameters()])
+        set_last(model, False)
+        backward: Any = pipelining.PipelineStage.backward_maybe_with_nosync
+        for _ in range(2):  # of the first micro-batch, and of one that finds placeholders
+            given = torch.ones(2, WIDTH, requires_grad=True)
+            output = model(given)
+            passed = {"stage_output": [output], "output_grads": [torch.ones_like(output)], "input_values": [given]}
+            _, of_weights = backward(SimpleNamespace(submod=model), "input", passed)
+            before = root.num_backwards
+            with mock.patch.object(placeholders, "put_placeholder", wraps=placeholders.put_placeholder) as put:
+                backward(SimpleNamespace(submod=model), "weight", {"param_groups": of_weights})
+            assert root.num_backwards - before == 2 * BLOCKS, "a pass for each nn.Linear"
+            assert put.call_count == num_params
+            assert all(isinstance(each.grad, placeholders.UnsynchronizedGrad) for each in model.parameters())
 
 
 def test_settings_that_a_schedule_sets_again_change_nothing() -> None:
