@@ -48,6 +48,7 @@ ABOUT = (
         "schedule",
         "pipeline",
         "place",
+        "ends",
     ),
 )
 runtime = ctypes.CDLL("libcudart.so.13")
@@ -99,6 +100,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schedule", default="", help="a schedule of torch's pipelining, as 1F1B: trains one rank's stages")
     add("--pipeline", type=int, default=4, help="ranks of the pipeline")
     add("--place", type=int, default=0, help="which of them it is")
+    add("--ends", default="0,0", help="embedding and head count as so many blocks when stages are cut, as 2,4")
+    add("--all-places", action="store_true", help="records all of them, each in a folder OUT/PLACE")
     add("--steps", type=int, default=9, help="steps that are logged")
     add("--prepare", default="", help="Python that runs first, to change settings of a library")
 
@@ -393,13 +396,16 @@ def options_of(args: argparse.Namespace) -> list[str]:
 def record_all(args: argparse.Namespace, libraries: Sequence[str], out: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Writes `out`/LIBRARY.json for each library, and returns the contents by library.
 
+    With `--all-places` it writes `out`/PLACE/LIBRARY.json, and returns the contents for the first place.
+
     Raises:
         RuntimeError: a process has failed. It has written why to stderr.
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-W", "ignore", "-m", __spec__.name, *options_of(args), "--turns", "--out", str(out)]
     run_in_turns({library: [*command, library] for library in libraries})
-    return {library: json.loads((out / f"{library}.json").read_text()) for library in libraries}
+    first = out / "0" if args.all_places else out
+    return {library: json.loads((first / f"{library}.json").read_text()) for library in libraries}
 
 
 def main() -> None:
@@ -413,7 +419,11 @@ def main() -> None:
         mesh = start(args)
         exec(args.prepare, {})
         (library,) = args.libraries
-        (args.out / f"{library}.json").write_text(json.dumps(record(library, args, mesh, take_turn)))
+        for place in range(args.pipeline) if args.all_places else [args.place]:
+            args.place = place
+            folder = args.out / str(place) if args.all_places else args.out
+            folder.mkdir(exist_ok=True)
+            (folder / f"{library}.json").write_text(json.dumps(record(library, args, mesh, take_turn)))
         os._exit(0)  # no other rank takes part in the end of the process group
     for library, result in record_all(args, args.libraries, args.out).items():
         memory = {what: round(nbytes / 2**30, 3) for what, nbytes in result["memory"].items()}

@@ -13,7 +13,7 @@ import json
 import pathlib
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import zip_longest
@@ -54,6 +54,7 @@ class Collective:
 
 MOST_REPLAYS, CLOSE_US = 60, 1.0
 NAMES = {"ncclAllGather": "gather", "ncclReduceScatter": "reduce"}  # all others: "collective"
+P2P = "p2p "  # begins the marks of stages.MarkedBatch
 OF_ORDER = ("ncclCommInit", "ncclCommSplit", "ncclGroupStart", "ncclGroupEnd")
 
 
@@ -85,12 +86,20 @@ class Replay:
         self.depth, self.group = 0, list[Collective]()
 
     def step(self, is_counted: bool) -> None:
+        for _ in self.run(is_counted):
+            pass  # stages of a pipeline have each input when they need it
+
+    def run(self, is_counted: bool) -> Iterator[str]:
+        """Runs a step, and yields the marks of sends and receives between stages of a pipeline."""
         before, self.phase, self.depth, self.group = 0, "", 0, []
         self.is_counted = is_counted
         self.number.clear()
         for ns, _, kind, stream, *numbers, name in self.calls:
             self.host += (ns - before) / 1e3 * self.machine.host_scale
             before = ns
+            if kind == "mark" and name.startswith(P2P):
+                yield name
+                continue
             self._call(kind, stream, numbers, name)
             if self.group and self.depth == 0:
                 self._communicate()

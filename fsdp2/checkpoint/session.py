@@ -283,6 +283,10 @@ class Session:
                     index = json.loads(file.read(index_nbytes))
                 objects |= {name: StoredObject(rank, *at) for name, at in index.items()}
         paths = save.agreed.paths | {name: (PER_RANK, name) for name in objects if name not in layout.objects}
+        joined = dict(paths)
+        if save.choices.flat_keys:  # torch's functions for state dicts join the keys in an optimizer
+            of_optimizer = (name for name, path in paths.items() if path[0] == OPTIMIZER)
+            joined |= {name: (OPTIMIZER, ".".join(map(str, paths[name][1:]))) for name in of_optimizer}
         content = {
             "format": FORMAT,
             "save_id": save.save_id,
@@ -293,12 +297,7 @@ class Session:
             "paths": paths,
         }
         write_file(new / LAYOUT, [json.dumps(content, separators=(",", ":")).encode()])
-        if save.choices.flat_keys:  # torch's functions for state dicts join the keys in an optimizer
-            paths = {
-                name: (OPTIMIZER, ".".join(map(str, path[1:]))) if path[0] == OPTIMIZER else path
-                for name, path in paths.items()
-            }
-        chunks = metadata_chunks(layout.tensors, layout.offsets, save.agreed.around, objects, paths, save.save_id)
+        chunks = metadata_chunks(layout.tensors, layout.offsets, save.agreed.around, objects, joined, save.save_id)
         write_file(new / METADATA, chunks)
         replace_folder(new, save.final)
         return 0
