@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..optim.spans import Extent, Place, Places, Runs, picker, runs
-from ..shards.find import ClippedParameters, clipped_parameters, note_clipping
+from ..shards.find import ClippedParameters, clipped_parameters, note_clipping, shard_of
 from ..shards.ranks import Axis, CommLabel, all_reduce_over, sharding_axes
 from ..shards.tensors import check_bool, local_of, no_torch_function, spec_of
 from ..torch_private.optimizers import SMALL_NUMEL, flatten, grad_of, norm_each, scale_each
@@ -152,7 +152,7 @@ def _find_any(unique: list[Any]) -> _Found:
     axes: dict[Any, tuple[Axis, ...]] = {}
     members = [_member(parameter, axes) for parameter in unique if _is_on_own_mesh(parameter)]
     counted: dict[tuple[Axis, ...], list[Tensor]] = {member.axes: [] for member in members}
-    for member in members:
+    for member in sorted(members, key=lambda member: _name_of(member.parameter)):
         if member.counted is not None:
             counted[member.axes].append(member.counted)
     is_double = any(member.parameter.dtype == torch.float64 for member in members)
@@ -206,6 +206,14 @@ def _axes_of(parameter: DTensor, known: dict[Any, tuple[Axis, ...]]) -> tuple[Ax
     return known[key]
 
 
+def _name_of(parameter: Tensor) -> str:
+    """Returns a key for the order of adding: ranks may give the parameters in different orders, and replicas must get
+    the same bits.
+    """
+    shard = shard_of(parameter)
+    return "" if shard is None else shard.name
+
+
 # ---- sharded parameters, with the gradients that reductions make
 
 
@@ -227,7 +235,8 @@ class _Prepared:
         # The axes that shard some of them -> those that lie in no buffer, and those that do.
         single: dict[tuple[Axis, ...], list[DTensor]] = {}
         places, placed = Places(), []
-        for parameter, is_absent in zip(parameters, absent, strict=True):
+        by_name = sorted(zip(parameters, absent, strict=True), key=lambda pair: _name_of(pair[0]))
+        for parameter, is_absent in by_name:
             if _is_on_own_mesh(parameter):
                 axes = _axes_of(parameter, known)
                 others = single.setdefault(axes, [])
