@@ -267,20 +267,21 @@ def load_states(model: nn.Module, optimizers: Sequence[Optimizer], values: Mappi
         optimizer.load_state_dict({**own, **values, STATES: loaded, GROUPS: options})
     for fqn, (param, optimizer) in params_of(model, optimizers).items():
         if isinstance(now := optimizer.state.get(param), dict):
-            # torch has converted each but "step" to the dtype of the parameter: NAdam's product, for example.
+            # torch has converted each but "step" to the dtype of the parameter: NAdam's product, for example. Of a text
+            # it has made a generator.
             given = {name: value for name, value in states.get(fqn, {}).items() if name in now and name != "step"}
             now |= {name: _as_given(now[name], value) for name, value in given.items()}
 
 
 def _as_given(loaded: Any, given: Any) -> Any:
-    """Returns a loaded value, with tensors of other dtypes as they were given."""
+    """Returns a given value, of which torch has moved the tensors to the device of the parameter."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(given, Mapping):
         return {key: _as_given(loaded[key], value) for key, value in given.items()}
-    if isinstance(given, list):
-        return [_as_given(*pair) for pair in zip(loaded, given, strict=True)]
-    return loaded
+    if type(given) in (list, tuple):
+        return type(given)(_as_given(*pair) for pair in zip(loaded, given, strict=True))
+    return given
 
 
 def make_state(

@@ -58,7 +58,7 @@ class Unusual(torch.optim.Optimizer):
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state, squares = self.state[p], p.grad.square()
             state.setdefault("inside", {"squares": torch.zeros_like(p, dtype=torch.float64)})["squares"].add_(squares)
-            state["mask"] = squares > 0
+            state["mask"], state["kind"] = squares > 0, "squares"
             sums = [reduced(squares.sum(dim, keepdim=True)) for dim in range(p.dim())]
             state["sums"] = [new + old for new, old in zip(sums, state.get("sums", [0.0] * len(sums)), strict=True)]
             state["count"] = state.get("count", 0) + 1
