@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2 import checkpoint, flatten_optimizer, fully_shard, muon
@@ -187,6 +192,13 @@ def states_end(folder: Path) -> None:
     model, optimizer = make("unusual", 0)
     checkpoint.save(folder / "b", model, optimizer)
     other, stepped = again = make("unusual", 1)
+    step(*again)
+    step(*again)
+    empty = {"state": {}, "param_groups": [{"params": ["linear.weight", "linear.bias"], "lr": 0.5}]}
+    dcp.save({"model": get_model_state_dict(model), "optimizer": empty}, checkpoint_id=folder / "torch")
+    checkpoint.load(folder / "torch", other, stepped, strict=False)
+    assert [*stepped.state] == [other.scale], "the saved run had no such parameter"
+    assert stepped.param_groups[0]["lr"] == 0.5
     step(*again)
     checkpoint.load(folder / "b", other, stepped)
     assert not stepped.state
