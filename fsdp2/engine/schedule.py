@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from itertools import islice, takewhile
-from operator import attrgetter
+from operator import attrgetter, is_not
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -214,7 +215,9 @@ class Prefetcher:
         chosen: Iterable[FSDPParamGroup] | None = group.settings.backward_prefetch
         if chosen is None:
             kept = self.kept.groups, self._typical
-            chosen = within_budget(self._backward.ahead(), self._bytes_in_backward, *self._budget, *kept)
+            # Modules of one call have one group. It is in use until backward has reached all of them.
+            others = filter(partial(is_not, group), self._backward.ahead())
+            chosen = within_budget(others, self._bytes_in_backward, *self._budget, *kept)
         else:
             chosen = [each for each in _on_all_ranks(group, chosen) if not self._is_done(each)]
         return self._sharded(chosen)

@@ -128,6 +128,30 @@ back b1
 back b0, free b0, reduce b0 256""",
         )
 
+    def test_a_list_that_stays(self) -> None:
+        """Backward gathers the block before a list while it runs the list's last module, not only behind its first."""
+        model = Root(4)
+        *blocks, last, after_last = model.blocks()
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=True)
+        fully_shard([last, after_last], reshard_after_forward=False)
+        fully_shard(model)
+        self.assertExpectedInline(
+            trace_of_the_second(model),
+            """\
+gather root 128, gather b0 128
+run root, gather b1 128
+run b0, free b0, gather b2 192
+run b1, free b1
+run b2
+run b3
+back root, free root, reduce root 128, gather b1 128
+back b3
+back b2, free b2, reduce b2 192, gather b0 128
+back b1, free b1, reduce b1 128
+back b0, free b0, reduce b0 128""",
+        )
+
     def test_checkpoint_reentrant(self) -> None:
         """A block runs again in backward, and its gradients come in a backward inside backward."""
         self.assertExpectedInline(
@@ -186,7 +210,7 @@ gather root 64, gather b0 128
 run root, gather b1 128
 run b0, free b0, gather b2 128
 run b1, free b1, gather head 128
-run b2, free b2, free head, gather head 128, free head, reduce head 128, gather b2 128, gather b1 128
+run b2, free b2, free head, gather head 128, gather b2 128, free head, reduce head 128, gather b1 128
 back b2, free b2, reduce b2 128, gather b0 128
 back b1, free b1, reduce b1 128
 back b0, free b0, reduce b0 128, free root, reduce root 64""",
