@@ -153,7 +153,9 @@ class Watch:
             self._note_place("")
         elif now - self._idle_since >= WAIT_S:
             # Not the frame of this function: what it has would stay in a cycle, with all that other threads compute.
-            own = {thread: frame for thread, frame in sys._current_frames().items() if thread in self._threads}
+            # This thread may have got the number of one that has ended.
+            threads = self._threads - {threading.get_ident()}
+            own = {thread: frame for thread, frame in sys._current_frames().items() if thread in threads}
             is_late = now - max(self._idle_since, self._asked_at) >= ASK_S
             are_blocked = any(map(is_blocked, own.values()))
             places = {thread: describe(own[thread]) for thread in own} if is_late or are_blocked else {}
