@@ -53,14 +53,13 @@ class Content:
         self.kind = self.state.kind()
         self.plain: dict[str, int] = {}
         for name in (name for name, path in self.state.paths.items() if path[0] == OPTIMIZER):
-            tensor, value = self.state.tensors.get(name), self.state.objects.get(name)
-            if tensor is not None and not isinstance(tensor, DTensor):
-                self.plain[name] = zlib.crc32(bytes_in(tensor.detach().cpu().contiguous()))
-            elif tensor is None and _is_plain(value):
-                self.plain[name] = zlib.crc32(repr(value).encode())
-            elif tensor is None:  # tensors in tuples, for example
-                parts = [bytes_in(each.detach().cpu().contiguous()) for each in tensors_in(value)]
-                self.plain[name] = zlib.crc32(b"".join(map(bytes, parts)))
+            value = self.state.tensors.get(name, self.state.objects.get(name))
+            if isinstance(value, DTensor):
+                continue
+            checksum = zlib.crc32(repr(value).encode()) if _is_plain(value) else 0
+            for each in tensors_in(value):  # a tensor, or those in a tuple, for example
+                checksum = zlib.crc32(bytes_in(each.detach().cpu().contiguous()), checksum)
+            self.plain[name] = checksum
 
 
 def check_values(argument: str, values: Any) -> None:

@@ -39,9 +39,11 @@ def checkpoints_in(*folders: Path) -> list[Path]:
 
 
 def saved_after(folder: Path) -> float:
-    """Returns a time behind the last save into a folder: this machine's clock may be behind, or have been set back."""
-    found = checkpoints_in(folder)
-    return _saved_at(found[-1]) + 1e-3 if found else 0.0
+    """Returns a time behind the last save into a folder, also to memory: this machine's clock may be behind, or have
+    been set back.
+    """
+    last = latest(folder)
+    return 0.0 if last is None else _saved_at(last) + 1e-3
 
 
 def _saved_at(path: Path) -> float:

@@ -22,7 +22,7 @@ from ..shards.find import before_write
 from ..shards.tensors import NUMBERS, check_bool, local_if_any, some_of
 from .content import CODECS, state_of
 from .folders import check_path
-from .ranks import Team, attempt
+from .ranks import Team, attempt, require_same
 from .session import session_of
 from .state import (
     GROUPS,
@@ -121,10 +121,7 @@ def load(
     try:
         choices: dict[str, Any] = {"weights": weights, "strict": strict, "trainable_only": trainable_only}
         choices |= {"folder": f"{stored.folder} {stored.save_id}", "optimizer": None if optimizer is None else "some"}
-        for name, of_ranks in zip(choices, zip(*team.gather([*choices.values()]), strict=True), strict=True):
-            if len({*of_ranks}) > 1:
-                got = some_of(sorted({*map(str, of_ranks)}))
-                raise ValueError(f"load: {name}: expected the same on all ranks, got {got}")
+        require_same("load", team.gather(choices))
         loading = team.run(
             lambda: _Loading(stored, model, optimizers, extra or {}, weights=weights, trainable_only=trainable_only)
         )
@@ -172,7 +169,7 @@ class _Loading:
         nested = states_of(model, optimizers, trainable_only=trainable_only, flat_keys=False)
         if not weights:
             del nested[MODEL]
-        self._stored_keys = _group_keys(stored)
+        self._stored_keys = _group_keys(stored) if optimizers else {}
         self._group_keys: list[str] = []
         if optimizers:
             own, groups = nested[OPTIMIZER], nested[OPTIMIZER][GROUPS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +119,19 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return function(), None
     except Exception as error:
         return None, error
+
+
+def require_same(function: str, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Compares arguments of a function. `of_ranks`: the arguments on each rank, in the order of ranks.
+
+    Raises:
+        ValueError: one of them differs.
+    """
+    first, *others = of_ranks
+    for index, other in enumerate(others, 1):
+        for name in (name for name in first if first[name] != other[name]):
+            got = f"{first[name]!r} on rank 0 and {other[name]!r} on rank {index}"
+            raise ValueError(f"{function}: {name}: expected the same on all ranks, got {got}")
 
 
 def portable(error: BaseException) -> tuple[type[Exception], str]:

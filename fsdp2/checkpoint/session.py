@@ -290,7 +290,7 @@ class Session:
         content = {
             "format": FORMAT,
             "save_id": save.save_id,
-            "time": max(time.time(), saved_after(save.final.parent)),
+            "time": max(time.time(), saved_after(save.choices.folder.parent)),
             "members": self.team.members,
             "kinds": [[kind.to_json() for _, kind in layout.kinds], save.agreed.kinds],
             "objects": objects,

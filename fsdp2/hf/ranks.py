@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checkpoint.ranks import attempt, portable
+from ..checkpoint.ranks import attempt, portable, require_same
 from ..shards.ranks import CommLabel, all_reduce_over, broadcast_over, default_mesh, gather_objects
 
 T = TypeVar("T")
@@ -73,11 +73,7 @@ class Ranks(Replicas):
         Raises:
             ValueError: one of them differs, on all ranks.
         """
-        first, *others = self.gather(dict(arguments))
-        for index, other in enumerate(others, 1):
-            for name in (name for name in first if first[name] != other[name]):
-                got = f"{first[name]!r} on rank 0 and {other[name]!r} on rank {index}"
-                raise ValueError(f"{function}: {name}: expected the same on all ranks, got {got}")
+        require_same(function, self.gather(dict(arguments)))
 
     def run(self, function: Callable[[], T], doing: str) -> T:
         """Returns `function()`; what it raises on any rank is raised on all of them."""
