@@ -349,6 +349,18 @@ MUTATIONS = (
         "elif parameters.trainable == 0:",
         (TRAINING,),
     ),
+    Mutation(
+        "what was frozen for a later forward alone gets no gradient through an earlier one",
+        r"group\.parameters\.follow_if_changed\(\)",
+        "pass",
+        (ACCUMULATION,),
+    ),
+    Mutation(
+        "what is frozen since its forward gets a gradient",
+        r"if i in frozen:\n",
+        "if i in ():\n",
+        (ACCUMULATION,),
+    ),
     # ---- codecs and hooks
     Mutation(
         "what rounding changes of a sum between replicas is not fed back as often as it adds to it",

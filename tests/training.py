@@ -864,11 +864,11 @@ def optimizer_in_backward(side: Side) -> None:
 
 @program
 def frozen_for_a_step(side: Side) -> None:
-    """Some parameters, which have no gradient then, and others than before."""
+    """Some parameters have no gradient in the first step, all have one in the second, and again some in the third."""
     params = [param for param in side.model.parameters() if param.requires_grad]
     for step in range(3):
         for i, param in enumerate(params):
-            param.requires_grad_(step != 1 or i % 2 == 0)
+            param.requires_grad_(step == 1 or i % 2 == 0)
         side.backward(step)
         side.step(step)
 

@@ -191,6 +191,22 @@ def frozen_amid_an_accumulation(run: MatrixRun, what: str, mode: str, wrap: Wrap
     run.step("thawed", model, optimizer)
 
 
+@matrix.over(what=("left", "bias"), trains=((0, 1), (1, 0), (1, 1)), wrap=(whole, blocks))
+def frozen_for_one_forward_of_a_backward(run: MatrixRun, what: str, trains: tuple[int, int], wrap: Wrap) -> None:
+    """A gradient goes to what requires one while backward runs, through the forwards in which it required one."""
+    model, optimizer = begin(run, wrap)
+    chosen = [p for name, p in model.named_parameters() if what in name]
+    for step, at_backward in enumerate((1, 0, 1)):
+        losses = []
+        for i, trained in enumerate((*trains, at_backward)):
+            for p in chosen:
+                p.requires_grad_(bool(trained))
+            if i < len(trains):
+                losses.append(loss_of(model(run.batch(seed=10 * step + i))))
+        sum(losses).backward()  # type: ignore[union-attr]
+        run.step(f"step {step}", model, optimizer)
+
+
 @matrix.over(how=("retain_graph", "two forwards", "reentrant", "non-reentrant"), mode=("wait", "scatter"), wrap=WRAPS)
 def gradients_that_come_more_than_once(run: MatrixRun, how: str, mode: str, wrap: Wrap) -> None:
     """In one backward (checkpointing), or through one forward again, while gradients wait."""
