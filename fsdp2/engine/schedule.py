@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from operator import attrgetter, is_not
 from statistics import median_low
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -247,12 +247,14 @@ class Prefetcher:
         """
         if not recorded or recorded[-1].settings.backward_prefetch is not None:
             return min(1, len(recorded))
-        expected = takewhile(attrgetter("settings.unshard_in_backward"), reversed(recorded[:-1]))
+        last, *others = dict.fromkeys(reversed(recorded))  # modules of one call have one group, and run one by one
+        expected = takewhile(attrgetter("settings.unshard_in_backward"), others)
         if self.settings.unsharded_budget is not None:
-            return len([*within_at_turn((recorded[-1], *expected), self.kept.groups, self._budget[0])])
-        kept = within_budget(expected, _bytes_of, *self._budget)
-        kept = within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(recorded[-1]), at_least_one=False)
-        return 1 + len([*kept])
+            kept = within_at_turn((last, *expected), self.kept.groups, self._budget[0])
+        else:
+            kept = within_budget(expected, _bytes_of, *self._budget)
+            kept = chain((last,), within_budget(kept, _bytes_of, MAX_KEPT_BYTES - _bytes_of(last), at_least_one=False))
+        return len([*takewhile({*kept}.__contains__, reversed(recorded))])
 
     def _sharded(self, chosen: Iterable[FSDPParamGroup]) -> Iterator[FSDPParamGroup]:
         for group in chosen:

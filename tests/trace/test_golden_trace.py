@@ -210,7 +210,7 @@ gather root 64, gather b0 128
 run root, gather b1 128
 run b0, free b0, gather b2 128
 run b1, free b1, gather head 128
-run b2, free b2, free head, gather head 128, gather b2 128, free head, reduce head 128, gather b1 128
+run b2, free head, gather head 128, free head, reduce head 128, gather b1 128
 back b2, free b2, reduce b2 128, gather b0 128
 back b1, free b1, reduce b1 128
 back b0, free b0, reduce b0 128, free root, reduce root 64""",

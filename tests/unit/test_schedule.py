@@ -112,21 +112,22 @@ class Group:
     ("shares", "num_kept"),
     [
         ([0.1, 0.1, 0.1], 2),
+        ([0.1, 0.1, 0.1, None], 2),  # the last one runs twice, as the modules of one call do
         ([0.1, 0.5, 0.5], 2),
         ([0.1, 0.6, 0.6], 1),
         ([2.0, 2.0, 2.0], 1),  # the last one alone may have more
         ([0.1, 0.1, 0.95], 1),
     ],
 )
-def test_the_last_groups_stay_if_they_are_not_too_large(shares: list[float], num_kept: int) -> None:
-    """Of the default budget; sizes are shares of what they may have together."""
+def test_the_last_groups_stay_if_they_are_not_too_large(shares: list[float | None], num_kept: int) -> None:
+    """Of the default budget; sizes are shares of what they may have together. None: the group before runs again."""
     settings = SimpleNamespace(forward_prefetch=None, backward_prefetch=None, unshard_in_backward=True)
-    groups = [Group(settings, int(share * MAX_KEPT_BYTES)) for share in shares]
+    groups = [Group(settings, int(share * MAX_KEPT_BYTES)) for share in shares if share]
     prefetcher = Prefetcher(groups)
     for group in groups:
         group.root = SimpleNamespace(prefetcher=prefetcher)
     for _ in range(2):
         prefetcher.begin_pass(0)
-        for group in groups:
+        for group in groups + groups[-1:] * shares.count(None):
             assert not [*prefetcher.in_forward(group)]
     assert prefetcher.first_in_backward == {*groups[-num_kept:]}
