@@ -356,6 +356,12 @@ MUTATIONS = (
         (ACCUMULATION,),
     ),
     Mutation(
+        "checkpointing computes again with weights that a step has changed since",
+        r"if self\.gathered_versions not in \(None, now\):\n",
+        "if self.gathered_versions is self:\n",
+        (ACCUMULATION,),
+    ),
+    Mutation(
         "what is frozen since its forward gets a gradient",
         r"if i in frozen:\n",
         "if i in ():\n",

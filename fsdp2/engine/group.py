@@ -617,6 +617,8 @@ class FSDPParamGroup:
             now = self.registration.versions()
             if now != self.backward_versions:
                 self.backward_versions = now
+            if self.gathered_versions not in (None, now):
+                self.reshard()  # a step has changed what stayed: checkpointing computes with the new weights
             self.unshard(for_backward=root.backward is not None)
             root.mark_in_use(self)
             for ahead in root.prefetcher.in_backward(self):

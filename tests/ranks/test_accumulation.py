@@ -231,6 +231,25 @@ def gradients_that_come_more_than_once(run: MatrixRun, how: str, mode: str, wrap
         run.step(f"step {step}", model, optimizer)
 
 
+@matrix.over(stays=("", "after backward", "budget"), reentrant=(True, False), wrap=(whole, blocks, kept))
+def weights_change_between_a_checkpointed_forward_and_its_backward(
+    run: MatrixRun, stays: str, reentrant: bool, wrap: Wrap
+) -> None:
+    """It computes again with the new weights, also with those that have stayed unsharded."""
+    model, optimizer = begin(run, wrap)
+    if run.sharded and stays == "after backward":
+        model.set_reshard_after_backward(False)
+    elif run.sharded and stays:
+        model.set_unsharded_budget(10**9)
+    for step in range(2):
+        x = run.batch(seed=step).requires_grad_()
+        loss = loss_of(checkpoint(model, x, use_reentrant=reentrant))
+        backward(run, model, 10 + step)
+        run.step(f"between {step}", model, optimizer)
+        loss.backward()
+        run.step(f"step {step}", model, optimizer)
+
+
 @matrix.over(without_grad=(torch.no_grad, torch.inference_mode), mode=("wait", "scatter"), wrap=(whole, blocks))
 def evaluation_with_unsynchronized_gradients(run: MatrixRun, without_grad: Any, mode: str, wrap: Wrap) -> None:
     """Evaluation, gathering and resharding between micro-batches leave what waits alone."""
