@@ -681,7 +681,9 @@ class FSDPModule:
         more. The budget also keeps groups with `reshard_after_forward=True`, and decides in place of
         `set_reshard_after_backward`, which torch's pipelines call; what `reshard_after_forward=False` keeps, it does
         not count. Conditional modules do not stay. It has no effect where ranks hold whole parameters in the dtype in
-        which they compute. Each stage of a pipeline is a root. Every rank must call it.
+        which they compute. Each stage of a pipeline is a root. Every rank must call it with the same number. All
+        ranks must write to the same weights between passes, also where their shards are empty: what was written to is
+        gathered again.
 
         Args:
             nbytes: 0 gathers nothing ahead, and keeps the last group alone from forward to backward. None, the default:

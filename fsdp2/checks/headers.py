@@ -144,7 +144,8 @@ _DTYPE = re.compile(r"\bb?float\d+\b")
 
 _GUESS = (
     "All must run the same sharded modules in the same order; is a call under `if rank == 0:`, or has one gone on "
-    "after an exception, left a module out, or built another model?"
+    "after an exception, left a module out, built another model, set something else (set_unsharded_budget), "
+    "or written to weights that the others have not written to (an optimizer that skips empty shards)?"
 )
 
 
