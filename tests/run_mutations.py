@@ -369,6 +369,12 @@ MUTATIONS = (
     ),
     # ---- codecs and hooks
     Mutation(
+        "reductions in flight are limited by what they would be without a codec",
+        r"sent = sum\(codecs\[i\]\.sent_nbytes\(specs\[i\]\.shard_numel, dtypes\[i\]\)",
+        "sent = sum(specs[i].shard_numel * dtypes[i].itemsize",
+        ("tests/trace/test_comm_counts.py",),
+    ),
+    Mutation(
         "what rounding changes of a sum between replicas is not fed back as often as it adds to it",
         r"alpha=share\n",
         "alpha=1\n",

@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from benchmarks.meters import WireMeter
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp2.compression import Compression, Int8
+from fsdp2.engine.state import groups_below
 from helpers import fake_world
 
 BLOCKS, WIDTH = 3, 8
@@ -210,3 +211,6 @@ def test_bytes_sent(reshard: bool | None, width: int) -> None:
         vectors = (4 - gradient) * width if policy is INT8 else 0
         rest = wire.sent_bytes - ((2 + 2 + gradient) * numel + vectors - 2 * kept) * 3 / 4
         assert 0 <= rest < (3 * GROUPS * (15 + 4) if policy is INT8 else 1), policy
+        # By these bytes reductions in flight are limited.
+        more = sum(group.gradients.sent_nbytes for group in groups_below(model)) - gradient * numel - vectors
+        assert 0 <= more < (4 * GROUPS * (15 + 4) if policy is INT8 else 1), policy
