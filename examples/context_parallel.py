@@ -74,7 +74,7 @@ def main() -> None:
     for step in range(1, STEPS + 1):
         # By the rank along "data" alone: ranks of one sequence need the same rows, and dropout seeds by position.
         batch = text.batch(step, data.get_local_rank(), data.size())
-        check_same_batch(context, *batch)
+        check_same_batch(mesh, "context", *batch)
         inputs, targets = (each.chunk(CONTEXT_PARALLEL, dim=1)[place] for each in batch)
         with accumulate(model, num_batches=1) as acc:
             acc.backward(sum_of_losses(model, inputs, targets), weight=targets.numel())

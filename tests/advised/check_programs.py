@@ -86,7 +86,7 @@ def other_rows_on_ranks_of_one_sequence() -> None:
         optimizer = sgd(model)
         for x in DataLoader(sequences, batch_size=4, sampler=sampler):  # type: ignore[arg-type, var-annotated]
             if sampler is not None:
-                fsdp2.check_same_batch(context, x)
+                fsdp2.check_same_batch(mesh, "context", x)
                 x = x[:, context.get_local_rank()]
             loss_of(model(x)).backward()
             optimizer.step()

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -71,7 +70,7 @@ def trains_like_whole_sequences(rank: int, data: int, context: int) -> None:
     fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     model.gpt.positions = torch.arange(tiny_text.CONTEXT).chunk(context)[place]
     rows = [each.chunk(data)[mesh["data"].get_local_rank()] for each in (inputs, targets)]
-    fsdp2.check_same_batch(mesh["context"], *rows)
+    fsdp2.check_same_batch(mesh, "context", *rows)
     own_inputs, own_targets = (each.chunk(context, dim=1)[place] for each in rows)
     whole, tiny_text.attend = tiny_text.attend, lambda query, key, value: attend(query, key, value, group)
     try:
@@ -89,13 +88,13 @@ def test_gradients_are_those_of_whole_sequences(data: int, context: int) -> None
 
 
 def test_ranks_of_one_sequence_with_different_batches() -> None:
-    """All ranks of the sequence raise, and others do not."""
+    """All ranks raise, those of other sequences, too: they would wait in the next forward."""
 
     def body(rank: int, _: int) -> None:
         mesh = make_mesh(2, 2)
-        context, values = mesh["context"], torch.arange(6).reshape(2, 3)
-        fsdp2.check_same_batch(context, values + rank // 2, torch.ones(()))
-        fsdp2.check_same_batch(context)
+        values = torch.arange(6).reshape(2, 3)
+        fsdp2.check_same_batch(mesh, "context", values + rank // 2, torch.ones(()))
+        fsdp2.check_same_batch(mesh, "context")
         different: list[tuple[Tensor, ...]] = [
             (values + (rank == 1),),
             (values.reshape(3, 2) if rank == 1 else values,),
@@ -103,13 +102,15 @@ def test_ranks_of_one_sequence_with_different_batches() -> None:
             (values.float() if rank == 1 else values,),
         ]
         for tensors in different:
-            if rank < 2:
-                with pytest.raises(RuntimeError, match="expected the same batch on all 2 ranks along context"):
-                    fsdp2.check_same_batch(context, *tensors)
-            else:
-                fsdp2.check_same_batch(context, *tensors)
-        dist.barrier()
+            whose = "got different" if rank < 2 else "which others"
+            with pytest.raises(RuntimeError, match=f"expected the same batch on all 2 ranks along context, {whose}"):
+                fsdp2.check_same_batch(mesh, "context", *tensors)
+        with pytest.raises(RuntimeError, match="expected the same batch on all 4 ranks along data, context, got"):
+            fsdp2.check_same_batch(mesh, ("data", "context"), values + rank // 2)
         with pytest.raises(TypeError, match="mesh: expected a DeviceMesh, got ProcessGroup"):
-            fsdp2.check_same_batch(context.get_group(), values)  # type: ignore[arg-type]
+            fsdp2.check_same_batch(mesh.get_group(0), "context", values)  # type: ignore[arg-type]
+        for wrong in ("model", ()):
+            with pytest.raises(ValueError, match=r"along: expected axes of the mesh, of .'data', 'context'., got"):
+                fsdp2.check_same_batch(mesh, wrong, values)
 
     run_ranks(4, body)

@@ -100,6 +100,7 @@ def values(function: Callable[..., Any], model: Any) -> dict[str, Any]:
         "checkpoint": "nowhere",
         "plan": {},
         "mesh": None,
+        "along": "data",
         "ranks": 2,
         "level": 1,
         "enabled": True,
