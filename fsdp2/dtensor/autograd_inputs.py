@@ -8,7 +8,6 @@ function would do nothing then, silently, and so would the second if it is told 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any
@@ -21,7 +20,7 @@ from ..calls.compiled_backward import refuse_compiled_backward
 from ..engine.group import FSDPParamGroup
 from ..engine.owners import Owned, all_groups, outermost_of_thread, sharded_owner, some_of
 from ..parameters.cut_graphs import refuse_loss_of_gradient, without_graph
-from ..torch_private.dtensor import finds_accumulator, wrap_engine
+from ..torch_private.dtensor import wrap_engine
 from ..torch_private.internals import compiled_autograd, no_torch_function, records_backward
 from .crossings import owner_of, refuse_differing_numbers
 from .graph import all_nodes, leaf_nodes
@@ -37,23 +36,39 @@ _SHAPE_READ = re.compile(r"\[torch\.[\w.]+ \[([\d, ]*)\]\]")
 
 def accept_sharded_inputs() -> None:
     """Has `backward` compute gradients of sharded parameters among its `inputs`, and `grad` refuse to.
-    `register_multi_grad_hook` then waits for gradients of unsharded parameters: it looks for the accumulator of a
-    sharded one by `view_as`.
+    Whoever looks for the node that accumulates gradients of a sharded one finds that of the unsharded one, whose hooks
+    run: `register_multi_grad_hook`, and users by `param.expand_as(param).grad_fn.next_functions[0][0]`.
     """
     wrap_engine(_entering)
-    replace_attribute("view_as", _finding_accumulators)
+    for name in ("view_as", "expand_as"):
+        replace_attribute(name, _leading_to_unsharded)
 
 
-def _finding_accumulators(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+class _ToUnsharded(torch.autograd.Function):
+    """Returns a sharded parameter as it is. The first node behind it is that of the unsharded parameter, and gradients
+    go to the sharded one.
+    """
+
+    @staticmethod
+    def forward(_: Any, unsharded: Tensor, sharded: Tensor) -> Tensor:
+        return sharded.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def _leading_to_unsharded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
-    def view_as(self: Tensor, other: Tensor) -> Tensor:
-        if self is other and finds_accumulator(sys._getframe(1)):
-            unsharded = _unsharded_of(self)
-            with no_torch_function():  # it may be freed
-                return Tensor.view_as(unsharded, unsharded)
-        return original(self, other)
+    def call(self: Tensor, other: Tensor) -> Tensor:
+        unsharded = _unsharded_of(self) if self is other and torch.is_grad_enabled() else self
+        if unsharded is self:
+            return original(self, other)
+        with no_torch_function():  # it may be freed
+            leading: Tensor = _ToUnsharded.apply(unsharded, self)
+        return leading
 
-    return view_as
+    return call
 
 
 def _entering(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,6 +218,6 @@ def _owned(inputs: Iterable[Any]) -> Iterator[Owned]:
 def _saved_leaf(tensor: Tensor) -> Tensor:
     """Returns the leaf that gets the gradients of `tensor`, which a graph has saved in place of the leaf."""
     with torch.enable_grad():
-        view: Any = tensor.view_as(tensor)
+        view: Any = Tensor.view_as(tensor, tensor)
     leaf: Tensor = view.grad_fn.next_functions[0][0].variable
     return leaf

@@ -49,7 +49,8 @@ def freed_class(kind: type[Any]) -> type | None:
 
 
 def _call(function: Any, args: Any, kwargs: Any) -> Any:
-    finds_accumulator = function is Tensor.view_as and args[0] is args[1]  # so torch finds who adds up gradients
+    # So torch, and users, find who adds up gradients.
+    finds_accumulator = function in (Tensor.view_as, Tensor.expand_as) and args[0] is args[1]
     if function in _allowed() or finds_accumulator:
         with internals.no_torch_function():
             return function(*args, **kwargs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -157,19 +156,6 @@ def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Non
     )
     if run is not None:
         torch.autograd._engine_run_backward = wrap(run)
-
-
-def finds_accumulator(frame: FrameType) -> bool:
-    """Returns True if the code of `frame` calls `view_as` to find the node that accumulates gradients of a leaf."""
-    return frame.f_code is _code_of_search()
-
-
-@once
-def _code_of_search() -> Any:
-    function = optional(
-        "torch.autograd.graph._get_grad_fn_or_grad_acc", "register_multi_grad_hook of sharded parameters", instead=None
-    )
-    return getattr(function, "__code__", None)
 
 
 # ---- operations

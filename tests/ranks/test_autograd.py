@@ -686,6 +686,35 @@ def test_no_graph_is_kept_by_gradients() -> None:
     check(scenario)
 
 
+FINDS: dict[str, Callable[[Any], Any]] = {
+    "expand_as": lambda param: param.expand_as(param).grad_fn.next_functions[0][0],
+    "view_as": lambda param: param.view_as(param).grad_fn.next_functions[0][0],
+    "get_gradient_edge": lambda param: torch.autograd.graph.get_gradient_edge(param).node,
+}
+
+
+@matrix.over(find=tuple(FINDS), before=(False, True), wrap=WRAPS)
+def hooks_of_nodes_that_accumulate_gradients(run: MatrixRun, find: str, before: bool, wrap: Wrap) -> None:
+    """Users find these nodes as DDP does: those of the unsharded parameters run."""
+    model = run.build(Net)
+    wrap(run, model)
+    called = []
+    nodes = {name: FINDS[find](param) for name, param in model.named_parameters()}
+    for name, node in nodes.items():
+        if before:
+            node.register_prehook(lambda gradients, name=name: (called.append(name), (gradients[0] * 2,))[1])
+        else:
+            node.register_hook(lambda *_, name=name: called.append(name))
+    optimizer = sgd(model)
+    for step in range(2):
+        run.step(f"step {step}", model, optimizer, loss_of(model(run.batch(seed=step))))
+    run.value("called", sorted(called))
+    if not before:
+        weight = model.head.weight
+        weight.view_as(weight).square().sum().backward()  # of the shards
+        run.grads("regularised", model.head)
+
+
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
 
 
