@@ -357,9 +357,16 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpointing computes again with weights that a step has changed since",
-        r"if self\.gathered_versions not in \(None, now\):\n",
-        "if self.gathered_versions is self:\n",
+        r"self\.backward_versions = now\n +self\.reshard\(\)\n",
+        "self.backward_versions = now\n",
         (ACCUMULATION,),
+    ),
+    Mutation(
+        "backward computes with other data that was put into a parameter since its forward",
+        r"if self\.parameters\.buffers is None or self\.registration\.has_other_data\(\):",
+        "if self.parameters is None:",
+        (SITUATIONS,),
+        program="other_data_between_forward_and_backward",
     ),
     Mutation(
         "what is frozen since its forward gets a gradient",

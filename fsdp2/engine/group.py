@@ -614,17 +614,27 @@ class FSDPParamGroup:
             self.reached_by = root.backward
             for wait in self.root.waits_before_read:
                 wait(self)
+            if self.parameters.buffers is None or self.registration.has_other_data():
+                self._refuse_other_data()
             now = self.registration.versions()
-            if now != self.backward_versions:
+            if now != self.backward_versions:  # written to since the forward: checkpointing computes with what is new
                 self.backward_versions = now
-            if self.gathered_versions not in (None, now):
-                self.reshard()  # a step has changed what stayed: checkpointing computes with the new weights
+                self.reshard()
             self.unshard(for_backward=root.backward is not None)
             root.mark_in_use(self)
             for ahead in root.prefetcher.in_backward(self):
                 ahead.start_unshard(for_backward=True)
         if self.streams is not None:
             self.streams.wait_here()
+
+    def _refuse_other_data(self) -> None:
+        """Raises RuntimeError: a graph needs a parameter's old data, or the new one where it is checkpointed."""
+        changed = self.registration.find_replaced()
+        name = next((param.name for param in self.params if id(param.sharded) in changed), self.params[0].name)
+        raise RuntimeError(
+            f"{name}: other data was put into this parameter (`.data =`, swap_tensors) between a forward and its "
+            "backward, which may need the old one. Change parameters before forward or after backward."
+        )
 
     def first_gradient(self) -> None:
         """Begins the backward pass of the root, unless it has begun: the first gradient of a bucket has arrived."""

@@ -120,9 +120,12 @@ class Registration:
     def is_replaced(self) -> bool:
         """Returns True if a sharded parameter that should be registered is not, or has another local tensor."""
         # No loop: it takes twice as long, in every gather.
-        slots, names, sharded, locals_ = self.watched
-        are_registered = all(map(is_, map(dict.get, slots, names), sharded))
-        return not (are_registered and all(map(is_, map(peek_local, sharded), locals_)))
+        slots, names, sharded, _ = self.watched
+        return not all(map(is_, map(dict.get, slots, names), sharded)) or self.has_other_data()
+
+    def has_other_data(self) -> bool:
+        """Returns True if a sharded parameter has another local tensor than when it was watched."""
+        return not all(map(is_, map(peek_local, self.watched[2]), self.watched[3]))
 
     def find_replaced(self) -> set[int]:
         """Returns the identities of the sharded parameters for which `is_replaced` is True."""

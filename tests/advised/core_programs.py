@@ -346,6 +346,35 @@ def changed_before_backward() -> None:
     same_parameters(model, plain)
 
 
+@follows("Change parameters before forward or after backward")
+def other_data_between_forward_and_backward() -> None:
+    """Of a checkpointed forward, and of another one; of one parameter, and of all."""
+
+    def assign(model: Any, *_: Any) -> None:
+        for param in model.block.parameters():
+            param.data = param.data * 0.9
+
+    def swap(model: Any, swapped: bool) -> None:
+        new = [(name, param.detach().mul(0.9).requires_grad_()) for name, param in model.block.named_parameters()]
+        for name, value in new[: 1 if swapped else None]:
+            torch.utils.swap_tensors(model.block.get_parameter(name), nn.Parameter(value))
+
+    for change in (assign, swap):
+        for kept in (False, True):
+            model, plain = pair()
+            call = (lambda model, x: checkpoint(model, x, use_reentrant=False)) if kept else (lambda model, x: model(x))
+            loss = loss_of(call(model, own(batch())))
+            change(model, kept)
+            refused(loss.backward)
+            model, plain = pair()
+            for each, x in ((model, own(batch())), (plain, batch())):
+                change(each, kept)
+                loss_of(call(each, x)).backward()
+                change(each, kept)
+            same_gradients(model, plain)
+            same_parameters(model, plain)
+
+
 # ---- gradients and their accumulation
 
 

@@ -250,6 +250,27 @@ def weights_change_between_a_checkpointed_forward_and_its_backward(
         run.step(f"step {step}", model, optimizer)
 
 
+@matrix.over(reentrant=(True, False), stays=("", "after backward"), wrap=(blocks, leaves))
+def a_hook_writes_to_weights_that_backward_computes_with_later(
+    run: MatrixRun, reentrant: bool, stays: str, wrap: Wrap
+) -> None:
+    """Of a checkpointed module, whose gather may have begun ahead."""
+    model, optimizer = begin(run, wrap)
+    if run.sharded and stays:
+        model.set_reshard_after_backward(False)
+
+    def halve(_: Tensor) -> None:
+        with torch.no_grad():
+            for param in model.left.parameters():
+                param.mul_(0.5)
+
+    for step in range(2):
+        x = run.batch(seed=step).requires_grad_()
+        hidden = checkpoint(model, x, "l", use_reentrant=reentrant)
+        hidden.register_hook(halve)
+        run.step(f"step {step}", model, optimizer, loss_of(model(hidden, "rh")))
+
+
 @matrix.over(without_grad=(torch.no_grad, torch.inference_mode), mode=("wait", "scatter"), wrap=(whole, blocks))
 def evaluation_with_unsynchronized_gradients(run: MatrixRun, without_grad: Any, mode: str, wrap: Wrap) -> None:
     """Evaluation, gathering and resharding between micro-batches leave what waits alone."""
