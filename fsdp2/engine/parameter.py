@@ -48,7 +48,7 @@ NOT_BUILT = nn.Parameter(torch.empty(0, device="cpu"))
 # The attributes of a parameter that a copy builds anew.
 _TENSORS = {
     *("unsharded", "sharded", "dtensor_spec", "gradient_spec", "delivered_dtype", "local_shape", "local_stride"),
-    *("tensor_class", "_attributes"),
+    *("placeholders", "tensor_class", "_attributes"),
 }
 # The key of a user's class among the attributes of a sharded parameter.
 USER_CLASS = "_fsdp2_user_class"
@@ -62,6 +62,8 @@ class FSDPParam:
     grad_choice: GradDtype | None = None
     # The dtype of `.grad`.
     delivered_dtype: torch.dtype
+    # Class of placeholders -> the one that was taken out of `.grad` last, to be used again.
+    placeholders: dict[type[DTensor], Any]
     # The one that users see: a DTensor of the true global shape, sharded along `dim`, whose local tensor holds this
     # rank's rows without padding. It is the same object until a user replaces it.
     sharded: nn.Parameter
@@ -225,7 +227,7 @@ class FSDPParam:
         """Prepares what all gradients have in common: they lie like `local`, made contiguous."""
         kind = self.distribution
         self.dtensor_spec = self.mesh.dtensor_spec(kind.mesh, kind.placements, self.shape, local.dtype)
-        self.gradient_spec, self.delivered_dtype = self.dtensor_spec, local.dtype
+        self.gradient_spec, self.delivered_dtype, self.placeholders = self.dtensor_spec, local.dtype, {}
         if self.grad_choice is not None:
             self._deliver_in(self.grad_choice.dtype or local.dtype)
         self.local_shape, self.local_stride = local.shape, contiguous_stride(local.shape)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..calls.callers import function_that_calls, optimizer_that_calls
-from ..torch_private.internals import local_of, new_dtensor, no_torch_function, set_local
+from ..torch_private.internals import local_of, new_dtensor, no_torch_function, set_local, spec_of
 from ..torch_private.rare_internals import ZERO_FUNCTIONS, ZERO_OPS, reads_metadata
 from .events import extensions
 from .parameter import FSDPParam
@@ -111,13 +111,22 @@ def _set_to_zero(gradients: Any) -> Any:
 
 
 def put_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad], is_lost: bool = False) -> None:
-    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there."""
+    """Puts a placeholder into `.grad` of the sharded parameter, unless one is there: the one that was taken last, or a
+    new one.
+    """
     if not isinstance(param.sharded.grad, UnsynchronizedGrad):
-        # Nothing reads the value: to fill it would be a launch for each gradient of each pass.
-        nothing = torch.empty((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
-        placeholder: Any = new_dtensor(kind, nothing, param.gradient_spec)
+        placeholder = param.placeholders.pop(kind, None)
+        if type(placeholder) is not kind or spec_of(placeholder) is not param.gradient_spec:
+            placeholder = _make_placeholder(param, kind)
         placeholder.reduced, placeholder.is_lost = param.sharded.grad, is_lost
         param.sharded.grad = placeholder
+
+
+def _make_placeholder(param: FSDPParam, kind: type[UnsynchronizedGrad]) -> Any:
+    with torch.inference_mode(False):  # it outlives it
+        # Nothing reads the value: to fill it would be a launch.
+        nothing = torch.empty((), dtype=param.delivered_dtype, device=param.local.device).expand(param.local.shape)
+        return new_dtensor(kind, nothing, param.gradient_spec)
 
 
 def take_placeholder(param: FSDPParam) -> bool:
@@ -125,7 +134,8 @@ def take_placeholder(param: FSDPParam) -> bool:
     placeholder = param.sharded.grad
     if not isinstance(placeholder, UnsynchronizedGrad):
         return False
-    param.sharded.grad = placeholder.reduced
+    param.sharded.grad, placeholder.reduced = placeholder.reduced, None
+    param.placeholders[type(placeholder)] = placeholder
     return True
 
 

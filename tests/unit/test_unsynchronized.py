@@ -1,5 +1,6 @@
 """Backward passes are followed for placeholders of unsynchronized gradients while there are any, and only then."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,6 +72,38 @@ def test_one_group_is_enough(net: Any) -> None:
     net[0].set_requires_gradient_sync(True)
     backward(net)
     assert not is_followed(net)
+
+
+def test_placeholders_are_used_again(net: Any) -> None:
+    net.set_requires_gradient_sync(False)
+    backward(net)
+    before = [param.grad for param in net.parameters()]
+    backward(net)
+    assert all(param.grad is each for param, each in zip(net.parameters(), before, strict=True))
+
+
+def test_a_placeholder_that_a_user_has_kept_and_set_to_zero_is_not_used_again(net: Any) -> None:
+    net.set_requires_gradient_sync(False)
+    backward(net)
+    kept = [param.grad for param in net.parameters()]
+    net.set_requires_gradient_sync(True)
+    backward(net)
+    for each in kept:
+        each.zero_()
+    net.set_requires_gradient_sync(False)
+    backward(net)
+    assert num_placeholders(net) == 4
+
+
+def test_a_placeholder_that_a_user_clears_keeps_no_gradient(net: Any) -> None:
+    backward(net)
+    reduced = [weakref.ref(param.grad) for param in net.parameters()]
+    net.set_requires_gradient_sync(False)
+    for _ in range(2):
+        backward(net)
+    assert all(each() is not None for each in reduced)
+    net.zero_grad()
+    assert all(each() is None for each in reduced)
 
 
 def test_settings_that_are_changed_back_are_forgotten_by_the_next_step(net: Any) -> None:
