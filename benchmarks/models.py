@@ -134,19 +134,17 @@ def able(libraries: Sequence[Library], precision: str) -> list[Library]:
 
 
 def make_batch(shape: Shape, precision: str, seed: int = 1) -> Tensor:
-    """Returns token ids, or activations that require a gradient (as after an embedding), so that every block's input
-    does.
-    """
+    """Returns token ids, or activations. As in nearly all training, they require no gradient."""
     generator = torch.Generator().manual_seed(seed)
     if shape.vocab:
         return torch.randint(shape.vocab, (1, shape.tokens), generator=generator)
     batch = torch.randn(1, shape.tokens, shape.dim, generator=generator)
-    return batch.to(PRECISIONS[precision][0]).requires_grad_()
+    return batch.to(PRECISIONS[precision][0])
 
 
 def make_vectors(dim: int) -> Tensor:
-    """Returns one vector of activations, which requires a gradient (as after an embedding)."""
-    return torch.ones(1, dim, requires_grad=True)
+    """Returns one vector of activations."""
+    return torch.ones(1, dim)
 
 
 def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -676,7 +676,7 @@ class FSDPModule:
         one size, no other choice gathers less. A budget of all groups gathers each once a step.
 
         In use are the root's own group, the groups whose modules run, and the last one that ran. In backward a group
-        may begin before the one behind it has left. A group counts with its bytes in compute dtypes, as
+        may begin before the one behind it has left, and in a backward of several forwards the first group stays. A group counts with its bytes in compute dtypes, as
         `describe` prints them. How many micro-batches a step has is taken from the last step: the first steps gather
         more. The budget also keeps groups with `reshard_after_forward=True`, and decides in place of
         `set_reshard_after_backward`, which torch's pipelines call; what `reshard_after_forward=False` keeps, it does

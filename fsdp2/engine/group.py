@@ -108,10 +108,14 @@ class FSDPParamGroup:
         self.backward_versions: tuple[int, ...] = ()
 
         # ---- backward
+        # A forward has run, of which backward may come, and no backward has ended since.
+        self.awaits_backward = False
         # The pass that has reached the group, until it reshards.
         self.reached_by: BackwardPass | None = None
         # True if the last backward resharded the group as soon as all gradients had been counted.
         self.last_gradient_reshards = not params
+        # Some backward had to reshard the group at its end: others may, too, that compute no gradients of parameters.
+        self.was_left_by_backward = False
         # Dicts of backward hooks: of the modules that the state owns, and torch's global one; found in backward.
         self._backward_hooks: list[dict[int, Any]] = []
         # Indices of the parameters whose `.grad` has a placeholder: their gradient is unsynchronized.
@@ -659,9 +663,14 @@ class FSDPParamGroup:
             # A full backward hook of a module comes later, with the gradients of the module's inputs.
             has_hooks = any(self._backward_hooks or self._find_backward_hooks())
             # Those of sharing states tell when to reshard in between: the last gradient of a tied parameter comes late.
-            self.last_gradient_reshards = not (has_hooks or self.settings.reduce_unused or self.sharing_states)
+            needs_hooks = has_hooks or self.settings.reduce_unused or self.sharing_states or self.was_left_by_backward
+            self.last_gradient_reshards = not needs_hooks
             if not has_hooks:
                 self.finish_backward()
+
+    def expect_other_gradients(self) -> None:
+        """Notes that other parameters may get gradients than in the last backward."""
+        self.last_gradient_reshards = not self.params
 
     def _find_backward_hooks(self) -> list[dict[int, Any]]:
         own = [module._backward_hooks for state in (self.state, *self.sharing_states) for module in state.own_modules()]
@@ -687,6 +696,7 @@ class FSDPParamGroup:
         same way in any case, since other ranks may have left none.
         """
         stays, backward_follows = self._what_stays(ending), ending is Ending.TRAINING
+        self.awaits_backward = self.awaits_backward or backward_follows
         if stays is AfterForward.KEEP:
             if backward_follows or self.keep_until is not KeepUntil.USER:
                 kept, has_budget = self.root.prefetcher.kept.groups, self.root.settings.unsharded_budget
@@ -787,8 +797,10 @@ class FSDPParamGroup:
 
     def leave_backward(self) -> None:
         """Reshards at the end of backward, unless the last gradient has done it."""
+        self.awaits_backward = False
         if self.reached_by is not None:
             self.last_gradient_reshards = not self.params
+            self.was_left_by_backward = self.was_left_by_backward or self.settings.reshard_after_backward
         is_freed = self.phase is SHARDED and self.parameters.buffers is not None and not self.unsharded.is_allocated
         if self.reached_by is not None or self.keep_until is not KeepUntil.END_OF_USE or not is_freed:
             self.finish_backward()

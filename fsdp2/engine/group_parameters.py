@@ -358,5 +358,6 @@ class GroupParameters:
                 if param.unsharded.requires_grad is not trainable:
                     param.unsharded.requires_grad_(trainable)
         specs, group = self.specs if self.buffers is not None else (), self._group
+        group.expect_other_gradients()
         group.gradients.prepare(specs, group.settings.policy, [i for i, yes in enumerate(self.trainable) if yes])
         group.note_change(Change.SETTINGS)

@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..calls.compiled_backward import refuse_compiled_backward
 from ..calls.user_code import are_in_force, outside, run_hidden
@@ -52,6 +52,12 @@ class ForwardPass:
     read_outside: set[FSDPParamGroup] = field(default_factory=set)
     # A loss calls a large submodule between forward and backward, which needs it first.
     runs_for_loss: bool = False
+    # An input requires a gradient: a backward may compute that one, and none of parameters (torch.autograd.grad).
+    inputs_require_grad: bool = False
+
+    def note_inputs(self, inputs: Iterable[Tensor]) -> None:
+        """Notes whether one of the tensors that the outermost module is called with requires a gradient."""
+        self.inputs_require_grad = bool([1 for tensor in inputs if tensor.requires_grad])
 
 
 @dataclass

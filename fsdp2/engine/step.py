@@ -147,9 +147,12 @@ def before_forward(
             args, kwargs = inputs_on_device(state, args, kwargs, handed)
         for notify in root.events.inputs_given:
             notify(state, args, kwargs)
-    if dtype is not None:
+    is_outermost = not in_backward and len(root.running) == 1
+    if dtype is not None or is_outermost:
         inputs = args if not kwargs and {*map(type, args)} == _ONLY_TENSORS else tensors_in(args, kwargs)
-        if [1 for tensor in inputs if tensor.dtype != dtype and tensor.is_floating_point()]:
+        if is_outermost:
+            root.forward.note_inputs(inputs)
+        if dtype is not None and [1 for each in inputs if each.dtype != dtype and each.is_floating_point()]:
             handed.append(HandedInputs(cast_to(dtype), args, kwargs))
             args, kwargs, inputs = handed[-1].args, handed[-1].kwargs, None
     need_no_hooks = True
@@ -161,6 +164,9 @@ def before_forward(
             for ahead in root.prefetcher.in_forward(group):
                 ahead.start_unshard()
         need_no_hooks = need_no_hooks and group.last_gradient_reshards
+        # A backward may compute no gradients of parameters, or those of several forwards: the last one comes late.
+        if (root.forward.inputs_require_grad or group.awaits_backward) and group.settings.reshard_after_backward:
+            need_no_hooks = need_no_hooks and group in root.prefetcher.kept.groups
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
         inputs = tensors_in(args, kwargs) if inputs is None else inputs

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.meters import AllocationMeter, CopyMeter, num_bytes
 from fsdp2 import MixedPrecisionPolicy, fully_shard, replicate
@@ -26,6 +27,7 @@ from fsdp2.compression import Compression
 from fsdp2.engine import buckets
 from fsdp2.engine import group as groups
 from fsdp2.engine.comm import Comm, CommLabel, SoloComm
+from fsdp2.engine.state import groups_below
 from fsdp2.features import large_submodules
 from helpers import fake_world
 from python_groups import OnlySums, PythonGroup, WithTensors, python_group
@@ -117,6 +119,64 @@ def measure(kind: Callable[[], nn.Module] = Stack, in_backward: bool = False, **
         "step": meter.peak_during("step") - resting,
         "left": meter.allocated_at_end(),
     }
+
+
+def frozen_in_part(model: Stack, x: Tensor) -> None:
+    for block in model:
+        block.layers[1].requires_grad_(False)
+    model(x).sum().backward()
+    model.requires_grad_(True)
+
+
+def through_blocks_twice(model: Stack, x: Tensor) -> None:
+    for block in reversed(model):
+        x = block(x)
+    model(x).sum().backward()
+
+
+def two_checkpointed(model: Stack, x: Tensor) -> None:
+    losses = []
+    for _ in range(2):
+        y = x
+        for block in model:
+            y = checkpoint(block, y, use_reentrant=False)
+        losses.append(y.sum())
+    sum(losses).backward()  # type: ignore[union-attr]
+
+
+# How a backward may go in which groups do not get their last gradient before the next one is needed, and how many of
+# them it holds at most: the one in use, the one that is gathered ahead, and one that comes again.
+BACKWARDS: dict[str, tuple[int, Callable[[Stack, Tensor], object]]] = {
+    "of two forwards": (2, lambda model, x: (model(x).sum() + model(x).sum()).backward()),
+    "of blocks that run twice": (3, through_blocks_twice),
+    "for the input alone": (2, lambda model, x: torch.autograd.grad(model(x.requires_grad_()).sum(), x)),
+    "of some parameters": (2, frozen_in_part),
+    "of two forwards that are checkpointed": (3, two_checkpointed),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_backward_holds_few_groups_whatever_ran_before(backward: str) -> None:
+    """After training, in which the last gradient of a group tells that backward is done with it."""
+    model = build(Stack())
+    held = []
+
+    def count(_: Tensor) -> None:
+        held.append(sum(group.unsharded.is_allocated for group in groups_below(model) if group.params))
+
+    def watch(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(count)
+
+    for block in model:
+        block.layers[0].register_forward_hook(watch)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(1, DIM)).sum().backward()
+        num_groups, run = BACKWARDS[backward]
+        run(model, torch.ones(1, DIM))
+        model.zero_grad()
+    assert max(held) == num_groups
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16_REDUCE_FP32}], ids=["fp32", "bf16/fp32"])

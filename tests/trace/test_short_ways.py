@@ -25,7 +25,7 @@ MODULES, ENGINE = str(Path(nn.Module.__call__.__code__.co_filename).parent), tor
 
 MAX_CALLS = 7
 # One of them decides what stays after a forward, in place of conditions in three.
-MAX_FUNCTIONS = 107
+MAX_FUNCTIONS = 108
 MAX_FILES = 20
 
 STEPS_BEFORE = 9
