@@ -676,14 +676,14 @@ class FSDPModule:
         one size, no other choice gathers less. A budget of all groups gathers each once a step.
 
         In use are the root's own group, the groups whose modules run, and the last one that ran. In backward a group
-        may begin before the one behind it has left, and in a backward of several forwards the first group stays. A group counts with its bytes in compute dtypes, as
-        `describe` prints them. How many micro-batches a step has is taken from the last step: the first steps gather
-        more. The budget also keeps groups with `reshard_after_forward=True`, and decides in place of
-        `set_reshard_after_backward`, which torch's pipelines call; what `reshard_after_forward=False` keeps, it does
-        not count. Conditional modules do not stay. It has no effect where ranks hold whole parameters in the dtype in
-        which they compute. Each stage of a pipeline is a root. Every rank must call it with the same number. All
-        ranks must write to the same weights between passes, also where their shards are empty: what was written to is
-        gathered again.
+        may begin before the one behind it has left, and in a backward of several forwards the first group stays. A
+        group counts with its bytes in compute dtypes, as `describe` prints them. How many micro-batches a step has is
+        taken from the last step: the first steps gather more. The budget also keeps groups with
+        `reshard_after_forward=True`, and decides in place of `set_reshard_after_backward`, which torch's pipelines
+        call; what `reshard_after_forward=False` keeps, it does not count. Conditional modules do not stay. It has no
+        effect where ranks hold whole parameters in the dtype in which they compute. Each stage of a pipeline is a root.
+        Every rank must call it with the same number. All ranks must write to the same weights between passes, also
+        where their shards are empty: what was written to is gathered again.
 
         Args:
             nbytes: 0 gathers nothing ahead, and keeps the last group alone from forward to backward. None, the default:

@@ -374,6 +374,18 @@ MUTATIONS = (
         "if i in ():\n",
         (ACCUMULATION,),
     ),
+    Mutation(
+        "groups stay unsharded in a backward of several forwards",
+        r"root\.forward\.inputs_require_grad or group\.awaits_backward",
+        "root.forward.inputs_require_grad",
+        (MEMORY,),
+    ),
+    Mutation(
+        "groups stay unsharded in a backward for the input alone",
+        r"root\.forward\.inputs_require_grad or group\.awaits_backward",
+        "group.awaits_backward",
+        (MEMORY,),
+    ),
     # ---- codecs and hooks
     Mutation(
         "reductions in flight are limited by what they would be without a codec",
