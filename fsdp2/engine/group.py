@@ -758,6 +758,11 @@ class FSDPParamGroup:
             keeps = not drops_secondary and self.comms.secondary is not None and self._may_keep_secondary()
             self.reshard(self.root.frees_memory, keeps)
 
+    def is_freed_in_backward(self) -> bool:
+        """Returns True if the group is resharded when backward is done with it, by the budget or the user's setting."""
+        budget = self.root.settings.unsharded_budget
+        return self not in self.root.prefetcher.kept.groups if budget else self.settings.reshard_after_backward
+
     def finish_backward(self) -> None:
         """Reshards, or keeps the data for the next pass, by the budget or else by the setting `reshard_after_backward`,
         which torch's pipelines turn off for all groups.

@@ -165,8 +165,8 @@ def before_forward(
                 ahead.start_unshard()
         need_no_hooks = need_no_hooks and group.last_gradient_reshards
         # A backward may compute no gradients of parameters, or those of several forwards: the last one comes late.
-        if (root.forward.inputs_require_grad or group.awaits_backward) and group.settings.reshard_after_backward:
-            need_no_hooks = need_no_hooks and group in root.prefetcher.kept.groups
+        if need_no_hooks and (root.forward.inputs_require_grad or group.awaits_backward):
+            need_no_hooks = not group.is_freed_in_backward()
     # In a module that calls itself, the outermost call is the last to be done with the parameters.
     if not need_no_hooks and torch.is_grad_enabled() and state.running == 1:
         inputs = tensors_in(args, kwargs) if inputs is None else inputs

@@ -35,15 +35,21 @@ def make(**options: Any) -> tuple[Any, Meter]:
     return model, meter
 
 
-def run_stage(model: Any, order: str = ORDER) -> None:
-    """Calls `model` as torch's schedules do: they keep gradients unsynchronized, and reduce them behind all passes."""
-    outputs = deque[Tensor]()
+def run_stage(model: Any, order: str = ORDER, is_split: bool = False) -> None:
+    """Calls `model` as torch's schedules do: they keep gradients unsynchronized, and reduce them behind all passes.
+    `is_split`: a backward for the input comes before that for the weights, as in zero-bubble schedules.
+    """
+    waiting = deque[tuple[Tensor, Tensor]]()
     for action in order:
         if action == "F":
-            outputs.append(model(torch.ones(2, WIDTH)))
+            batch = torch.ones(2, WIDTH, requires_grad=is_split)
+            waiting.append((batch, model(batch)))
         else:
             set_last(model, False)
-            outputs.popleft().sum().backward()
+            batch, output = waiting.popleft()
+            if is_split:
+                torch.autograd.grad(output.sum(), batch, retain_graph=True)
+            output.sum().backward()
     set_last(model, True)
     model._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -122,14 +128,15 @@ def test_a_budget_keeps_groups_until_gradients_are_reduced() -> None:
 
 @pytest.mark.parametrize("order", [ORDER, "FBFFFBBB"])
 @pytest.mark.parametrize("num_blocks", [1, 3])
-def test_a_budget_bounds_what_stays_between_micro_batches(num_blocks: int, order: str) -> None:
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_budget_bounds_what_stays_between_micro_batches(is_split: bool, num_blocks: int, order: str) -> None:
     """Torch's schedules turn reshard_after_backward off for all groups."""
     with fake_world(4):
         model, meter = make()
         _, *groups = groups_below(model)
         model.set_unsharded_budget(num_blocks * groups[0].nbytes)
         for _ in range(3):
-            run_stage(model, order)
+            run_stage(model, order, is_split)
             assert meter.peak <= num_blocks * groups[0].nbytes
             optimize(model)
 
