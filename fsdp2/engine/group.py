@@ -632,12 +632,22 @@ class FSDPParamGroup:
             self.streams.wait_here()
 
     def _refuse_other_data(self) -> None:
-        """Raises RuntimeError: a graph needs a parameter's old data, or the new one where it is checkpointed."""
-        changed = self.registration.find_replaced()
-        name = next((param.name for param in self.params if id(param.sharded) in changed), self.params[0].name)
+        """Raises RuntimeError if a user has put other data into a parameter: a graph needs the old data, or the new one
+        where it is checkpointed. A group that has the same parameter (tied) may have put it into its own memory.
+        """
+        others = [group.registration for group in self.root.groups if group is not self]
+        found = self.registration.find_replaced()
+        changed = [
+            param
+            for param in self.params
+            if id(param.sharded) in found and not any(each.has_data_of(param.sharded) for each in others)
+        ]
+        if self.parameters.buffers is not None and not changed:
+            return
         raise RuntimeError(
-            f"{name}: other data was put into this parameter (`.data =`, swap_tensors) between a forward and its "
-            "backward, which may need the old one. Change parameters before forward or after backward."
+            f"{(changed or self.params)[0].name}: other data was put into this parameter (`.data =`, swap_tensors) "
+            "between a forward and its backward, which may need the old one. Change parameters before forward or after "
+            "backward."
         )
 
     def first_gradient(self) -> None:

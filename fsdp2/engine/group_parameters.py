@@ -127,6 +127,11 @@ class Registration:
         """Returns True if a sharded parameter has another local tensor than when it was watched."""
         return not all(map(is_, map(peek_local, self.watched[2]), self.watched[3]))
 
+    def has_data_of(self, sharded: Tensor) -> bool:
+        """Returns True if the local tensor of `sharded` is one that is watched."""
+        local = peek_local(sharded)
+        return any(each is local for each in self.watched[3])
+
     def find_replaced(self) -> set[int]:
         """Returns the identities of the sharded parameters for which `is_replaced` is True."""
         return {

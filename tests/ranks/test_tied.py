@@ -374,7 +374,17 @@ def two_values_for_one() -> None:
         model(own_rows(batch(0)))
 
 
-TRAINING = [all_ways, what_stays_after_forward, recomputed, frozen]
+def tied_after_sharding() -> None:
+    """As transformers ties a model that it has loaded: the head is in the root, the embedding a group of its own."""
+    plain = Language()
+    model = copy.deepcopy(plain)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    shard(model, WAYS["the head with the root"])
+    model.head.weight = model.embed.weight
+    train(model, plain)
+
+
+TRAINING = [all_ways, what_stays_after_forward, recomputed, frozen, tied_after_sharding]
 OTHERS = [accumulation, synchronised_in_one_user_only, means_over_weights, a_user_alone_and_left_out, mixed_precision]
 OTHERS += [stepped_on_in_backward, left_out_on_some_ranks]
 PARAMETERS = [state_dicts_and_copies, from_meta, whole_parameters, two_values_for_one]
