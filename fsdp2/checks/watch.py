@@ -51,6 +51,8 @@ from .watched_groups import conversations
 
 PERIOD_S = 0.5
 """Seconds between two looks."""
+LONGEST_LOOK_S = 30
+"""Seconds for which the end of the process waits for a look that has begun."""
 WAIT_S = 1.0
 """Seconds after which a rank that waits, or that has begun no collective, says so."""
 ASK_S = 5.0
@@ -355,10 +357,12 @@ def _run(watch: Watch, end: threading.Event) -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Ends the threads before the interpreter does, which must not find them in the middle of a call."""
+    """Ends the threads before the interpreter does: it would abort the process if it found one in a call to the store.
+    No look waits for another rank, but on a busy machine it may take seconds.
+    """
     for thread, end in [*_running.items()]:
         end.set()
-        thread.join(timeout=1)
+        thread.join(timeout=LONGEST_LOOK_S)
 
 
 def _forget() -> None:

@@ -301,3 +301,22 @@ def test_ranks_that_are_late_and_come_raise_nothing() -> None:
 
     strays = (in_a_barrier, begun_before, received, by_a_thread, computes)
     run_checks(3, [(each.__name__, partial(check, each)) for each in strays])
+
+
+def test_the_end_of_a_process_waits_for_a_look() -> None:
+    """The interpreter would abort the process if it found the thread in a call to the store."""
+
+    class Slow:
+        rank = 0
+
+        def look(self) -> bool:
+            time.sleep(1.5)  # the machine is busy
+            return True
+
+    end = threading.Event()
+    thread = threading.Thread(target=watch._run, args=(Slow(), end), daemon=True)
+    with mock.patch.object(watch, "PERIOD_S", 0):
+        watch._running[thread] = end
+        thread.start()
+        watch._stop()
+    assert not thread.is_alive()
