@@ -29,7 +29,7 @@ class FreedParameter(nn.Parameter):
 
 
 class FreedDTensor(DTensor):
-    """The same for the DTensor of tensor parallelism."""
+    """Refuses the same for the DTensor of tensor parallelism."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -179,6 +179,25 @@ def test_backward_holds_few_groups_whatever_ran_before(backward: str) -> None:
     assert max(held) == num_groups
 
 
+def test_a_backward_for_an_intermediate_alone_leaves_all_groups_once() -> None:
+    """Nothing tells of it before it runs. After it inputs are hooked, whatever trains in between."""
+    model = build(Stack())
+    held, intermediates = [], list[Tensor]()
+    model[0].register_forward_hook(lambda _, __, output: intermediates.append(output))
+
+    def count(_: Tensor) -> None:
+        held.append(sum(group.unsharded.is_allocated for group in groups_below(model) if group.params))
+
+    for is_first in (True, False):
+        for _ in range(2):
+            model(torch.ones(1, DIM)).sum().backward()
+        held.clear()
+        loss = model(torch.ones(1, DIM)).sum()
+        intermediates[-1].register_hook(count)
+        torch.autograd.grad(loss, intermediates[-1])
+        assert max(held) == (BLOCKS if is_first else 1)
+
+
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16_REDUCE_FP32}], ids=["fp32", "bf16/fp32"])
 def test_wrapping_leaves_the_shards_and_holds_no_block_twice(options: dict[str, object]) -> None:
     """A block is free when its full storage is allocated. Its shards are there twice: alone, and in one buffer."""
